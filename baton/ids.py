@@ -1,0 +1,24 @@
+"""Identifiers as distinct types, so that a slot is never mistaken for a stamp."""
+
+from typing import NewType
+
+RequestId = NewType("RequestId", str)
+"""A client's request, for its whole life, over all attempts."""
+
+JobId = NewType("JobId", int)
+"""One attempt at prefilling one request: the number that the group's sequencer gave it, ascending."""
+
+StreamNumber = NewType("StreamNumber", int)
+"""One claim of an orchestrator to a generation group's stream, unique over all its lives."""
+
+SlotId = NewType("SlotId", int)
+"""A row of a generation group's batch."""
+
+Stamp = NewType("Stamp", int)
+"""A slot's generation: grows with every lease of that slot, so that a late writer can be told apart."""
+
+Epoch = NewType("Epoch", int)
+"""One life of a prefill group's links."""
+
+Rank = NewType("Rank", int)
+"""A place in a group."""

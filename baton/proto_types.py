@@ -1,0 +1,243 @@
+"""Baton's values to and from their messages (proto/baton/v1): those that users' clients speak. Pure.
+
+`x_from_proto` trusts nothing: what a hostile or newer peer may send raises InvalidArgumentError or
+VersionMismatchError, never an assert.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from baton.errors import InvalidArgumentError, VersionMismatchError
+from baton.results import ClusterState, GroupState, Interval, ModelInfo, RankTiming, Timings, Usage
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
+from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
+
+
+def range_to_proto(tokens: TokenRange) -> common_pb2.TokenRange:
+    """The range as a message."""
+    return common_pb2.TokenRange(start=tokens.start, end=tokens.end)
+
+
+def range_from_proto(message: common_pb2.TokenRange) -> TokenRange:
+    """Raises InvalidArgumentError when the range is reversed."""
+    if message.start > message.end:
+        raise InvalidArgumentError(f"token range [{message.start}, {message.end}) is reversed: start must not be after")
+    return TokenRange(message.start, message.end)
+
+
+def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
+    """Logprobs are single precision on the wire."""
+    return common_pb2.SampledToken(
+        token_id=token.token_id,
+        logprob=token.logprob,
+        top=[common_pb2.TokenLogprob(token_id=each.token_id, logprob=each.logprob) for each in token.top],
+    )
+
+
+def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
+    """The sampled token; logprobs only if the message has them."""
+    return SampledToken(
+        token_id=message.token_id,
+        logprob=message.logprob if message.HasField("logprob") else None,
+        top=tuple(TokenLogprob(each.token_id, each.logprob) for each in message.top),
+    )
+
+
+def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """All fields, set explicitly."""
+    return common_pb2.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        logit_bias=params.logit_bias,
+        seed=params.seed,
+        stop=params.stop,
+        stop_token_ids=params.stop_token_ids,
+        ignore_eos=params.ignore_eos,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        n=params.n,
+    )
+
+
+def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Raises InvalidArgumentError when a field is out of its limits."""
+    return SamplingParams(
+        max_tokens=message.max_tokens,
+        min_tokens=message.min_tokens,
+        temperature=message.temperature,
+        top_k=message.top_k,
+        top_p=message.top_p if message.HasField("top_p") else 1.0,
+        min_p=message.min_p,
+        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
+        presence_penalty=message.presence_penalty,
+        frequency_penalty=message.frequency_penalty,
+        logit_bias=dict(message.logit_bias),
+        seed=message.seed,
+        stop=tuple(message.stop),
+        stop_token_ids=tuple(message.stop_token_ids),
+        ignore_eos=message.ignore_eos,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        n=message.n if message.HasField("n") else 1,
+    )
+
+
+_FINISH_TO_PROTO: Mapping[FinishReason, generate_pb2.FinishReason.ValueType] = MappingProxyType(
+    {
+        FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
+        FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
+        FinishReason.CANCELLED: generate_pb2.FINISH_REASON_CANCELLED,
+        FinishReason.DEADLINE: generate_pb2.FINISH_REASON_DEADLINE,
+        FinishReason.ERROR: generate_pb2.FINISH_REASON_ERROR,
+    }
+)
+_FINISH_FROM_PROTO = MappingProxyType({value: reason for reason, value in _FINISH_TO_PROTO.items()})
+
+
+def finish_to_proto(finish: FinishReason | None) -> generate_pb2.FinishReason.ValueType:
+    """UNSPECIFIED for None: the stream goes on."""
+    return generate_pb2.FINISH_REASON_UNSPECIFIED if finish is None else _FINISH_TO_PROTO[finish]
+
+
+def finish_from_proto(value: generate_pb2.FinishReason.ValueType) -> FinishReason | None:
+    """Raises VersionMismatchError for a reason that this version does not know."""
+    if value == generate_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    reason = _FINISH_FROM_PROTO.get(value)
+    if reason is None:
+        raise VersionMismatchError(f"finish reason {value} is unknown here: run one version of Baton on all sides")
+    return reason
+
+
+def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
+    """The event as a message."""
+    return generate_pb2.TokenEvent(
+        index=event.index,
+        token=None if event.token is None else sampled_to_proto(event.token),
+        text=event.text,
+        unix_ns=event.unix_ns,
+        finish=finish_to_proto(event.finish),
+        error=event.error,
+        choice=event.choice,
+        prompt=[sampled_to_proto(token) for token in event.prompt],
+    )
+
+
+def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
+    """Raises VersionMismatchError for a finish reason that this version does not know."""
+    return TokenEvent(
+        index=message.index,
+        token=sampled_from_proto(message.token) if message.HasField("token") else None,
+        text=message.text,
+        unix_ns=message.unix_ns,
+        finish=finish_from_proto(message.finish),
+        error=message.error,
+        choice=message.choice,
+        prompt=tuple(sampled_from_proto(token) for token in message.prompt),
+    )
+
+
+def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
+    """What a request took."""
+    return Usage(message.num_prompt_tokens, message.num_output_tokens, message.num_attempts)
+
+
+def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
+    """When a request's stages began and ended."""
+    ranks = [
+        orchestrator_pb2.RankTiming(
+            rank=rank.rank,
+            tokens=range_to_proto(rank.tokens),
+            start_ns=rank.start_ns,
+            end_ns=rank.end_ns,
+            wait_s=rank.wait_s,
+            push_start_ns=rank.push_start_ns,
+            push_end_ns=rank.push_end_ns,
+            num_bytes_pushed=rank.num_bytes_pushed,
+            num_bytes_sent=rank.num_bytes_sent,
+            layers=[
+                prefill_pb2.TimeSpan(start_unix_ns=layer.start_ns, end_unix_ns=layer.end_ns) for layer in rank.layers
+            ],
+        )
+        for rank in timings.ranks
+    ]
+    return orchestrator_pb2.Timings(
+        received_ns=timings.received_ns,
+        admitted_ns=timings.admitted_ns,
+        leased_ns=timings.leased_ns,
+        first_token_ns=timings.first_token_ns,
+        finished_ns=timings.finished_ns,
+        ranks=ranks,
+    )
+
+
+def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
+    """When a request's stages began and ended. Raises InvalidArgumentError for a rank's reversed token range."""
+    return Timings(
+        received_ns=message.received_ns,
+        admitted_ns=message.admitted_ns,
+        leased_ns=message.leased_ns,
+        first_token_ns=message.first_token_ns,
+        finished_ns=message.finished_ns,
+        ranks=tuple(
+            RankTiming(
+                rank=each.rank,
+                tokens=range_from_proto(each.tokens),
+                start_ns=each.start_ns,
+                end_ns=each.end_ns,
+                wait_s=each.wait_s,
+                push_start_ns=each.push_start_ns,
+                push_end_ns=each.push_end_ns,
+                num_bytes_pushed=each.num_bytes_pushed,
+                num_bytes_sent=each.num_bytes_sent,
+                layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in each.layers),
+            )
+            for each in message.ranks
+        ),
+    )
+
+
+def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
+    """The served model and its limits."""
+    return ModelInfo(
+        name=message.name,
+        max_tokens=message.max_tokens,
+        vocab_size=message.vocab_size,
+        dtype=message.dtype,
+        has_chat_template=message.has_chat_template,
+        layout_fingerprint=message.layout_fingerprint,
+    )
+
+
+def cluster_state_from_proto(message: orchestrator_pb2.ClusterState) -> ClusterState:
+    """Groups, queue and slots."""
+    groups = tuple(
+        GroupState(
+            name=each.name,
+            role=each.role,
+            endpoints=tuple(each.endpoints),
+            epoch=each.epoch,
+            is_ready=each.is_ready,
+            num_slots=each.num_slots,
+            num_free=each.num_free,
+            num_bytes_held=each.num_bytes_held,
+            num_leaked=each.num_leaked,
+            num_requests=each.num_requests,
+        )
+        for each in message.groups
+    )
+    return ClusterState(
+        groups=groups,
+        num_queued=message.num_queued,
+        num_running=message.num_running,
+        num_degraded=message.num_degraded,
+        version=message.version,
+    )

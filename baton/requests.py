@@ -1,0 +1,103 @@
+"""A user's call as a message (proto/baton/v1/orchestrator.proto). Pure.
+
+Checked here is only what the message could not carry; the server checks everything else, against its model.
+"""
+
+import math
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from baton.channel_options import MAX_MESSAGE_BYTES
+from baton.errors import InvalidArgumentError
+from baton.proto_types import params_to_proto
+from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
+from baton.v1 import orchestrator_pb2
+
+MAX_DEADLINE_S = 2**32 / 1000 - 1
+
+
+@dataclass(frozen=True)
+class Source:
+    """What to go on from: exactly one of three."""
+
+    prompt: str | bytes | None = None
+    """Text; as bytes, UTF-8."""
+    messages: Sequence[Mapping[str, str]] | None = None
+    """A chat: mappings with `role` and `content`, rendered with the model's template."""
+    token_ids: Sequence[int] | None = None
+    """A prompt that is tokenized already."""
+
+    def __post_init__(self) -> None:
+        given = [name for name, value in vars(self).items() if value is not None]
+        if len(given) != 1:
+            raise InvalidArgumentError(
+                f"input is {' and '.join(given) or 'missing'}: give one of prompt, messages, token_ids"
+            )
+
+
+def make_request(
+    source: Source,
+    params: SamplingParams | None,
+    options: SamplingOptions,
+    *,
+    request_id: str | None = None,
+    model: str = "",
+    echo: bool = False,
+) -> orchestrator_pb2.GenerateRequest:
+    """Raises InvalidArgumentError for what cannot be sent, TypeError for a sampling option that does not exist."""
+    if params is not None and options:
+        raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
+    request = orchestrator_pb2.GenerateRequest(
+        request_id=request_id or uuid.uuid4().hex,
+        seeded=params is not None or "seed" in options,
+        model=model,
+        echo=echo,
+    )
+    try:
+        request.sampling.CopyFrom(params_to_proto(params or params_from_options(options)))
+    except ValueError as error:
+        raise InvalidArgumentError(f"sampling: {error}: use integers below 2**32") from error
+    _add_source(request, source)
+    if request.ByteSize() > MAX_MESSAGE_BYTES:
+        raise InvalidArgumentError(
+            f"request is {request.ByteSize()} bytes long, over the limit of {MAX_MESSAGE_BYTES}: send less text"
+        )
+    return request
+
+
+def check_deadline(deadline_s: float | None) -> None:
+    """Raises InvalidArgumentError for a deadline that is none, or that the message cannot carry."""
+    if deadline_s is not None and not (0 < deadline_s <= MAX_DEADLINE_S and math.isfinite(deadline_s)):
+        raise InvalidArgumentError(f"deadline_s = {deadline_s!r} is out of range: use seconds above 0, below 4 million")
+
+
+def _add_source(request: orchestrator_pb2.GenerateRequest, source: Source) -> None:
+    if source.prompt is not None:
+        request.prompt = _encoded(source.prompt)
+    elif source.messages is not None:
+        request.chat.SetInParent()  # an empty chat is the server's to refuse
+        for index, message in enumerate(source.messages):
+            request.chat.messages.add(**_chat_fields(index, message))
+    else:
+        request.token_ids.SetInParent()
+        try:
+            request.token_ids.ids.extend(source.token_ids or ())
+        except ValueError as error:
+            raise InvalidArgumentError(f"token_ids: {error}: use the model's token ids") from error
+
+
+def _encoded(prompt: str | bytes) -> bytes:
+    try:
+        return prompt if isinstance(prompt, bytes) else prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgumentError(f"prompt holds half a character at {error.start}: it cannot be UTF-8") from error
+
+
+def _chat_fields(index: int, message: Mapping[str, str]) -> dict[str, str]:
+    wrong = {"role", "content"} ^ message.keys()
+    if wrong:
+        raise InvalidArgumentError(
+            f"messages[{index}] lacks, or does not know, {', '.join(sorted(wrong))}: give role and content"
+        )
+    return dict(message)

@@ -1,0 +1,160 @@
+"""What a client gets back besides tokens, as values. All are frozen and safe to share between threads."""
+
+from dataclasses import dataclass
+
+from baton.types import FinishReason, SampledToken, TokenRange
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+    """All of the stream's tokens, of all choices, those before a resumption included."""
+    num_attempts: int
+    """Attempts of the server at the request, since it last took it up."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Wall-clock time [start_ns, end_ns) in unix nanoseconds."""
+
+    start_ns: int
+    end_ns: int
+
+
+@dataclass(frozen=True)
+class RankTiming:
+    """One prefill rank's part of a request; instants as in Timings."""
+
+    rank: int
+    tokens: TokenRange
+    """Prompt tokens that this rank computed."""
+    start_ns: int
+    end_ns: int
+    wait_s: float
+    """Seconds between the two spent waiting for earlier ranks' KV."""
+    push_start_ns: int
+    push_end_ns: int
+    num_bytes_pushed: int
+    """KV sent to the generation group."""
+    num_bytes_sent: int
+    """KV passed on to the next rank."""
+    layers: tuple[Interval, ...]
+    """One a layer: compute, waits included."""
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Wall-clock instants on the server, of its last attempt, in unix nanoseconds; 0 for what did not happen."""
+
+    received_ns: int
+    admitted_ns: int
+    """Left the queue."""
+    leased_ns: int
+    """Got a slot."""
+    first_token_ns: int
+    finished_ns: int
+    ranks: tuple[RankTiming, ...]
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from the request's arrival to its first token; None if there was none."""
+        return (self.first_token_ns - self.received_ns) / 1e9 if self.first_token_ns else None
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a request's outputs: all of it after its end, so far before."""
+
+    index: int
+    text: str
+    tokens: tuple[SampledToken, ...]
+    finish: FinishReason | None
+    """Why it ended; None while it runs."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A stream's output: all of it after the end, so far before."""
+
+    request_id: str
+    choices: tuple[Choice, ...]
+    prompt: tuple[SampledToken, ...]
+    """The prompt's tokens with their logprobs, if these were asked for."""
+    model: str
+    """The model's name; empty before the server took the request."""
+    seed: int | None
+    """What, with prompt and parameters, gives the same tokens again; None before the server took the request."""
+    exact: bool | None
+    """True: full attention and coupled sampling all the way. None before the server took the request."""
+    num_prompt_tokens: int | None
+    """None before the server took the request."""
+    usage: Usage | None
+    """From the server's last message: None before it, and in streams that end without one."""
+    timings: Timings | None
+    """Likewise."""
+    num_resumes: int
+    """How often the client took the stream up again after losing the server."""
+
+    @property
+    def text(self) -> str:
+        """The first choice's."""
+        return self.choices[0].text
+
+    @property
+    def tokens(self) -> tuple[SampledToken, ...]:
+        """The first choice's."""
+        return self.choices[0].tokens
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the first choice ended; None while it runs."""
+        return self.choices[0].finish
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that is served, and its limits."""
+
+    name: str
+    max_tokens: int
+    """Prompt and output together, at most."""
+    vocab_size: int
+    dtype: str
+    has_chat_template: bool
+    layout_fingerprint: str
+    """Equal where KV is stored alike (KvLayout.fingerprint)."""
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One group of workers, as the orchestrator sees it."""
+
+    name: str
+    role: str
+    """prefill or generate."""
+    endpoints: tuple[str, ...]
+    """host:port of each rank."""
+    epoch: int
+    is_ready: bool
+    num_slots: int
+    num_free: int
+    num_bytes_held: int
+    num_leaked: int
+    """Slots or jobs held by no request that the orchestrator knows, for over 2 s."""
+    num_requests: int
+    """Requests of this orchestrator that the group serves."""
+
+
+@dataclass(frozen=True)
+class ClusterState:
+    """Groups, queue and slots, as the orchestrator sees them."""
+
+    groups: tuple[GroupState, ...]
+    num_queued: int
+    num_running: int
+    num_degraded: int
+    """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
+    version: str

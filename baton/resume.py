@@ -1,0 +1,253 @@
+"""One request's stream as its client knows it, whatever carries it: what came, what to ask next, when to give up.
+
+The stream's state needs nothing hidden: prompt, parameters, seed and the tokens so far are all that a server needs to
+go on, so a lost connection costs a pause. Shared by the synchronous and the asyncio stream (baton.streams). Does no
+input or output and never blocks.
+"""
+
+import random
+from dataclasses import dataclass, field, replace
+
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+    VersionMismatchError,
+)
+from baton.proto_types import event_from_proto, timings_from_proto, usage_from_proto
+from baton.results import Choice, Completion, Timings, Usage
+from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
+
+DEADLINE_GRACE_S = 1.0
+"""Seconds past the deadline that a client listens: the server enforces it, so that usage still arrives."""
+
+
+@dataclass(frozen=True)
+class Reconnect:
+    """How long a client tries to reach a server that is away."""
+
+    num_connects: int = 3
+    """Attempts to get a request taken, before its error is raised (>= 1)."""
+    num_resumes: int = 20
+    """Attempts in a row, without a new token, to take up a stream that was lost (>= 0)."""
+    first_delay_s: float = 0.1
+    """Seconds before the second attempt; doubles with each attempt."""
+    max_delay_s: float = 5.0
+    """Seconds between two attempts, at most."""
+
+    def delay_s(self, num_failed: int, fraction: float) -> float:
+        """Seconds to wait after the `num_failed`-th failure in a row; a fraction in [0, 1) spreads clients out."""
+        return min(self.first_delay_s * 2.0 ** min(num_failed - 1, 30), self.max_delay_s) * (0.5 + fraction / 2)
+
+
+@dataclass
+class _Output:
+    """What is here of one choice."""
+
+    tokens: list[SampledToken] = field(default_factory=list)
+    text: list[str] = field(default_factory=list)
+    finish: FinishReason | None = None
+
+
+class StreamState:
+    """Owner: the stream that reads the calls, in one thread; only `fail` may be called from others."""
+
+    def __init__(
+        self,
+        request: orchestrator_pb2.GenerateRequest,
+        target: str,
+        reconnect: Reconnect,
+        clock: Clock,
+        *,
+        deadline_s: float | None = None,
+    ) -> None:
+        """`deadline_s` counts from now. The request is copied."""
+        self.num_resumes = 0
+        self.is_over = False
+        self.usage: Usage | None = None
+        self.timings: Timings | None = None
+        self._request = orchestrator_pb2.GenerateRequest()
+        self._request.CopyFrom(request)
+        self._target = target
+        self._reconnect = reconnect
+        self._clock = clock
+        self._random = random.Random()  # spreads retries; no token depends on it
+        self._end_s = None if deadline_s is None else clock.now_s() + deadline_s
+        self._num_failed = 0
+        self._started: orchestrator_pb2.Started | None = None
+        self._outputs = [_Output() for _ in range(request.sampling.n or 1)]
+        self._prompt: tuple[SampledToken, ...] = ()
+        self._failure: BatonError | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The request's name, as the client or else the server gave it."""
+        return self._request.request_id
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the first choice ended; None while it runs."""
+        return self._outputs[0].finish
+
+    def next_request(self) -> orchestrator_pb2.GenerateRequest:
+        """What to send now: the request, going on after the tokens that are here, in the time that is left."""
+        if self._started is not None:
+            del self._request.outputs[:]
+            for output in self._outputs:
+                ids = [token.token_id for token in output.tokens]
+                self._request.outputs.append(common_pb2.Output(token_ids=ids))
+        if self._end_s is not None:
+            self._request.deadline_ms = max(1, round((self._end_s - self._clock.now_s()) * 1000))
+        return self._request
+
+    def timeout_s(self) -> float | None:
+        """Seconds that the call may take; None for any time."""
+        return None if self._end_s is None else max(0.0, self._end_s - self._clock.now_s()) + DEADLINE_GRACE_S
+
+    def accept(self, message: orchestrator_pb2.GenerateEvent | None) -> TokenEvent | None:
+        """Takes a call's next message, None for its end; returns what there is to show. Raises what is wrong with it:
+        hand that to `call_failed`."""
+        kind = None if message is None else message.WhichOneof("event")
+        if message is None:
+            self._accept_end()
+        elif kind == "started":
+            self._accept_started(message.started)
+        elif kind == "token":
+            return self._accept_token(message.token)
+        elif kind == "finished":
+            self._accept_finished(message.finished)
+        return None  # nothing to show, or a newer server's news
+
+    def call_failed(self, error: BatonError) -> float | None:
+        """The call ended with an error. Returns the seconds after which to try `next_request`; None: it is over."""
+        if self._has_all and isinstance(error, UnavailableError):
+            self.is_over = True  # only the goodbye was lost
+            return None
+        self._num_failed += 1
+        delay_s = self._reconnect.delay_s(self._num_failed, self._random.random())
+        if isinstance(error, ResourceExhaustedError):
+            delay_s = max(delay_s, error.retry_after_s or 0.0)
+        if not self._may_try_again(error):
+            self.fail(self._told(error))
+        elif self._end_s is not None and self._clock.now_s() + delay_s >= self._end_s:
+            self.fail(DeadlineExceededError(f"deadline passes while {self._target} is away: {error}"))
+        else:
+            self.num_resumes += self._started is not None
+            return delay_s
+        return None
+
+    def fail(self, error: BatonError) -> None:
+        """Ends the stream with an error, unless it is over."""
+        if not self.is_over:
+            self._failure = error
+            for output in self._outputs:
+                output.finish = output.finish or _finish_of(error)
+            self.is_over = True
+
+    def raise_failure(self) -> None:
+        """Raises what the stream ended with, if it failed."""
+        if self._failure is not None:
+            raise self._failure
+
+    def output(self) -> Completion:
+        """What is here."""
+        started = self._started
+        return Completion(
+            request_id=self.request_id,
+            choices=tuple(
+                Choice(index, "".join(output.text), tuple(output.tokens), output.finish)
+                for index, output in enumerate(self._outputs)
+            ),
+            prompt=self._prompt,
+            model=self._request.model if started is None else started.model,
+            seed=None if started is None else started.seed,
+            exact=None if started is None else started.exact,
+            num_prompt_tokens=None if started is None else started.num_prompt_tokens,
+            usage=self.usage,
+            timings=self.timings,
+            num_resumes=self.num_resumes,
+        )
+
+    def _accept_started(self, started: orchestrator_pb2.Started) -> None:
+        """From here on, whoever goes on must be the same model and draw the same noise."""
+        self._started = started
+        self._request.request_id = started.request_id
+        self._request.sampling.seed, self._request.seeded = started.seed, True
+        self._request.model = started.model
+
+    @property
+    def _has_all(self) -> bool:
+        return all(output.finish is not None for output in self._outputs)
+
+    def _accept_token(self, message: generate_pb2.TokenEvent) -> TokenEvent | None:
+        event = event_from_proto(message)
+        if event.choice >= len(self._outputs):
+            raise BatonError(f"{self._target} sent choice {event.choice} of {len(self._outputs)}: report this")
+        output = self._outputs[event.choice]
+        num_tokens = len(output.tokens)
+        if event.index > num_tokens:
+            raise BatonError(f"{self._target} left out output tokens {num_tokens} to {event.index - 1}: report this")
+        if event.token is not None and event.index < num_tokens:  # a token that is here already
+            event = replace(event, index=event.index + 1, token=None, text="")
+        if output.finish is not None or (event.token is None and event.finish is None):
+            return None
+        if event.token is not None:
+            self._num_failed = 0
+            output.tokens.append(event.token)
+        output.text.append(event.text)
+        output.finish = event.finish
+        self._prompt = self._prompt or event.prompt
+        return event
+
+    def _accept_finished(self, message: orchestrator_pb2.Finished) -> None:
+        if not self._has_all:
+            raise VersionMismatchError(
+                f"{self._target} finished a request whose choices have not all ended: run one version of Baton on "
+                "all sides"
+            )
+        self.usage, self.timings = usage_from_proto(message.usage), timings_from_proto(message.timings)
+
+    def _accept_end(self) -> None:
+        if self.usage is None:
+            raise UnavailableError(f"{self._target} ended the stream without its last message")
+        self.is_over = True
+        for output in self._outputs:
+            error = None if output.finish is None else _ERROR_OF.get(output.finish)
+            if error is not None and output.finish is not None and self._failure is None:
+                self._failure = error(f"{self._target} ended request {self.request_id}: {output.finish.value}")
+
+    def _may_try_again(self, error: BatonError) -> bool:
+        if self._has_all:
+            return False
+        if self._started is None:
+            return isinstance(error, UnavailableError) and self._num_failed < self._reconnect.num_connects
+        away = isinstance(error, UnavailableError | ResourceExhaustedError)
+        return away and self._num_failed <= self._reconnect.num_resumes
+
+    def _told(self, error: BatonError) -> BatonError:
+        if not isinstance(error, UnavailableError):
+            return error
+        told = UnavailableError(
+            f"{self._target} cannot be reached, or cannot serve ({self._num_failed} attempts): {error}; "
+            "check that a Baton server runs there"
+        )
+        told.__cause__ = error
+        return told
+
+
+_ERROR_OF: dict[FinishReason, type[BatonError]] = {
+    FinishReason.CANCELLED: RequestCancelledError,
+    FinishReason.DEADLINE: DeadlineExceededError,
+    FinishReason.ERROR: BatonError,
+}
+"""For streams that a server ends with such a reason, and without an error status."""
+
+
+def _finish_of(error: BatonError) -> FinishReason:
+    if isinstance(error, RequestCancelledError):
+        return FinishReason.CANCELLED
+    return FinishReason.DEADLINE if isinstance(error, DeadlineExceededError) else FinishReason.ERROR

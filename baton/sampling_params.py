@@ -1,0 +1,139 @@
+"""What a user may ask of sampling, validated once, at the edge.
+
+The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.sampling` says what each does.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict
+
+from baton.errors import InvalidArgumentError
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_CHOICES = 64
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request's tokens are chosen and when its stream ends. Raises InvalidArgumentError on a bad field."""
+
+    max_tokens: int = 256
+    """Output tokens at most (>= 1)."""
+    min_tokens: int = 0
+    """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled."""
+    temperature: float = 0.0
+    """0 is greedy; otherwise logits are divided by it (<= 100)."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
+    min_p: float = 0.0
+    """Keep tokens at least this times as likely as the most likely one; in [0, 1]."""
+    repetition_penalty: float = 1.0
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; > 0."""
+    presence_penalty: float = 0.0
+    """Subtracted once from logits of tokens seen in the output; in [-2, 2]."""
+    frequency_penalty: float = 0.0
+    """Subtracted per occurrence from logits of tokens seen in the output; in [-2, 2]."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits of these token ids; in [-100, 100]."""
+    seed: int = 0
+    """Unsigned 64 bits: the noise is a function of (seed, output position, token id) alone."""
+    stop: tuple[str, ...] = ()
+    """Strings that end the stream; they are not part of its text."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end the stream, besides the model's end-of-sequence tokens."""
+    ignore_eos: bool = False
+    """Do not end at the model's end-of-sequence tokens."""
+    logprobs: int | None = None
+    """None: no logprobs. k: the chosen token's, and the k most likely tokens' (0 to 20)."""
+    prompt_logprobs: int | None = None
+    """Likewise for the prompt's tokens but the first: of the model's own distribution, without penalties and bias."""
+    n: int = 1
+    """Choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
+
+    def __post_init__(self) -> None:
+        self._check_lengths()
+        self._check_filters()
+        self._check_penalties()
+        self._check_stops()
+
+    def of_choice(self, choice: int) -> "SamplingParams":
+        """What, for a request of one choice, gives this choice's output: the same with another seed. The prompt is
+        scored with the first."""
+        scored = self.prompt_logprobs if choice == 0 else None
+        return replace(self, n=1, seed=(self.seed + choice) % 2**64, prompt_logprobs=scored)
+
+    def _check_lengths(self) -> None:
+        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use at least 1")
+        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "use 0 or more")
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
+        _require(0 <= self.seed < 2**64, "seed", self.seed, "use an unsigned 64-bit integer")
+        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"use 1 to {MAX_CHOICES}")
+        for name in ("logprobs", "prompt_logprobs"):
+            top = getattr(self, name)
+            _require(top is None or 0 <= top <= MAX_LOGPROBS, name, top, f"use 0 to {MAX_LOGPROBS}")
+
+    def _check_filters(self) -> None:
+        _require(_within(self.temperature, 0, 100), "temperature", self.temperature, "use 0 (greedy) to 100")
+        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (all tokens) or more")
+        _require(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "use a value in (0, 1]")
+        _require(_within(self.min_p, 0, 1), "min_p", self.min_p, "use a value in [0, 1]")
+
+    def _check_penalties(self) -> None:
+        penalty = self.repetition_penalty
+        _require(_within(penalty, 0, 100) and penalty > 0, "repetition_penalty", penalty, "use a value in (0, 100]")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _require(_within(getattr(self, name), -2, 2), name, getattr(self, name), "use a value in [-2, 2]")
+        for token_id, bias in self.logit_bias.items():
+            _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
+            _require(_within(bias, -100, 100), "logit_bias", bias, "use values in [-100, 100]")
+
+    def _check_stops(self) -> None:
+        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"use at most {MAX_STOP_STRINGS} strings")
+        _require(all(self.stop), "stop", self.stop, "an empty stop string would end every stream")
+        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "use token ids")
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of SamplingParams as keyword arguments; what is left out has SamplingParams' default."""
+
+    max_tokens: int
+    min_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    seed: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    n: int
+
+
+def params_from_options(options: SamplingOptions) -> SamplingParams:
+    """Raises InvalidArgumentError for a bad value, TypeError for an option that does not exist."""
+    stop = options.get("stop", ())
+    values: dict[str, Any] = {
+        **options,
+        "stop": (stop,) if isinstance(stop, str) else tuple(stop),
+        "stop_token_ids": tuple(options.get("stop_token_ids", ())),
+    }
+    return SamplingParams(**values)
+
+
+def _within(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"sampling.{name} = {value!r} is out of range: {remedy}")

@@ -1,0 +1,129 @@
+"""Errors across the wire: one table, error class <-> gRPC status, and the class's name in the trailing metadata.
+
+Used by servers (transport.status) and by both kinds of client, synchronous and asyncio. Pure.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Protocol, cast
+
+import grpc
+from google.protobuf.message import DecodeError
+from google.rpc import error_details_pb2, status_pb2
+from grpc import StatusCode
+
+from baton import errors
+from baton.errors import BatonError, ResourceExhaustedError
+
+ERROR_KEY = "baton-error"
+"""Key of the trailing metadata that names the error's class."""
+DETAILS_KEY = "grpc-status-details-bin"
+"""Key of the trailing metadata in which gRPC's own conventions put a google.rpc.Status."""
+MAX_TEXT_CHARS = 1000
+"""An error's text is cut here: gRPC drops a whole status whose metadata exceeds 8 KiB."""
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
+    {
+        errors.BatonError: StatusCode.INTERNAL,
+        errors.InvalidArgumentError: StatusCode.INVALID_ARGUMENT,
+        errors.ConfigError: StatusCode.FAILED_PRECONDITION,
+        errors.ModelError: StatusCode.FAILED_PRECONDITION,
+        errors.ResourceExhaustedError: StatusCode.RESOURCE_EXHAUSTED,
+        errors.RequestCancelledError: StatusCode.CANCELLED,
+        errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
+        errors.NotFoundError: StatusCode.NOT_FOUND,
+        errors.UnavailableError: StatusCode.UNAVAILABLE,
+        errors.VersionMismatchError: StatusCode.FAILED_PRECONDITION,
+        errors.LeaseError: StatusCode.FAILED_PRECONDITION,
+        errors.StaleStampError: StatusCode.FAILED_PRECONDITION,
+        errors.LeaseExpiredError: StatusCode.ABORTED,
+        errors.TransferError: StatusCode.ABORTED,
+        errors.LayoutMismatchError: StatusCode.FAILED_PRECONDITION,
+        errors.ByteCountError: StatusCode.DATA_LOSS,
+        errors.ChecksumError: StatusCode.DATA_LOSS,
+        errors.RangeError: StatusCode.OUT_OF_RANGE,
+        errors.IncompletePushError: StatusCode.ABORTED,
+        errors.ChainError: StatusCode.ABORTED,
+        errors.LinkBrokenError: StatusCode.ABORTED,
+        errors.LinkStalledError: StatusCode.ABORTED,
+        errors.EpochEndedError: StatusCode.ABORTED,
+        errors.JobAbortedError: StatusCode.ABORTED,
+    }
+)
+
+_CLASS_OF_NAME: Mapping[str, type[BatonError]] = MappingProxyType({error.__name__: error for error in STATUS_OF})
+
+_CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
+    {
+        StatusCode.UNAVAILABLE: errors.UnavailableError,
+        StatusCode.DEADLINE_EXCEEDED: errors.DeadlineExceededError,
+        StatusCode.CANCELLED: errors.RequestCancelledError,
+        StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
+        StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
+        StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
+    }
+)
+"""For statuses that gRPC made by itself; all others are plain BatonErrors, which are not retried."""
+
+
+def table_class(error: BatonError) -> type[BatonError]:
+    """The error's class, or its nearest base that has a row in STATUS_OF."""
+    return next(cast(type[BatonError], base) for base in type(error).__mro__ if base in STATUS_OF)
+
+
+def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
+    """The status, text and trailing metadata by which an error crosses the wire."""
+    row = table_class(error)
+    code, text = STATUS_OF[row], str(error)[:MAX_TEXT_CHARS]
+    metadata: Metadata = ((ERROR_KEY, row.__name__),)
+    if isinstance(error, ResourceExhaustedError) and error.retry_after_s is not None:
+        status = status_pb2.Status(code=code.value[0], message=text)
+        delay = error_details_pb2.RetryInfo()
+        delay.retry_delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        status.details.add().Pack(delay)
+        metadata += ((DETAILS_KEY, status.SerializeToString()),)
+    return code, text, metadata
+
+
+def from_rpc_error(error: grpc.RpcError) -> BatonError:
+    """The error that the other side raised; for statuses that gRPC made by itself, the class that says the same."""
+    status = cast(_Status, error)
+    metadata = dict(status.trailing_metadata() or ())
+    text = status.details() or "no details"
+    named = _CLASS_OF_NAME.get(str(metadata.get(ERROR_KEY)))
+    if named is None:
+        named, text = _CLASS_OF_STATUS.get(status.code(), BatonError), f"{status.code().name}: {text}"
+    if named is ResourceExhaustedError:
+        return ResourceExhaustedError(text, _retry_after_s(metadata.get(DETAILS_KEY, b"")))
+    return named(text)
+
+
+@contextmanager
+def translate_rpc_errors() -> Iterator[None]:
+    """Within it, a status that gRPC raises leaves as the BatonError it stands for; every other exception passes."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from error
+
+
+class _Status(Protocol):
+    """What both of grpc's error classes have, and their common base does not declare."""
+
+    def code(self) -> StatusCode: ...
+    def details(self) -> str | None: ...
+    def trailing_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
+
+
+def _retry_after_s(details: str | bytes) -> float | None:
+    if not isinstance(details, bytes):
+        return None
+    try:
+        packed = status_pb2.Status.FromString(details).details
+        delay = error_details_pb2.RetryInfo()
+        return next((delay.retry_delay.ToNanoseconds() / 1e9 for each in packed if each.Unpack(delay)), None)
+    except DecodeError:  # not ours: a proxy's answer still has its status
+        return None

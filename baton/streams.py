@@ -1,0 +1,211 @@
+"""Streams of a request's tokens, for threads and for asyncio. Made by baton.client; the rules are in baton.resume."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from types import TracebackType
+from typing import Protocol, Self
+
+import grpc
+
+from baton.errors import BatonError, RequestCancelledError
+from baton.results import Completion, Timings, Usage
+from baton.resume import StreamState
+from baton.status import translate_rpc_errors
+from baton.types import FinishReason, TokenEvent
+from baton.v1 import orchestrator_pb2
+
+
+class Call(Protocol):
+    """A running call of grpc, synchronous."""
+
+    def __next__(self) -> orchestrator_pb2.GenerateEvent: ...
+    def cancel(self) -> object: ...
+
+
+AsyncCall = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateEvent]
+OpenCall = Callable[[StreamState], Call]
+"""Sends the state's next request; does not block."""
+OpenAsyncCall = Callable[[StreamState], AsyncCall]
+
+
+class _Output:
+    """What both kinds of stream tell about themselves; complete after the stream's end."""
+
+    _state: StreamState
+
+    @property
+    def output(self) -> Completion:
+        """All that has come so far."""
+        return self._state.output()
+
+    @property
+    def request_id(self) -> str:
+        """The request's name in the server's logs."""
+        return self._state.request_id
+
+    @property
+    def finish(self) -> FinishReason | None:
+        """Why the stream, or its first choice, ended; None while it runs."""
+        return self._state.finish
+
+    @property
+    def usage(self) -> Usage | None:
+        """Tokens and attempts; None before the server's last message."""
+        return self._state.usage
+
+    @property
+    def timings(self) -> Timings | None:
+        """When the request's stages began and ended; None before the server's last message."""
+        return self._state.timings
+
+
+class Stream(_Output):
+    """A running request. Iterate once, in one thread; `cancel` may be called from any.
+
+    Yields a TokenEvent for each token as it is made; a choice's last one has `finish` and the text held back until
+    then, and may have no token. A server that goes away is waited for and the stream taken up where it was: no token
+    twice, none missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after its
+    deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away; `output` keeps what
+    came before.
+
+    As a context manager, it cancels on leaving what is still running.
+    """
+
+    def __init__(self, state: StreamState, open_call: OpenCall) -> None:
+        self._state = state
+        self._open_call = open_call
+        self._lock = threading.Lock()  # between `cancel` and a new call
+        self._cancelled = threading.Event()
+        self._call = open_call(state)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        return self
+
+    def __next__(self) -> TokenEvent:
+        """Blocks until the next event."""
+        while not self._state.is_over:
+            if (event := self._read()) is not None:
+                return event
+        self._call.cancel()  # of a call that the stream is done with, or that is done
+        self._state.raise_failure()
+        raise StopIteration
+
+    def collect(self) -> Completion:
+        """Blocks until the end and returns the whole output, what was iterated over before included."""
+        for _ in self:
+            pass
+        return self.output
+
+    def text(self) -> str:
+        """`collect`, the text only; of the first choice, if there are several."""
+        return self.collect().text
+
+    def cancel(self) -> None:
+        """Ends the request everywhere; does not block. Without effect after the end, or a second time."""
+        with self._lock:
+            self._state.fail(_cancelled_error(self.request_id))
+            self._cancelled.set()
+            self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    def _read(self) -> TokenEvent | None:
+        try:
+            with translate_rpc_errors():
+                message = next(self._call, None)
+            return self._state.accept(message)
+        except BatonError as error:
+            delay_s = self._state.call_failed(error)
+        if delay_s is not None:
+            self._cancelled.wait(delay_s)
+            with self._lock:
+                if not self._cancelled.is_set():
+                    self._call.cancel()
+                    self._call = self._open_call(self._state)
+        return None
+
+
+class AsyncStream(_Output):
+    """A running request, as Stream. Belongs to the loop that it was made on; one task iterates.
+
+    Cancelling the task that waits for an event cancels the request.
+    """
+
+    def __init__(self, state: StreamState, open_call: OpenAsyncCall) -> None:
+        self._state = state
+        self._open_call = open_call
+        self._cancelled = asyncio.Event()
+        self._call = open_call(state)
+
+    def __aiter__(self) -> AsyncIterator[TokenEvent]:
+        return self
+
+    async def __anext__(self) -> TokenEvent:
+        """Waits for the next event."""
+        while not self._state.is_over:
+            if (event := await self._read()) is not None:
+                return event
+        self._call.cancel()  # of a call that the stream is done with, or that is done
+        self._state.raise_failure()
+        raise StopAsyncIteration
+
+    async def collect(self) -> Completion:
+        """Waits for the end and returns the whole output, what was iterated over before included."""
+        async for _ in self:
+            pass
+        return self.output
+
+    async def text(self) -> str:
+        """`collect`, the text only."""
+        return (await self.collect()).text
+
+    def cancel(self) -> None:
+        """Ends the request everywhere; does not wait. Without effect after the end, or a second time."""
+        self._state.fail(_cancelled_error(self.request_id))
+        self._cancelled.set()
+        self._call.cancel()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    async def _read(self) -> TokenEvent | None:
+        try:
+            with translate_rpc_errors():
+                message = await self._call.read()
+            return self._state.accept(message if isinstance(message, orchestrator_pb2.GenerateEvent) else None)
+        except BatonError as error:
+            delay_s = self._state.call_failed(error)
+        except asyncio.CancelledError:
+            # Raised by grpc for a call that `cancel` ended, and for a task that is being cancelled.
+            task = asyncio.current_task()
+            if not self._cancelled.is_set() or (task is not None and task.cancelling()):
+                self.cancel()
+                raise
+            return None
+        if delay_s is not None and not await self._cancelled_within(delay_s):
+            self._call.cancel()
+            self._call = self._open_call(self._state)
+        return None
+
+    async def _cancelled_within(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+
+def _cancelled_error(request_id: str) -> RequestCancelledError:
+    return RequestCancelledError(f"request {request_id} was cancelled by its client")

@@ -1,0 +1,143 @@
+"""Values that several parts exchange: token ranges, the KV layout, leases, sampled tokens, how a stream ends.
+
+All are frozen, hold no tensors, and are safe to share between threads.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from baton.ids import RequestId, SlotId, Stamp
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one element, by the dtype's name on the wire."""
+
+
+@dataclass(frozen=True, order=True)
+class TokenRange:
+    """Token positions [start, end) of one sequence, counted from the first prompt token."""
+
+    start: int
+    end: int
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.start <= self.end, f"bad token range [{self.start}, {self.end})"
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    def split(self, max_tokens: int) -> "list[TokenRange]":
+        """Consecutive parts of at most `max_tokens` tokens each, in order; none for an empty range."""
+        return [
+            TokenRange(start, min(start + max_tokens, self.end)) for start in range(self.start, self.end, max_tokens)
+        ]
+
+
+@dataclass(frozen=True)
+class KvLayout:
+    """How KV lies in memory and on the wire: per layer, per token one row `[2, kv_heads, head_dim]` (K, then V).
+
+    Keys are stored after RoPE. Rows of consecutive tokens are adjacent, so any token range of a layer is one
+    contiguous piece of memory (docs/decisions/0002-kv-layout.md).
+    """
+
+    model_fingerprint: str
+    """Hash of the weights that made the KV; KV of other weights is never mixed in."""
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    """A key of DTYPE_BYTES."""
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one layer, K and V."""
+        return 2 * self.num_kv_heads * self.head_dim * DTYPE_BYTES[self.dtype]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers, K and V."""
+        return self.num_layers * self.row_bytes
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that are equal exactly when two layouts are."""
+        text = f"{self.model_fingerprint}/{self.num_layers}/{self.num_kv_heads}/{self.head_dim}/{self.dtype}/token,kv"
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class LeaseRef:
+    """Names one life of one slot: what every push, commit and abort carries."""
+
+    slot: SlotId
+    stamp: Stamp
+
+
+@dataclass(frozen=True)
+class Lease:
+    """A timed, fenced claim on a slot of a generation group."""
+
+    ref: LeaseRef
+    request_id: RequestId
+    attempt: int
+    num_tokens: int
+    """Tokens whose KV must be pushed before commit: positions [0, num_tokens)."""
+    endpoint: str
+    """host:port of the KvReceiver that granted it."""
+    ttl_s: float
+    """Seconds without a push or renewal after which the slot is freed."""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """A candidate token and its log-probability (natural log, after penalties, before temperature and filters)."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """One sampled token, or one of a prompt; `logprob` and `top` are filled only if the request asked for logprobs."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[TokenLogprob, ...] = ()
+
+
+class FinishReason(Enum):
+    """Why a stream ended: its one terminal event carries one of these."""
+
+    LENGTH = "length"
+    """max_tokens, or the model's context, is reached."""
+    STOP = "stop"
+    """An end-of-sequence token, a stop token id, or a stop string."""
+    CANCELLED = "cancelled"
+    DEADLINE = "deadline"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """What a stream emits: one choice's next token, or its end, or both.
+
+    `text` holds the characters that became certain with this event: it may be empty (half a UTF-8 character, a
+    possible stop string) and may belong to earlier tokens.
+    """
+
+    index: int
+    """Output position of `token`, from 0; for a bare end, the number of output tokens."""
+    token: SampledToken | None
+    text: str
+    unix_ns: int
+    """When the token was made."""
+    finish: FinishReason | None = None
+    """Set with the choice's last event only."""
+    error: str = ""
+    """Why, when `finish` is ERROR."""
+    choice: int = 0
+    """Which of the request's choices this is about."""
+    prompt: tuple[SampledToken, ...] = ()
+    """The prompt's tokens with their logprobs, if these were asked for: with position 0 of choice 0."""

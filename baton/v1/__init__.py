@@ -1,0 +1,1 @@
+"""Stubs generated from proto/baton/v1 by `make proto`; checked in, never edited."""

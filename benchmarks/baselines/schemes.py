@@ -1,0 +1,195 @@
+"""Tensor-and-sequence-parallel prefill (TSP) as KV-Runahead's paper has it, the same with a causal kernel, and zigzag
+ring attention, the strong modern peer. All use the decoder and the attention kernel that the chain uses.
+
+Every rank calls `prefill` with the same prompt and its own process group, and returns when its part is done; the rank
+that ends up with the last token's hidden state returns its logits. In the last layer no rank computes more than the
+next layer, which there is none of, or the last token needs: the chain's own shortcut, given to its peers.
+
+ - `tsp_dense`, `tsp_causal`: even chunks; each layer all ranks gather all KV, and wait for it. Dense scores a chunk's
+   queries against the whole prompt and masks half of it away (Cho, Rastegari, Naik, 2024, section 3), so it pays for
+   keys that come later; what they would add is computed and dropped.
+ - `zigzag`: the prompt in 2 n chunks; rank i has chunks i and 2 n - 1 - i, so all have equal work. KV goes around a
+   ring while what has come is attended to (Brandon et al., 2023; Llama 3's context parallelism).
+
+T tokens, N heads, G kv heads, H head dim; a KV block is `[tokens, 2, G, H]`.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from modeling.attention import Attention
+from modeling.decoder import Decoder
+from modeling.kv_buffers import KvRows
+
+_FOREVER = timedelta(hours=1)
+_TAG = 0
+
+
+class Work(Protocol):
+    """An operation under way."""
+
+    def wait(self, timeout: timedelta) -> bool: ...
+
+
+class Group(Protocol):
+    """What is used of torch's process groups."""
+
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work: ...
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work: ...
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work: ...
+
+
+Prefill = Callable[[Decoder, Sequence[int], Group], Tensor | None]
+"""Logits `[1, V]` of the last token on the rank that has it, None on the others."""
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """Consecutive tokens of one rank; a decoder's Span that keeps one layer's KV."""
+
+    tokens: TokenRange
+    kv: Tensor
+    """`[len(tokens), 2, G, H]`, written anew in each layer."""
+
+    def own(self, layer: int) -> Tensor:
+        return self.kv
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        raise AssertionError("the schemes attend by themselves")
+
+
+def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
+    """The paper's baseline."""
+    return _tsp(decoder, token_ids, group, dense=True)
+
+
+def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
+    """The same without the masked half: the last rank has the most to do."""
+    return _tsp(decoder, token_ids, group, dense=False)
+
+
+@torch.inference_mode()
+def _tsp(decoder: Decoder, token_ids: Sequence[int], group: Group, *, dense: bool) -> Tensor | None:
+    rank, num_ranks, total = group.rank(), group.size(), len(token_ids)
+    width = -(-total // num_ranks)
+    all_kv = _kv(decoder, width * num_ranks)  # padded: a gather takes equal parts
+    parts = list(torch.split(all_kv, width))
+    tokens = TokenRange(min(rank * width, total), min((rank + 1) * width, total))
+    chunk = _Chunk(tokens, _kv(decoder, width)[: len(tokens)])
+    sent = _kv(decoder, width)
+    step = decoder.begin([chunk])
+    hidden_TD = decoder.embed(token_ids[tokens.start : tokens.end], step)
+    for layer in range(decoder.config.num_layers):
+        q_TNH = decoder.project(layer, hidden_TD, step)
+        sent[: len(tokens)] = chunk.kv
+        group.allgather([[part.view(torch.uint8) for part in parts]], [sent.view(torch.uint8)]).wait(_FOREVER)
+        if layer == decoder.config.num_layers - 1:
+            if rank < num_ranks - 1:
+                return None
+            q_TNH, hidden_TD = q_TNH[-1:], hidden_TD[-1:]
+        attention = decoder.attention(layer, q_TNH, tokens.end - len(q_TNH))
+        attention.add(_rows(all_kv[: tokens.end], 0))
+        if dense and tokens.end < total:
+            _pay_for(decoder, q_TNH, all_kv[tokens.end : total])
+        hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
+    return decoder.logits(hidden_TD[-1:])
+
+
+def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
+    """Attends to keys that no query may see, as a dense kernel does before it masks them."""
+    decoder.kernel(q_TNH, _rows(kv, 0), False, None)
+
+
+@torch.inference_mode()
+def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
+    """Ring attention over chunks that are dealt out in zigzag; the prompt must have at least two tokens a rank."""
+    rank, num_ranks, last_layer = group.rank(), group.size(), decoder.config.num_layers - 1
+    ranges = _zigzag_ranges(len(token_ids), num_ranks)
+    low, high = ranges[rank]
+    blocks = [_kv(decoder, max(len(a) + len(b) for a, b in ranges)) for _ in range(3)]
+    own = blocks[0][: len(low) + len(high)]
+    chunks = [_Chunk(low, own[: len(low)]), _Chunk(high, own[len(low) :])]
+    step = decoder.begin(chunks)
+    hidden_TD = decoder.embed([*token_ids[low.start : low.end], *token_ids[high.start : high.end]], step)
+    for layer in range(last_layer + 1):
+        q_TNH = decoder.project(layer, hidden_TD, step)
+        if layer < last_layer:
+            places = [low, high]
+        elif rank == 0:  # only the last token is wanted, and rank 0 has it
+            places, hidden_TD = [TokenRange(high.end - 1, high.end)], hidden_TD[-1:]
+        else:
+            places = []
+        queries = [
+            decoder.attention(layer, part_TNH, place.start)
+            for part_TNH, place in zip(_parts(q_TNH, places), places, strict=True)
+        ]
+        _ring(ranges, queries, places, blocks, group)
+        if not places:
+            return None
+        hidden_TD = decoder.complete(layer, hidden_TD, torch.cat([attention.result() for attention in queries]))
+    return decoder.logits(hidden_TD)
+
+
+def _parts(q_TNH: Tensor, places: Sequence[TokenRange]) -> Iterator[Tensor]:
+    """The queries of each of `places`, which are the last of all."""
+    start = len(q_TNH) - sum(len(place) for place in places)
+    for place in places:
+        yield q_TNH[start : start + len(place)]
+        start += len(place)
+
+
+def _ring(
+    ranges: Sequence[tuple[TokenRange, TokenRange]],
+    queries: Sequence[Attention],
+    places: Sequence[TokenRange],
+    blocks: list[Tensor],
+    group: Group,
+) -> None:
+    """One layer's KV once around the ring; each block is attended to while the next one comes. `blocks`: the own one,
+    and two for the others'."""
+    rank, num_ranks = group.rank(), group.size()
+    current, spare, other = blocks
+    for turn in range(num_ranks):
+        owner = (rank - turn) % num_ranks
+        works = []
+        if turn < num_ranks - 1:
+            works.append(group.send([current.view(torch.uint8)], (rank + 1) % num_ranks, _TAG))
+            works.append(group.recv([spare.view(torch.uint8)], (rank - 1) % num_ranks, _TAG))
+        low, high = ranges[owner]
+        for tokens, kv in ((low, current[: len(low)]), (high, current[len(low) : len(low) + len(high)])):
+            for attention, place in zip(queries, places, strict=True):
+                if tokens.start < place.end:  # else later than any of these queries
+                    attention.add(_rows(kv, tokens.start))
+        for work in works:
+            work.wait(_FOREVER)
+        current, spare = spare, other if turn == 0 else current
+
+
+def _zigzag_ranges(total: int, num_ranks: int) -> list[tuple[TokenRange, TokenRange]]:
+    """Each rank's low and high chunk."""
+    edges = [total * index // (2 * num_ranks) for index in range(2 * num_ranks + 1)]
+    chunks = [TokenRange(start, end) for start, end in pairwise(edges)]
+    return [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
+
+
+def _kv(decoder: Decoder, num_tokens: int) -> Tensor:
+    layout = decoder.layout
+    return torch.zeros(num_tokens, 2, layout.num_kv_heads, layout.head_dim, dtype=decoder.dtype)
+
+
+def _rows(kv: Tensor, first_position: int) -> KvRows:
+    return KvRows(kv[:, 0], kv[:, 1], first_position)
+
+
+SCHEMES: Mapping[str, Prefill] = MappingProxyType({"tsp_dense": tsp_dense, "tsp_causal": tsp_causal, "zigzag": zigzag})
+"""By the names that results carry."""

@@ -1,0 +1,77 @@
+"""How long to the first token? The whole relay with a chain of ranks against one colocated engine (`single`).
+
+Both sides are real local clusters, alive at the same time and asked alternately: prompt in, first token out, KV pushed
+and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of as many threads.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import uuid
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig
+from deploy.local_relay import running_controller
+from orchestrator.controller import Controller, GenerateSpec
+
+LENGTHS = "512,2048,6000"
+QUICK_LENGTHS = "512"
+
+
+async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
+    """Seconds from handing a random prompt in to the arrival of its first token; asks for one token."""
+    clock = SystemClock()
+    spec = GenerateSpec(
+        RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)
+    )
+    start = clock.now_s()
+    async with contextlib.aclosing(controller.generate(spec)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                return clock.now_s() - start
+    raise AssertionError("a stream without a token")
+
+
+async def measure(args: argparse.Namespace) -> None:
+    """Runs all lengths."""
+    folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
+    lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
+    reporter, clock = Reporter("prefill", args.json), SystemClock()
+    chain = LocalConfig(folder, num_ranks=args.ranks, dtype=args.dtype, generate_threads=1)
+    single = LocalConfig(
+        folder, num_ranks=0, dtype=args.dtype, generate_threads=args.ranks, max_prefill_tokens_per_step=8192
+    )
+    async with (
+        LocalCluster(chain, clock) as ours,
+        LocalCluster(single, clock) as theirs,
+        running_controller(ours, clock) as chained,
+        running_controller(theirs, clock) as colocated,
+    ):
+        sides = [chained, colocated]
+        for num_tokens in lengths:
+            times: list[list[float]] = [[], []]
+            for index in range(pairs + 1):
+                for side, controller in enumerate(sides):
+                    times[side].append(await ttft_s(controller, num_tokens, seed=index))
+            name = case(tokens=num_tokens, ranks=args.ranks, scheme="even", dtype=args.dtype)
+            reporter.add(name, "ttft_s", "s", "single", Pairs(times[0][1:], times[1][1:]))
+    reporter.close()
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, and threads of the single engine")
+    asyncio.run(measure(parser.parse_args()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

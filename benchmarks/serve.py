@@ -1,0 +1,227 @@
+"""What does serving cost? Streams through the whole stack against the engine alone, and against no prefill ranks.
+
+Ours: client, orchestrator, a chain on Ray, a generation group, all over gRPC. `engine`: the generation engine in a
+process of its own, asked directly; `single`: a served cluster whose generation group prefills (`prefill.num_groups=0`).
+All run at the same time and are asked in turn: the same prompts, as many rows, threads and pinned cores. TTFT is what
+the client sees; tokens/s are those of the window in which all streams generate. Then, where the time to a first token
+goes when nothing else runs. `--bars` measures what is promised, and fails when it does not hold.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from baton.client import AsyncClient
+from benchmarks.engine_side import EngineSpec, engine_alone
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, resolve
+from benchmarks.served_side import ServedSide
+from benchmarks.streams import Measured, Side, make_load
+from deploy.own_cluster import own_cluster, until_signal
+from generate_workers.engine import EngineConfig
+from modeling.threads import use_cores
+
+STREAMS = "1,4,16"
+QUICK_STREAMS = "4"
+SPAN_TOKENS = 512
+SPAN_REQUESTS = 20
+QUICK_SPAN_REQUESTS = 5
+BAR_STREAMS = 16
+OWN_THREAD_BAR = 0.90
+"""Of the engine's tokens/s that must come through at so many streams, the engine on one core that is its own."""
+ALL_THREADS_BAR = 0.75
+"""Likewise, the engine on all cores, which it shares with all else."""
+OVERHEAD_BAR_MS = 60.0
+"""What serving may add to the chain's time of a request for 512 tokens, median."""
+_METRICS = (("ttft_s", "s"), ("step_ms", "ms"), ("tokens_s", "tokens/s"))
+
+
+@dataclass(frozen=True)
+class Place:
+    """How the generation engine lies on the machine, on all sides."""
+
+    num_threads: int
+    cores: tuple[int, ...] = ()
+    """The engine's; empty: not pinned."""
+    other_cores: tuple[int, ...] = ()
+    """Those of all else; empty: not pinned."""
+
+    @classmethod
+    def pinned(cls, num_threads: int, cores: Collection[int]) -> Self:
+        """The engine on the first of `cores`, one for each thread; all else on the others, if there are any."""
+        mine, others = tuple(sorted(cores)[:num_threads]), tuple(sorted(cores)[num_threads:])
+        return cls(num_threads, mine, others or mine)
+
+    def settings(self, num_ranks: int) -> list[str]:
+        """As `baton serve` takes them."""
+        settings = [f"prefill.num_ranks={num_ranks}"] if num_ranks else ["prefill.num_groups=0"]
+        settings.append(f"generate.num_threads={self.num_threads}")
+        if self.cores:
+            others = list(self.other_cores)
+            settings += [f"generate.cores={[list(self.cores)]}", f"orchestrator.cores={others}"]
+            settings += [f"prefill.cores={[others] * num_ranks}"] if num_ranks else []
+        return settings
+
+
+class _Bench:
+    """Brings sides up and measures them in turn."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.folder = resolve(args)
+        self.reporter = Reporter("serve", args.json)
+        self.console = Console(stderr=True, highlight=False)
+        self.pairs = QUICK_PAIRS if args.quick else PAIRS
+
+    @contextlib.asynccontextmanager
+    async def sides(self, place: Place, with_single: bool) -> AsyncIterator[tuple[ServedSide, dict[str, Side]]]:
+        """The stack, and its baselines by name; all are gone afterwards."""
+        async with AsyncExitStack() as stack:
+            chain, ray_address = await self._served(stack, place.settings(self.args.ranks))
+            baselines: dict[str, Side] = {}
+            if with_single:  # on the same Ray: a second one would take its share of the cores
+                settings = [*place.settings(0), f"ray.address={ray_address}"]
+                baselines["single"], _ = await self._served(stack, settings)
+            spec = EngineSpec(self.folder, self.args.dtype, place.num_threads, place.cores, EngineConfig())
+            baselines["engine"] = await stack.enter_async_context(engine_alone(spec))
+            stack.enter_context(_pinned_to(place.other_cores))
+            yield chain, baselines
+
+    async def _served(self, stack: AsyncExitStack, settings: Sequence[str]) -> tuple[ServedSide, str]:
+        """A cluster's side, and the address of its Ray."""
+        model = (f"model.name={self.folder}", f"model.dtype={self.args.dtype}")
+        options = [part for each in (*model, *settings) for part in ("--set", each)]
+        cluster = await stack.enter_async_context(own_cluster("serve-bench", options, self.say))
+        return ServedSide(await stack.enter_async_context(AsyncClient(cluster.target))), cluster.ray_address
+
+    async def compare(self, place: Place, num_streams: int, chain: Side, baselines: Mapping[str, Side]) -> float:
+        """Measures and reports one number of streams; the ratio of tokens/s to the engine's."""
+        args, found = self.args, {name: list[Measured]() for name in ("chain", *baselines)}
+        with _progress(self.console, f"{num_streams} streams", self.pairs + 1) as advance:
+            for index in range(self.pairs + 1):
+                load = make_load(num_streams, args.tokens, args.max_tokens, seed=index)
+                for name, side in {"chain": chain, **baselines}.items():
+                    found[name].append(await side.measure(load))
+                advance()
+        keys = {"tokens": args.tokens, "streams": num_streams, "ranks": args.ranks, "dtype": args.dtype}
+        name = case(**keys, threads=place.num_threads, policy="pinned" if place.cores else "shared")
+        ratio = 0.0
+        for baseline in baselines:
+            for metric, unit in _METRICS:
+                ours, theirs = ([getattr(each, metric) for each in found[side][1:]] for side in ("chain", baseline))
+                row = self.reporter.add(name, metric, unit, baseline, Pairs(ours, theirs))
+                ratio = row.ratio if (metric, baseline) == ("tokens_s", "engine") else ratio
+        return ratio
+
+    async def spans(self, chain: ServedSide) -> float:
+        """Measures and reports where the time to a first token goes; milliseconds that are not the chain's."""
+        num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
+        found = []
+        with _progress(self.console, "spans", num_requests + 1) as advance:
+            for index in range(num_requests + 1):
+                (prompt,) = make_load(1, SPAN_TOKENS, 1, seed=index).prompts
+                found.append(await chain.spans(prompt))
+                advance()
+        found = found[1:]
+        medians = {name: statistics.median(each[name] for each in found) for name in found[0]}
+        self.say("spans, medians: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()))
+        overheads = [sum(each.values()) - each["chain"] for each in found]
+        name = case(tokens=SPAN_TOKENS, streams=1, ranks=self.args.ranks, dtype=self.args.dtype)
+        pairs = Pairs(overheads, [each["chain"] for each in found])
+        return self.reporter.add(name, "overhead_ms", "ms", "chain", pairs).value
+
+    def say(self, line: str) -> None:
+        """Shows a line that is no row."""
+        self.console.print(f"  {line}", markup=False)
+
+
+async def measure(args: argparse.Namespace) -> int:
+    """All numbers of streams against both baselines, then the spans."""
+    bench = _Bench(args)
+    place = Place.pinned(args.threads, _all_cores()) if args.pin else Place(args.threads)
+    async with bench.sides(place, with_single=True) as (chain, baselines):
+        for num_streams in _numbers(args.streams or (QUICK_STREAMS if args.quick else STREAMS)):
+            await bench.compare(place, num_streams, chain, baselines)
+        await bench.spans(chain)
+    bench.reporter.close()
+    return 0
+
+
+async def check_bars(args: argparse.Namespace) -> int:
+    """What is promised; 1 when something does not hold."""
+    bench, verdicts = _Bench(args), list[tuple[str, bool]]()
+    for place, bar in ((Place.pinned(1, _all_cores()), OWN_THREAD_BAR), (Place(2), ALL_THREADS_BAR)):
+        async with bench.sides(place, with_single=False) as (chain, baselines):
+            if place.cores:
+                overhead_ms = await bench.spans(chain)
+                text = f"{overhead_ms:.1f} ms besides the chain, at most {OVERHEAD_BAR_MS:g}"
+                verdicts.append((text, overhead_ms <= OVERHEAD_BAR_MS))
+            ratio = await bench.compare(place, BAR_STREAMS, chain, baselines)
+            verdicts.append((f"{place.num_threads} threads: {ratio:.3f} of the engine, at least {bar:g}", ratio >= bar))
+    bench.reporter.close()
+    for text, holds in verdicts:
+        bench.say(f"{'holds' if holds else 'MISSED'}: {text}")
+    return 0 if all(holds for _, holds in verdicts) else 1
+
+
+def _all_cores() -> set[int]:
+    return set(os.sched_getaffinity(0))
+
+
+@contextlib.contextmanager
+def _pinned_to(cores: Collection[int]) -> Iterator[None]:
+    """Keeps this process, the client, on these cores; empty: wherever it is."""
+    before = _all_cores()
+    if cores:
+        use_cores(sorted(cores), torch.get_num_threads())
+    try:
+        yield
+    finally:
+        use_cores(sorted(before), torch.get_num_threads())
+
+
+@contextlib.contextmanager
+def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A line that counts rounds, on a terminal; call what it yields after each."""
+    columns = (TextColumn(f"  {what}: round"), MofNCompleteColumn(), TimeElapsedColumn())
+    # Drawn between rounds only: a thread that draws takes part in what is measured.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("", total=total)
+
+        def advance() -> None:
+            progress.advance(task)
+            progress.refresh()
+
+        yield advance
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--streams", default=None, help=f"numbers of concurrent streams (default {STREAMS})")
+    parser.add_argument("--tokens", type=int, default=128, help="of each prompt")
+    parser.add_argument("--max-tokens", type=int, default=96, help="output tokens of each stream")
+    parser.add_argument("--ranks", type=int, default=2, help="of the chain")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads of the engine")
+    parser.add_argument("--pin", action="store_true", help="the engine on cores of its own, all else on the others")
+    parser.add_argument("--bars", action="store_true", help="what is promised, and nothing else")
+    args = parser.parse_args()
+    return asyncio.run(until_signal(check_bars(args) if args.bars else measure(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""Does the cost model say what the KV-Runahead paper measured? Its tables against our predictions, cell by cell.
+
+Calibrated on Llama-7B alone: linear and attention time from its one-GPU row, the time to issue a layer's kernels and a
+message's latency from its 1k row, where nothing else counts. Other models follow from their FLOPs and bytes; no factor
+is fitted. The ranks compute as in the paper's table 5 (`planning.cost_model.PAPER`), partitions are searched at a
+resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in Markdown.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol
+from planning.fit import fit_prefill
+from planning.hardware import Hardware, derive
+from planning.model_shape import SHAPES
+from planning.peers import single, tsp
+from planning.search import search
+from planning.wavefront import chain_ttft
+
+TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"
+REFERENCE = "llama-7b"
+NVLINK = 300e9
+A100_MEMORY = 1.555e12
+A100_MATMUL = 1.56e14
+"""Half of an A100's dense fp16 peak, FLOP/s: attention would be bound by it if it did not store its scores."""
+RESOLUTION = 64
+RANKS = (4, 8)
+SLOW_RANKS = (2, 4)
+SLOW_PROTOCOLS = {10: PAPER, 1: PAPER_OVERLAPPED}
+"""GB/s of the slow links, and how receiving went there: times at 10 GB/s are those of blocking receives (2 % median on
+two ranks); times at 1 GB/s on two ranks only receives that overlap can reach."""
+ROUNDING_S = 0.005
+"""Times are printed to hundredths of a second."""
+MISPRINT = (4096, 2, 1)
+"""Context, ranks, GB/s of a cell out of line with its neighbours: 0.84 s."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement of the paper beside our prediction: seconds, or a ratio of them."""
+
+    model: str
+    context: int
+    ranks: int
+    what: str
+    """tsp, kvr_s (TTFT) or speedup (TSP over KVR-S); one of these for the fast link."""
+    paper: float
+    ours: float
+
+    @property
+    def error(self) -> float:
+        """Relative for times, absolute for speedups."""
+        return self.ours - self.paper if self.what == "speedup" else self.ours / self.paper - 1
+
+
+@dataclass(frozen=True)
+class SlowRow:
+    """One context and link of the paper's table 3, seconds by number of ranks, 1 included."""
+
+    context: int
+    gb_s: int
+    paper: dict[int, float]
+    ours: dict[int, float]
+
+    def best_in_paper(self) -> int:
+        """The number of ranks with the least printed time; the fewest of equals."""
+        return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
+
+    def best_of_ours(self, margin: float) -> int:
+        """The fewest ranks that cannot be told from the best: within `margin`, a fraction, and what printing rounds."""
+        most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
+        return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
+
+
+def load_tables(path: Path = TABLES) -> dict[str, Any]:
+    """The paper's tables."""
+    tables: dict[str, Any] = json.loads(path.read_text())
+    return tables
+
+
+def calibrate(tables: dict[str, Any]) -> Hardware:
+    """The paper's GPUs, from rows of Llama-7B."""
+    shape = SHAPES[REFERENCE]
+    row = [(each["context_tokens"], each["one_gpu"]) for each in tables["low_bandwidth_llama_7b"]]
+    fitted = fit_prefill(row, shape.num_layers, Kernel.DENSE)
+    issue_s, latency_s = _issue_and_latency(tables["ttft"][REFERENCE][0])
+    return Hardware(
+        linear_flops=shape.linear_flops / fitted.linear_s,
+        pair_flops=A100_MATMUL,
+        link=Link(latency_s, NVLINK),
+        scores_per_s=shape.num_heads / fitted.pair_s,
+        memory_bandwidth=A100_MEMORY,
+        fixed_s=fitted.fixed_s,
+        issue_s=issue_s,
+    )
+
+
+def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
+    """Least squares over the shortest row: a layer takes issue + latency for each of its messages in turn (n - 1 for an
+    all-gather, one for a chain), and what the bytes take."""
+    shape, context = SHAPES[REFERENCE], shortest["context_tokens"]
+    columns, seconds = [], []
+    for ranks in RANKS:
+        bytes_s = (ranks - 1) / ranks * context * shape.kv_bytes / NVLINK
+        copy_s = 2 * context * shape.kv_bytes / A100_MEMORY
+        columns += [(1.0, ranks - 1.0), (1.0, 1.0)]
+        seconds += [
+            shortest[f"tsp_{ranks}"] / shape.num_layers - bytes_s - copy_s,
+            shortest[f"kvr_s_{ranks}"] / shape.num_layers - bytes_s,
+        ]
+    issue_s, latency_s = np.linalg.lstsq(np.array(columns), np.array(seconds), rcond=None)[0]
+    return float(issue_s), float(latency_s)
+
+
+def cost_of(model: str, hardware: Hardware) -> CostModel:
+    """A model's costs; the output head is in the one-GPU times already."""
+    return dataclasses.replace(derive(SHAPES[model], hardware), head_s=0.0)
+
+
+def kvr_s(context: int, ranks: int, cost: CostModel, protocol: Protocol = PAPER) -> float:
+    """Predicted seconds of the searched partition."""
+    chunks = search(context, ranks, cost, protocol, resolution=RESOLUTION)
+    return float(chain_ttft(chunks, cost, protocol))
+
+
+def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
+    """All cells of the paper's NVLink tables."""
+    for model, rows in tables["ttft"].items():
+        cost = cost_of(model, hardware)
+        for row in rows:
+            context = row["context_tokens"]
+            for ranks in RANKS:
+                ours = {"tsp": tsp(context, ranks, cost, Kernel.DENSE), "kvr_s": kvr_s(context, ranks, cost)}
+                ours["speedup"] = ours["tsp"] / ours["kvr_s"]
+                for what, value in ours.items():
+                    yield Cell(model, context, ranks, what, row[f"{what}_{ranks}"], value)
+
+
+def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
+    """The paper's table 3."""
+    for gb_s, protocol in SLOW_PROTOCOLS.items():
+        link = dataclasses.replace(hardware.link, bandwidth=gb_s * 1e9)
+        cost = dataclasses.replace(cost_of(REFERENCE, hardware), link=link)
+        for row in tables["low_bandwidth_llama_7b"]:
+            context = row["context_tokens"]
+            ours = {ranks: kvr_s(context, ranks, cost, protocol) for ranks in SLOW_RANKS}
+            paper = {ranks: row[f"kvr_{ranks}_{gb_s}GBps"] for ranks in SLOW_RANKS}
+            one_s = single(context, cost, Kernel.DENSE)
+            yield SlowRow(context, gb_s, {1: row["one_gpu"], **paper}, {1: one_s, **ours})
+
+
+def median_error(cells: list[Cell], least_context: int) -> float:
+    """Median of |relative error| over the times of contexts from `least_context`."""
+    return statistics.median(
+        abs(cell.error) for cell in cells if cell.what != "speedup" and cell.context >= least_context
+    )
+
+
+def speedups(cells: list[Cell], least_context: int) -> list[Cell]:
+    """The speedups of contexts from `least_context`, worst first."""
+    chosen = [cell for cell in cells if cell.what == "speedup" and cell.context >= least_context]
+    return sorted(chosen, key=lambda cell: -abs(cell.error))
+
+
+def print_fast(cells: list[Cell]) -> None:
+    """One line a model, context and number of ranks: paper / ours, and the error."""
+    print("| model | context | ranks | TSP s | error | KVR-S s | error | speedup | error |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for index in range(0, len(cells), 3):
+        base, chain, ratio = cells[index : index + 3]
+        print(
+            f"| {base.model} | {base.context // 1024}k | {base.ranks} "
+            f"| {base.paper:.3f} / {base.ours:.3f} | {base.error:+.1%} "
+            f"| {chain.paper:.3f} / {chain.ours:.3f} | {chain.error:+.1%} "
+            f"| {ratio.paper:.2f} / {ratio.ours:.2f} | {ratio.error:+.2f} |"
+        )
+
+
+def print_slow(rows: list[SlowRow], margin: float) -> None:
+    """One line a link and context."""
+    print("| GB/s | context | 1 rank s | 2 ranks s | 4 ranks s | best in paper | best of ours |")
+    print("|---|---|---|---|---|---|---|")
+    for row in rows:
+        times = " | ".join(f"{row.paper[ranks]:.2f} / {row.ours[ranks]:.3f}" for ranks in (1, *SLOW_RANKS))
+        best = f"{row.best_in_paper()} | {row.best_of_ours(margin)}"
+        print(f"| {row.gb_s} | {row.context // 1024}k | {times} | {best} |")
+
+
+def main() -> int:
+    """Prints the tables and what they come to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", type=Path, default=TABLES, help="the paper's tables (JSON)")
+    tables = load_tables(parser.parse_args().tables)
+    hardware = calibrate(tables)
+    cells = list(fast_cells(tables, hardware))
+    median = median_error(cells, 4096)
+    print(f"Calibrated: {hardware}\n")
+    print("NVLink, 300 GB/s: paper / ours\n")
+    print_fast(cells)
+    print(f"\nMedian error of times from 4k: {median:.1%}. Speedups from 8k, furthest off:\n")
+    for cell in speedups(cells, 8192)[:6]:
+        print(f"- {cell.model} {cell.context // 1024}k {cell.ranks} ranks: {cell.paper:.2f}, ours {cell.ours:.2f}")
+    print(
+        "\nSlow links, Llama-7B: paper / ours. Best of ours: the fewest ranks within our median error,"
+        " and 0.005 s of rounding, of the least time\n"
+    )
+    print_slow(list(slow_rows(tables, hardware)), median)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The `baton` command. What Baton raises on purpose ends it with status 1 or 2 and one line: what, where, remedy."""
+
+import argparse
+import sys
+
+from baton import __version__
+from baton.errors import BatonError, ConfigError, InvalidArgumentError
+from deploy import generate, inspection, local, serving, simulate
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line; each command sets `run`."""
+    parser = argparse.ArgumentParser(
+        prog="baton", description="Serves large language models with prefill and generation disaggregated."
+    )
+    parser.add_argument("--version", action="version", version=f"baton {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    generate.add_parser(commands)
+    local.add_parser(commands)
+    serving.add_parser(commands)
+    inspection.add_parser(commands)
+    simulate.add_parser(commands)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        status: int = args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except BatonError as error:
+        print(f"baton: {error}", file=sys.stderr)
+        return 2 if isinstance(error, InvalidArgumentError | ConfigError) else 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

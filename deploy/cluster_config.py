@@ -1,0 +1,176 @@
+"""Configuration of a served cluster: one model per section, each field with its meaning and unit.
+
+What a user writes is a TOML file and `--set section.field=value` (deploy.config_file); what is here is checked once,
+when it enters, and then never changes. `baton config` prints these descriptions beside the values in force. Defaults
+that `baton local` or the orchestrator has as well are theirs.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from baton.paths import cache_folder
+from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, use_threads
+from orchestrator.config import OrchestratorConfig
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Port = Annotated[int, Field(ge=0, le=65535)]
+Cores = Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(strict=False)]
+"""Core numbers; lax, because TOML has lists and no tuples."""
+CoresOfEach = Annotated[tuple[Cores, ...], Field(strict=False)]
+"""One list of core numbers for each worker."""
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
+"""Letters, digits, - and _: it becomes part of file and actor names."""
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, no unknown keys, no silent conversions, described by its docstrings."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
+
+
+class ModelSection(Section):
+    """Which model is served."""
+
+    name: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
+    """Hugging Face folder, GGUF file, or known name."""
+    cache: Annotated[Path, Field(strict=False)] = Field(default_factory=cache_folder)
+    """Folder for converted models."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """bfloat16 or float32, for weights, activations and KV."""
+
+
+class PrefillSection(Section):
+    """The prefill groups: chains of ranks."""
+
+    num_groups: Annotated[int, Field(ge=0, le=64)] = 1
+    """Chains; 0 means colocated: generation groups prefill by themselves."""
+    num_ranks: Annotated[int, Field(ge=1, le=64)] = LocalConfig.num_ranks
+    """Ranks of each chain."""
+    num_threads: Count = LocalConfig.prefill_threads
+    """torch threads of each rank."""
+    cores: CoresOfEach = ()
+    """Cores that each rank is pinned to, one list for each rank of all chains in order; empty: not pinned."""
+    watchdog_floor_s: Seconds = LocalConfig.watchdog_floor_s
+    """Seconds without progress on a rank, at least, before the links' life is ended."""
+
+    @model_validator(mode="after")
+    def _one_list_for_each_rank(self) -> Self:
+        _check_cores(self.cores, self.num_groups * self.num_ranks, "ranks")
+        return self
+
+
+class GenerateSection(Section):
+    """The generation groups."""
+
+    num_groups: Annotated[int, Field(ge=1, le=64)] = 1
+    """Engines, each with a batch of its own."""
+    num_threads: Annotated[int, Field(ge=0)] = LocalConfig.generate_threads
+    """torch threads of each engine; 0: one for each core."""
+    cores: CoresOfEach = ()
+    """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
+    num_slots: Count = LocalConfig.num_slots
+    """Rows in the batch of one engine."""
+    max_slot_tokens: Count = LocalConfig.max_slot_tokens
+    """Tokens that one slot may hold, prompt and output."""
+    max_prefill_tokens_per_step: Count = LocalConfig.max_prefill_tokens_per_step
+    """Tokens of local prefill between two decode steps."""
+
+    @model_validator(mode="after")
+    def _one_list_for_each_engine(self) -> Self:
+        _check_cores(self.cores, self.num_groups, "engines")
+        return self
+
+
+class OrchestratorSection(Section):
+    """What clients speak to."""
+
+    host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+    """Interface that the orchestrator listens on."""
+    port: Port = 50051
+    """Its port; 0 takes any free one."""
+    cores: Cores = ()
+    """Cores that it is pinned to; empty: not pinned."""
+    max_queued_requests: Count = OrchestratorConfig.max_queued
+    """Requests that may wait; beyond, clients are told when to come again."""
+    max_queued_tokens: Count = OrchestratorConfig.max_queued_tokens
+    """Prompt tokens that may wait, over all requests."""
+    max_attempts: Count = OrchestratorConfig.max_attempts
+    """Attempts at one request before its error is reported."""
+    lease_ttl_s: Seconds = OrchestratorConfig.lease_ttl_s
+    """Seconds that a reserved slot outlives the last push or renewal."""
+
+
+class SupervisionSection(Section):
+    """How workers are watched."""
+
+    start_timeout_s: Seconds = LocalConfig.start_timeout_s
+    """Seconds for a worker to load its model and answer."""
+    heartbeat_s: Seconds = LocalConfig.heartbeat_s
+    """Seconds between two heartbeats."""
+    dead_after_s: Seconds = LocalConfig.dead_after_s
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+
+    @model_validator(mode="after")
+    def _more_than_one_heartbeat(self) -> Self:
+        if self.dead_after_s <= self.heartbeat_s:
+            raise ValueError(f"dead_after_s = {self.dead_after_s:g} is out of range: use more than heartbeat_s")
+        return self
+
+
+class RaySection(Section):
+    """The Ray cluster that workers live in."""
+
+    address: str = ""
+    """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: one is made."""
+    object_store_mib: Annotated[int, Field(ge=75)] = 80
+    """MiB of the object store of a Ray that is started here. Baton puts nothing of size into it."""
+
+
+class ClusterConfig(Section):
+    """All that `baton serve` brings up."""
+
+    name: Name = "baton"
+    """Name of the cluster: the namespace of its actors, and what `baton status` and `baton stop` call it."""
+    worker_host: Annotated[str, Field(min_length=1)] = LocalConfig.host
+    """Interface that workers, links and a Ray that is started here bind to."""
+    model: ModelSection = Field(default_factory=ModelSection)
+    prefill: PrefillSection = Field(default_factory=PrefillSection)
+    generate: GenerateSection = Field(default_factory=GenerateSection)
+    orchestrator: OrchestratorSection = Field(default_factory=OrchestratorSection)
+    supervision: SupervisionSection = Field(default_factory=SupervisionSection)
+    ray: RaySection = Field(default_factory=RaySection)
+
+    @property
+    def num_workers(self) -> int:
+        """Ranks and engines; the orchestrator is not one."""
+        return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
+
+    def worker(self, folder: Path, role: str, group: int, rank: int) -> WorkerConfig:
+        """What one worker is told; `folder` holds the resolved model."""
+        prefill, generate = self.prefill, self.generate
+        place = group * prefill.num_ranks + rank if role == "prefill" else group
+        all_cores = prefill.cores if role == "prefill" else generate.cores
+        return WorkerConfig(
+            role=role,
+            group=group,
+            rank=rank,
+            model_folder=str(folder),
+            dtype=self.model.dtype,
+            num_threads=prefill.num_threads if role == "prefill" else use_threads(generate.num_threads),
+            cores=all_cores[place] if all_cores else (),
+            host=self.worker_host,
+            num_slots=generate.num_slots,
+            max_slot_tokens=generate.max_slot_tokens,
+            max_prefill_tokens_per_step=generate.max_prefill_tokens_per_step,
+            watchdog_floor_s=prefill.watchdog_floor_s,
+        )
+
+
+def _check_cores(cores: tuple[tuple[int, ...], ...], num_workers: int, what: str) -> None:
+    if cores and len(cores) != num_workers:
+        raise ValueError(f"cores has {len(cores)} lists: give one for each of the {num_workers} {what}, or none")
+    if not all(cores):
+        raise ValueError("cores has an empty list: give each worker at least one core, or leave cores empty")

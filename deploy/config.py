@@ -1,0 +1,140 @@
+"""Configuration of a local relay, validated once, where it enters."""
+
+import json
+import os
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from baton.errors import ConfigError
+from orchestrator.config import OrchestratorConfig
+
+DTYPES = ("bfloat16", "float32")
+DEFAULT_MODEL = "smollm2-135m"
+
+
+def prepare_ray_environment() -> None:
+    """Before ray is imported: no token in the user's home, no statistics sent, no noise about either, and none about a
+    worker that died: its supervisor says so in one line."""
+    os.environ.update(
+        RAY_AUTH_MODE="disabled",
+        RAY_USAGE_STATS_ENABLED="0",
+        RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO="0",
+        RAY_DEDUP_LOGS_SKIP_REGEX="^A worker died or was killed while executing a task",
+    )
+
+
+def use_threads(num_threads: int) -> int:
+    """The number itself; for 0, one for each core."""
+    return num_threads or os.cpu_count() or 1
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What one worker is told, as a line of JSON."""
+
+    role: str
+    """prefill or generate."""
+    rank: int
+    """Place in the prefill group; 0 for the generation engine."""
+    model_folder: str
+    """Hugging Face folder, already resolved and converted."""
+    dtype: str
+    """bfloat16 or float32."""
+    num_threads: int
+    """Threads of torch's matmuls in this process."""
+    host: str
+    """Interface that the worker's server and links bind to."""
+    num_slots: int
+    """Generation: rows in the batch."""
+    max_slot_tokens: int
+    """Generation: tokens that one slot may hold, prompt and output."""
+    max_prefill_tokens_per_step: int
+    """Generation: tokens of local prefill between two decode steps."""
+    watchdog_floor_s: float
+    """Prefill: seconds without progress, at least, before the links are given up."""
+    group: int = 0
+    """Which of the groups of its role."""
+    cores: tuple[int, ...] = ()
+    """Cores that the process is pinned to; empty: not pinned."""
+
+    @property
+    def name(self) -> str:
+        """prefill-GROUP.RANK or generate-GROUP."""
+        return f"{self.role}-{self.group}" + (f".{self.rank}" if self.role == "prefill" else "")
+
+    def to_json(self) -> str:
+        """One line; `from_json` reads it back."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> "WorkerConfig":
+        fields = json.loads(line)
+        return cls(**{**fields, "cores": tuple(fields["cores"])})
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """A relay in one process tree: `num_ranks` prefill ranks and one generation engine."""
+
+    model_folder: Path
+    """Hugging Face folder, already resolved and converted."""
+    num_ranks: int = 2
+    """Prefill ranks; 0 means colocated: the generation engine prefills by itself."""
+    dtype: str = "bfloat16"
+    """bfloat16 or float32, for weights, activations and KV."""
+    prefill_threads: int = 1
+    """torch threads of each prefill rank."""
+    generate_threads: int = 0
+    """torch threads of the generation engine; 0: one for each core."""
+    num_slots: int = 16
+    """Rows in the generation batch."""
+    max_slot_tokens: int = 8192
+    """Tokens that one slot may hold, prompt and output."""
+    max_prefill_tokens_per_step: int = 256
+    """Tokens of local prefill between two decode steps."""
+    host: str = "127.0.0.1"
+    """Interface that all workers bind to."""
+    start_timeout_s: float = 120.0
+    """Seconds for a worker to load its model and answer."""
+    heartbeat_s: float = 1.0
+    """Seconds between two heartbeats."""
+    dead_after_s: float = 5.0
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+    watchdog_floor_s: float = 2.0
+    """Seconds without progress on a rank, at least, before the links' life is ended."""
+    lease_ttl_s: float = OrchestratorConfig.lease_ttl_s
+    """Seconds a reserved slot outlives the last push or renewal."""
+    max_attempts: int = OrchestratorConfig.max_attempts
+    """Attempts at one request before its error is reported."""
+
+    def __post_init__(self) -> None:
+        self._require(0 <= self.num_ranks <= 64, "num_ranks", "use 0 (colocated) to 64")
+        self._require(self.dtype in DTYPES, "dtype", f"use one of {', '.join(DTYPES)}")
+        positive = ("num_slots", "max_slot_tokens", "prefill_threads", "max_prefill_tokens_per_step", "max_attempts")
+        for name in positive:
+            self._require(getattr(self, name) >= 1, name, "use at least 1")
+        self._require(self.generate_threads >= 0, "generate_threads", "use 0 (all cores) or more")
+        for field in fields(self):
+            if field.name.endswith("_s"):
+                self._require(getattr(self, field.name) > 0, field.name, "use a time above 0 seconds")
+        self._require(self.dead_after_s > self.heartbeat_s, "dead_after_s", "use more than heartbeat_s")
+
+    def worker(self, role: str, rank: int) -> WorkerConfig:
+        """The part of this that one worker needs."""
+        threads = self.prefill_threads if role == "prefill" else use_threads(self.generate_threads)
+        return WorkerConfig(
+            role=role,
+            rank=rank,
+            model_folder=str(self.model_folder),
+            dtype=self.dtype,
+            num_threads=threads,
+            host=self.host,
+            num_slots=self.num_slots,
+            max_slot_tokens=self.max_slot_tokens,
+            max_prefill_tokens_per_step=self.max_prefill_tokens_per_step,
+            watchdog_floor_s=self.watchdog_floor_s,
+        )
+
+    def _require(self, holds: bool, name: str, remedy: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: {remedy}")

@@ -1,0 +1,247 @@
+"""One group's supervisor: starts its workers, watches them, replaces the dead, and gives a chain new links.
+
+A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows; one that
+leaves heartbeats unanswered for `dead_after_s` is killed first (a stopped process holds its neighbours' links until it
+dies). When a rank was replaced, or reports that its links broke, all ranks join a new epoch. Groups do not wait for
+each other.
+
+Runs on the supervisor's asyncio loop, in one task for each group.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import BatonError, UnavailableError, VersionMismatchError
+from baton.v1 import prefill_pb2
+from deploy.chain_links import ChainLinks
+from deploy.config import WorkerConfig
+from deploy.restarts import Backoff, Restarts
+from deploy.spawner import Spawner, WorkerHandle
+from deploy.workers import Worker, WorkerStatus
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How workers are watched."""
+
+    interval_s: float
+    """Seconds between two heartbeats, and for an answer to one."""
+    dead_after_s: float
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+
+
+@dataclass
+class Agreement:
+    """What all workers of a cluster must have in common. Set by the first that is asked."""
+
+    version: str = ""
+    layout_fingerprint: str = ""
+    told_by: str = ""
+
+    def check(self, name: str, status: WorkerStatus) -> None:
+        """Raises VersionMismatchError for a worker that is not like those before it."""
+        if not self.told_by:
+            self.version, self.layout_fingerprint, self.told_by = status.version, status.layout_fingerprint, name
+        if (status.version, status.layout_fingerprint) != (self.version, self.layout_fingerprint):
+            raise VersionMismatchError(
+                f"workers differ in version or KV layout: {self.told_by} has {self.version}, layout "
+                f"{self.layout_fingerprint}; {name} has {status.version}, layout {status.layout_fingerprint}: "
+                "run one version and model everywhere"
+            )
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the groups of one cluster share."""
+
+    spawner: Spawner
+    heartbeat: Heartbeat
+    clock: Clock
+    report: Callable[[str], None]
+    """Takes one line for the user about what goes on."""
+    changed: Callable[[], None] = lambda: None
+    """Called when a group became ready, or ceased to be."""
+    agreement: Agreement = field(default_factory=Agreement)
+    backoff: Backoff = field(default_factory=Backoff)
+
+
+class WorkerGroup:
+    """Workers that serve together or not at all: a chain's ranks, or one generation engine. Used once."""
+
+    def __init__(
+        self, name: str, configs: Sequence[WorkerConfig], surroundings: Surroundings, links: ChainLinks | None = None
+    ) -> None:
+        """`links`: for a chain."""
+        self.name = name
+        self.links = links
+        self.workers: dict[int, Worker] = {}
+        """By rank, in their present lives; a group that never started has none."""
+        self._configs = tuple(configs)
+        self._around = surroundings
+        self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
+        self._missing: dict[int, WorkerConfig] = {}
+        """Workers whose process has ended and whose next life has not begun, by rank."""
+        self._ready = asyncio.Event()
+        self._look = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def ready(self) -> bool:
+        """All workers serve and, in a chain, have links; as far as the supervisor knows."""
+        return self._ready.is_set()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Of the workers in rank order."""
+        return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
+
+    async def until_ready(self) -> None:
+        """Returns when the group is ready."""
+        await self._ready.wait()
+
+    def suspect(self) -> None:
+        """Something failed: the supervisor looks at the workers now, not at the next heartbeat, and `until_ready`
+        waits for what it finds."""
+        self._set_ready(False)
+        self._look.set()
+
+    async def start(self) -> None:
+        """Returns when the group is ready; from then on it is watched. Raises the first failure; `close` cleans up."""
+        started = await asyncio.gather(*(self._spawn(config) for config in self._configs), return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        if self.links is not None:
+            await self._link(self.links)
+        self._set_ready(True)
+        self._keep(asyncio.create_task(self._supervise()))
+
+    async def close(self) -> None:
+        """Ends the supervision, then the workers. Idempotent."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._set_ready(False)
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+        self.workers.clear()
+
+    async def _spawn(self, config: WorkerConfig) -> None:
+        handle = await self._around.spawner.start(config)
+        worker = Worker(handle, self._around.clock.now_s())
+        self.workers[config.rank] = worker
+        self._keep(asyncio.create_task(self._wake_at_end(handle)))
+        try:
+            await self._check(worker)
+        except BaseException:
+            handle.kill()  # then it counts as ended, and is replaced again
+            raise
+        self._restarts[config.rank].began()
+        self._around.report(f"{worker.name} serves on {handle.endpoint}")
+
+    async def _check(self, worker: Worker) -> None:
+        """The new worker answers, and is like the others."""
+        try:
+            status = await worker.status(self._around.heartbeat.dead_after_s)
+        except grpc.aio.AioRpcError as error:
+            where = f"{worker.name} at {worker.handle.endpoint}"
+            raise UnavailableError(f"{where} does not answer ({error.code()})") from error
+        self._around.agreement.check(worker.name, status)
+        if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
+            self.links.skip_to(status.epoch)
+
+    async def _wake_at_end(self, handle: WorkerHandle) -> None:
+        await handle.wait()
+        self._look.set()
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready == self.ready:
+            return
+        if ready:
+            self._ready.set()
+        else:
+            self._ready.clear()
+        self._around.changed()
+
+    async def _supervise(self) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+                await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
+            self._look.clear()
+            try:
+                broken = await self._hear_all()
+                replaced = await self._replace_ended()
+                if self._missing:
+                    continue
+                if self.links is not None and (broken or replaced):
+                    self._set_ready(False)
+                    await self._link(self.links)
+                self._set_ready(True)
+            except (BatonError, grpc.aio.AioRpcError) as error:
+                self._set_ready(False)
+                logger.warning("supervision of %s: %s; trying again", self.name, error)
+
+    async def _hear_all(self) -> bool:
+        """One heartbeat to every worker; kills the silent. Returns whether a rank's links are broken."""
+        heard = await asyncio.gather(*(self._hear(worker) for worker in self.workers.values()))
+        return any(heard)
+
+    async def _hear(self, worker: Worker) -> bool:
+        if worker.handle.ended:  # its channel may be closed already: a replacement failed
+            return False
+        try:
+            status = await worker.status(self._around.heartbeat.interval_s)
+        except grpc.aio.AioRpcError as error:
+            silent_s = self._around.clock.now_s() - worker.last_seen_s
+            if silent_s > self._around.heartbeat.dead_after_s and not worker.handle.ended:
+                logger.warning("%s has been silent for %.1f s (%s): killing it", worker.name, silent_s, error.code())
+                worker.handle.kill()
+                await worker.handle.wait()
+            return False
+        worker.last_seen_s = self._around.clock.now_s()
+        # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
+        return isinstance(status, prefill_pb2.PrefillStatus) and (bool(status.epoch_error) or not self.ready)
+
+    async def _replace_ended(self) -> bool:
+        """Starts a new life for every worker whose process has ended, if it may begin yet; returns whether one did."""
+        for rank, worker in self.workers.items():
+            if worker.handle.ended and rank not in self._missing:
+                self._set_ready(False)
+                self._missing[rank] = worker.handle.config
+                self._report_end(rank, f"{worker.name} ended with {await worker.handle.wait()}")
+                await worker.close()
+        due = [config for rank, config in self._missing.items() if self._restarts[rank].is_due]
+        replaced = await asyncio.gather(*(self._replace(config) for config in due))
+        return any(replaced)
+
+    async def _replace(self, config: WorkerConfig) -> bool:
+        """Whether the new life has begun."""
+        try:
+            await self._spawn(config)
+        except BatonError as error:
+            self._report_end(config.rank, f"{config.name} could not be replaced ({error})")
+            await self.workers[config.rank].close()
+            return False
+        del self._missing[config.rank]
+        return True
+
+    def _report_end(self, rank: int, what: str) -> None:
+        restarts = self._restarts[rank]
+        delay_s = restarts.ended()
+        pause = f", {restarts.num_ends} times in a row: next try in {delay_s:g} s" if delay_s else ": replacing it"
+        self._around.report(what + pause)
+
+    async def _link(self, links: ChainLinks) -> None:
+        await links.renew([self.workers[rank] for rank in sorted(self.workers)])
+        self._around.report(f"{self.name}, epoch {links.epoch}: {len(self.workers)} ranks linked")

@@ -1,0 +1,49 @@
+"""From a WorkerConfig to a running server: the one place that knows which host belongs to which role.
+
+Runs in the worker's process, on its asyncio loop.
+"""
+
+from pathlib import Path
+from typing import Protocol
+
+from deploy.config import WorkerConfig
+
+
+class Server(Protocol):
+    """What both roles' servers have in common."""
+
+    port: int
+
+    async def stop(self, grace_s: float = 0.0) -> None: ...
+
+
+async def start_server(config: WorkerConfig) -> Server:
+    """Loads the model and serves. Raises a BatonError of one line when that cannot be."""
+    folder = Path(config.model_folder)
+    if config.role == "prefill":
+        from prefill_workers.actor import PrefillHost
+
+        return await PrefillHost(
+            model_folder=folder,
+            dtype=config.dtype,
+            num_threads=config.num_threads,
+            cores=config.cores,
+            host=config.host,
+            watchdog_floor_s=config.watchdog_floor_s,
+        ).start()
+    from generate_workers.actor import GenerationHost
+    from generate_workers.engine import EngineConfig
+
+    engine = EngineConfig(
+        num_slots=config.num_slots,
+        max_slot_tokens=config.max_slot_tokens,
+        max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+    )
+    return await GenerationHost(
+        model_folder=folder,
+        dtype=config.dtype,
+        num_threads=config.num_threads,
+        cores=config.cores,
+        host=config.host,
+        engine=engine,
+    ).start()

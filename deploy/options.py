@@ -1,0 +1,64 @@
+"""Options and input that the commands which take a prompt share."""
+
+import argparse
+import sys
+
+from baton.errors import InvalidArgumentError
+from baton.sampling_params import SamplingOptions
+
+MAX_PROMPT_BYTES = 8 * 2**20
+
+
+def add_prompt(parser: argparse.ArgumentParser) -> None:
+    """Adds the prompt and how to take it."""
+    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that `sampling_options` reads."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--max-tokens", type=int, default=128, help="output tokens at most")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    group.add_argument("--top-k", type=int, default=0, help="keep the k most likely tokens; 0 keeps all")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep the most likely tokens up to this probability")
+    group.add_argument("--min-p", type=float, default=0.0, help="keep tokens this times as likely as the likeliest")
+    group.add_argument(
+        "--seed",
+        type=int,
+        default=argparse.SUPPRESS,
+        help="the text is a function of prompt, parameters and seed; without it, `local` takes 0, a server draws one",
+    )
+    group.add_argument("--stop", action="append", default=[], help="string that ends the answer; may be repeated")
+    group.add_argument("--ignore-eos", action="store_true", help="do not end at end-of-sequence tokens")
+
+
+def sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """What the options ask of sampling; a seed only if one was given."""
+    options: SamplingOptions = {
+        "max_tokens": args.max_tokens,
+        "temperature": args.temperature,
+        "top_k": args.top_k,
+        "top_p": args.top_p,
+        "min_p": args.min_p,
+        "stop": tuple(args.stop),
+        "ignore_eos": args.ignore_eos,
+    }
+    if "seed" in args:
+        options["seed"] = args.seed
+    return options
+
+
+def read_prompt(argument: str) -> str:
+    """The prompt of the command line, or for `-` that of standard input (blocks). Raises InvalidArgumentError for one
+    that is empty, too long, or not UTF-8."""
+    data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if argument == "-" else argument.encode(errors="surrogateescape")
+    if len(data) > MAX_PROMPT_BYTES:
+        raise InvalidArgumentError(f"prompt is longer than {MAX_PROMPT_BYTES} bytes: send less text")
+    try:
+        prompt = data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidArgumentError(f"prompt is not UTF-8 (byte {error.start}): re-encode it") from error
+    if not prompt:
+        raise InvalidArgumentError("prompt is empty: give at least one character")
+    return prompt

@@ -1,0 +1,153 @@
+"""Keeps the orchestrator's actor alive and informed: pushes the cluster's view, replaces it when it ends or is silent.
+
+A push is the heartbeat. The replacement listens on the same port. Runs on the supervisor's loop, in one task.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError, RayTaskError
+
+from baton.clock import Clock
+from baton.errors import BatonError, UnavailableError
+from baton.results import ModelInfo
+from deploy.cluster_config import ClusterConfig
+from deploy.groups import Heartbeat
+from deploy.ray_spawner import SMALL_CPU, answer, kill_process
+from orchestrator.actor import OrchestratorHost
+from orchestrator.config import OrchestratorConfig
+from orchestrator.membership import ClusterView
+
+logger = logging.getLogger(__name__)
+
+_NAME = "orchestrator"
+_MAX_CALLS = 16
+
+
+@dataclass(frozen=True)
+class OrchestratorPlan:
+    """What a new life of the orchestrator is made of."""
+
+    config: ClusterConfig
+    folder: Path
+    """Of the resolved model."""
+    model: ModelInfo
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def limits(self) -> OrchestratorConfig:
+        """As the orchestrator takes them."""
+        section = self.config.orchestrator
+        return OrchestratorConfig(
+            max_queued=section.max_queued_requests,
+            max_queued_tokens=section.max_queued_tokens,
+            max_attempts=section.max_attempts,
+            lease_ttl_s=section.lease_ttl_s,
+        )
+
+
+class OrchestratorKeeper:
+    """Owns the orchestrator's actor. Used by the supervisor."""
+
+    def __init__(
+        self, plan: OrchestratorPlan, view: Callable[[], ClusterView], heartbeat: Heartbeat, clock: Clock
+    ) -> None:
+        self.port = plan.config.orchestrator.port
+        """That it listens on; once started, the one that it got."""
+        self._plan = plan
+        self._view = view
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._node_id = ray.get_runtime_context().get_node_id()
+        self._actor: ActorHandle[Any] | None = None
+        self._pid = 0
+        self._news = asyncio.Event()
+
+    def tell(self) -> None:
+        """The view has changed: push it now."""
+        self._news.set()
+
+    async def start(self) -> None:
+        """Returns when it serves; finds one that an earlier supervisor left. Raises its reason when it cannot."""
+        self._actor = self._find() or self._make()
+        host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
+        try:
+            serving = answer(self._actor.serve.remote(self._view(), host, self.port))
+            self._pid, self.port = await asyncio.wait_for(serving, timeout_s)
+        except RayTaskError as error:
+            reason = error.cause
+            raise reason if isinstance(reason, BatonError) else UnavailableError(f"orchestrator: {reason}") from error
+        except (RayError, TimeoutError) as error:
+            ray.kill(self._actor)
+            raise UnavailableError(
+                f"the orchestrator did not start ({type(error).__name__}): see Ray's logs"
+            ) from error
+
+    async def keep(self) -> None:
+        """Pushes views, and replaces the actor when it is gone; until cancelled."""
+        last_seen_s = self._clock.now_s()
+        while True:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
+            self._news.clear()
+            try:
+                assert self._actor is not None
+                await asyncio.wait_for(answer(self._actor.update.remote(self._view())), self._heartbeat.interval_s)
+                last_seen_s = self._clock.now_s()
+            except TimeoutError:
+                if self._clock.now_s() - last_seen_s > self._heartbeat.dead_after_s:
+                    logger.warning("the orchestrator is silent: killing it")
+                    kill_process(self._pid, self._node_id)
+            except RayError as error:
+                logger.warning("the orchestrator ended (%s): replacing it", type(error).__name__)
+                with contextlib.suppress(BatonError):  # another try in a heartbeat
+                    await self.start()
+                last_seen_s = self._clock.now_s()
+
+    async def close(self) -> None:
+        """Ends the requests, the server and the process. Idempotent."""
+        if self._actor is None:
+            return
+        try:
+            await asyncio.wait_for(answer(self._actor.stop.remote()), self._heartbeat.dead_after_s)
+        except TimeoutError:
+            kill_process(self._pid, self._node_id)  # stopped: Ray's own kill would not reach it
+        except RayError:
+            logger.info("the orchestrator had ended already")
+        ray.kill(self._actor)
+        self._actor = None
+
+    def _find(self) -> "ActorHandle[Any] | None":
+        try:
+            actor: ActorHandle[Any] = ray.get_actor(_NAME, namespace=self._plan.config.name)
+        except ValueError:
+            return None
+        return actor
+
+    def _make(self) -> "ActorHandle[Any]":
+        plan = self._plan
+        made: Any = ray.remote(OrchestratorHost).options(
+            name=_NAME,
+            namespace=plan.config.name,
+            lifetime="detached",
+            num_cpus=SMALL_CPU,
+            max_restarts=0,
+            max_concurrency=_MAX_CALLS,
+            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+                self._node_id, soft=False
+            ),
+        )
+        try:
+            actor: ActorHandle[Any] = made.remote(
+                plan.folder, plan.model, plan.eos_token_ids, plan.limits, cores=plan.config.orchestrator.cores
+            )
+        except ValueError as error:  # the name of an actor that is about to end
+            raise UnavailableError("the orchestrator's former life has not ended yet; trying again") from error
+        return actor

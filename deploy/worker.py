@@ -1,0 +1,55 @@
+"""The process of one worker: `python -m deploy.worker`, started by deploy.processes.
+
+Reads its WorkerConfig from the first line of standard input, loads the model, serves, answers with its port, and
+leaves when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
+"""
+
+import asyncio
+import json
+import logging
+import signal
+import sys
+from typing import TextIO
+
+from baton.errors import BatonError
+from deploy.config import WorkerConfig
+from deploy.hosting import start_server
+
+
+def main() -> int:
+    """Runs the worker until its standard input ends; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    answers, sys.stdout = sys.stdout, sys.stderr
+    config = WorkerConfig.from_json(sys.stdin.readline())
+    try:
+        asyncio.run(_run(config, answers))
+    except BatonError as error:
+        _answer(answers, {"error": str(error)})
+        return 1
+    return 0
+
+
+async def _run(config: WorkerConfig, answers: TextIO) -> None:
+    server = await start_server(config)
+    try:
+        _answer(answers, {"port": server.port})
+        await _end_of_input()
+    finally:
+        await server.stop()
+
+
+def _answer(answers: TextIO, message: dict[str, object]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+async def _end_of_input() -> None:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await reader.read()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

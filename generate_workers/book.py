@@ -1,0 +1,134 @@
+"""Which streams are open, and what other threads ask of the engine: its one meeting point with them.
+
+Step 8 of a request's way (DESIGN.md, section 4). Everything here is guarded by one condition, on which the engine also
+sleeps while there is nothing to run.
+"""
+
+import math
+import threading
+from collections.abc import Callable
+
+from baton.clock import Clock
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
+from baton.types import LeaseRef
+from generate_workers.leases import Seat
+from generate_workers.rows import EventSink, GenerationRequest, Stream, Ticket
+
+
+class StreamBook:
+    """The open streams, and those that came or are to go. Thread-safe; only the engine takes, seats and forgets."""
+
+    def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
+        """`max_waiting`: choices that may wait for a slot, those that one of the `num_free` awaits not counted."""
+        self._max_waiting = max_waiting
+        self._num_free = num_free
+        self._condition = threading.Condition()
+        self._closed = ""
+        """Why nothing more is taken; empty while open."""
+        self._woken = False
+        self._next_ticket = 1
+        self._open: dict[Ticket, Stream] = {}
+        self._refs: set[LeaseRef] = set()
+        self._waiting: dict[Ticket, int] = {}
+        """Choices of each open stream without a lease that has no slots yet."""
+        self._inbox: list[Stream] = []
+        self._cancelled: list[Ticket] = []
+
+    def open(self, request: GenerationRequest, on_event: EventSink) -> Stream:
+        """Enters a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream,
+        ResourceExhaustedError when too many wait for a slot."""
+        with self._condition:
+            self.check_open()
+            ticket = Ticket(self._next_ticket)
+            if request.lease_ref is not None:
+                self._take_ref(request.lease_ref)
+            else:
+                self._take_place(ticket, request.params.n)
+            self._next_ticket += 1
+            stream = self._open[ticket] = Stream(ticket, request, on_event)
+            self._inbox.append(stream)
+            self._condition.notify()
+        return stream
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Asks for a stream's end; idempotent."""
+        with self._condition:
+            if ticket in self._open:
+                self._cancelled.append(ticket)
+                self._condition.notify()
+
+    def wake(self) -> None:
+        """Something changed that the engine may wait for."""
+        with self._condition:
+            self._woken = True
+            self._condition.notify()
+
+    def close(self, reason: str) -> None:
+        """Takes no more streams; the first reason counts."""
+        with self._condition:
+            self._closed = self._closed or reason
+            self._condition.notify()
+
+    def check_open(self) -> None:
+        """Raises UnavailableError, with the reason, once closed."""
+        with self._condition:
+            if self._closed:
+                raise UnavailableError(self._closed)
+
+    @property
+    def close_reason(self) -> str:
+        """Empty while open."""
+        return self._closed
+
+    def streams(self) -> list[Stream]:
+        """All open ones."""
+        with self._condition:
+            return list(self._open.values())
+
+    # The engine's thread.
+
+    def take(self) -> tuple[list[Stream], list[Stream]]:
+        """`(came, to be cancelled)` since the last call."""
+        with self._condition:
+            came, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+            return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
+
+    def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
+        """Ends a stream's wait with the slots that `occupy` finds: whoever asks for a place meanwhile counts it neither
+        twice nor not at all."""
+        with self._condition:
+            seats = occupy()
+            if seats is not None:
+                del self._waiting[stream.ticket]
+            return seats
+
+    def forget(self, stream: Stream) -> None:
+        """The stream has ended."""
+        with self._condition:
+            self._waiting.pop(stream.ticket, None)
+            del self._open[stream.ticket]
+            if stream.request.lease_ref is not None:
+                self._refs.discard(stream.request.lease_ref)
+
+    def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
+        """Sleeps until something was asked or the deadline has passed; False when closed."""
+        with self._condition:
+            while not (self._closed or self._woken or self._inbox or self._cancelled):
+                left_s = next_deadline_s() - clock.now_s()
+                if left_s <= 0:
+                    break
+                self._condition.wait(None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX))
+            self._woken = False
+            return not self._closed
+
+    def _take_ref(self, ref: LeaseRef) -> None:
+        if ref in self._refs:
+            raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
+        self._refs.add(ref)
+
+    def _take_place(self, ticket: Ticket, num_choices: int) -> None:
+        num_queued = sum(self._waiting.values()) - self._num_free()  # the others get theirs with the next step
+        if num_queued + num_choices > self._max_waiting:
+            raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")
+        self._waiting[ticket] = num_choices

@@ -1,0 +1,369 @@
+"""The generation engine: continuous batching on a thread of its own.
+
+Step 8 of a request's way (DESIGN.md, section 4). A stream's life: `submit` (any thread) puts it into the inbox; between
+two steps it joins the batch, when its lease is committed or, without a lease, when a slot is free; every step runs one
+forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out.
+
+A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
+for the first of them; when its KV is in place the others get a copy, and all draw their first tokens from one row of
+logits.
+
+`step` and everything below it run on the thread 'generate-engine' alone; what other threads share is in the StreamBook.
+"""
+
+import logging
+import threading
+from collections import deque
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.clock import Clock
+from baton.errors import ConfigError, InvalidArgumentError, LeaseError, ResourceExhaustedError
+from baton.ids import SlotId
+from baton.types import FinishReason, SampledToken, TokenEvent, TokenRange
+from generate_workers.batcher import Batcher, StepPlan
+from generate_workers.book import StreamBook
+from generate_workers.leases import Seat, SlotLedger, Standing
+from generate_workers.rows import EventSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.slots import SlotTable
+from modeling.decoder import Decoder
+from modeling.kv_buffers import BufferSpan
+from modeling.sampling import sample, score
+from text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+_SCORED_TOKENS = 64
+"""Of a prompt whose logits are made at once: 4 bytes for each token of the vocabulary each."""
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How much a generation group takes on. Raises ConfigError on a bad field."""
+
+    num_slots: int = 16
+    """Rows in the batch."""
+    max_slot_tokens: int = 8192
+    """Tokens that one slot may hold, prompt and output."""
+    max_prefill_tokens_per_step: int = 256
+    """Tokens of local prefill in one step, over all rows: what a prefill may add to the time between two tokens."""
+    max_waiting: int = 64
+    """Choices that may wait for a slot to prefill locally, those that a free slot awaits not counted."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use at least 1")
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step did."""
+
+    num_decode_rows: int
+    num_prefill_tokens: int
+    """Tokens of local prefill."""
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A snapshot for heartbeats and metrics."""
+
+    ledger: SlotLedger
+    num_streams: int
+    """Open requests, those that wait for a slot or a commit included."""
+    num_rows: int
+    """Rows in the batch."""
+    num_steps: int
+    """Forwards begun so far."""
+    last_step: StepStats | None
+
+
+class GenerationEngine:
+    """Owns the batch. Make it, `start` it, `submit` and `cancel` from any thread, `close` it."""
+
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, slots: SlotTable, clock: Clock, config: EngineConfig
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._slots = slots
+        self._clock = clock
+        self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
+        self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
+        slots.on_change = self._book.wake
+
+        # The engine thread's own:
+        self._batcher = Batcher(config.max_prefill_tokens_per_step)
+        self._rows: dict[SlotId, Row] = {}
+        self._waiting: deque[Stream] = deque()
+        self._leased: dict[Ticket, Stream] = {}
+        self._num_steps = 0
+        self._last_step: StepStats | None = None
+
+        self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the engine's thread; once."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends every open stream with an error and stops the thread; blocks for the running step. Idempotent."""
+        self._book.close("the generation engine is shutting down: try another group")
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._end_all()
+
+    def submit(self, request: GenerationRequest, on_event: EventSink) -> Ticket:
+        """Opens a stream; from then on `on_event` is called on the engine's thread, the last time for each choice with
+        a finish reason.
+
+        Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
+        LeaseExpiredError for a lease that does not hold, ResourceExhaustedError when too many requests wait for a slot,
+        UnavailableError when the engine is closed. Then nothing is opened, and a lease stays its owner's.
+        """
+        request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
+        if request.lease_ref is not None:
+            leased = self._slots.leased_tokens(request.lease_ref)
+            if leased != request.num_tokens:
+                raise InvalidArgumentError(
+                    f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
+                )
+        return self._book.open(request, on_event).ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a stream between this step and the next, its lease or slots with it. Idempotent. Any thread."""
+        self._book.cancel(ticket)
+
+    def status(self) -> EngineStatus:
+        """What the engine holds and does now. Any thread. Raises UnavailableError when it has failed or is closed."""
+        self._book.check_open()
+        num_streams = len(self._book.streams())
+        return EngineStatus(self._slots.ledger(), num_streams, len(self._rows), self._num_steps, self._last_step)
+
+    def step(self) -> None:
+        """One turn: takes what came in, lets rows join and leave, then runs all rows that have tokens to run."""
+        started_s = self._clock.now_s()
+        self._take_messages()
+        self._slots.expire()
+        self._join_committed()
+        self._join_waiting()
+        plan = self._batcher.plan()
+        if plan:
+            self._num_steps += 1
+            self._run_plan(plan)
+            duration_s = self._clock.now_s() - started_s
+            self._last_step = StepStats(plan.num_decode_rows, plan.num_prefill_tokens, duration_s)
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self.step()
+        except Exception as error:
+            logger.exception("the generation engine failed")
+            self._book.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
+        finally:
+            self._end_all()
+
+    def _await_work(self) -> bool:
+        """Returns when there is something to do; False when the engine is closed."""
+        if len(self._batcher):
+            return not self._book.close_reason
+        return self._book.await_work(self._slots.next_deadline_s, self._clock)
+
+    def _take_messages(self) -> None:
+        came, cancelled = self._book.take()
+        for stream in came:
+            if stream.request.lease_ref is None:
+                self._waiting.append(stream)
+            else:
+                self._leased[stream.ticket] = stream
+        for stream in cancelled:
+            self._end(stream, FinishReason.CANCELLED)
+
+    def _join_committed(self) -> None:
+        """Streams whose lease is committed join; those whose lease has ended end."""
+        for row in [row for row in self._rows.values() if row.stream.request.lease_ref == row.seat.ref]:
+            if self._slots.standing(row.seat.ref) is Standing.ABANDONED:
+                self._end(row.stream, FinishReason.CANCELLED)
+        for stream in list(self._leased.values()):
+            ref = stream.request.lease_ref
+            assert ref is not None
+            if self._slots.standing(ref) is Standing.PENDING:
+                continue
+            try:
+                seats = self._slots.activate(ref)
+            except LeaseError as error:
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            del self._leased[stream.ticket]
+            leader = self._join(stream, seats, num_cached=stream.request.num_tokens)
+            if leader is not None:
+                rows = [leader, *leader.followers]
+                self._fork(leader)
+                for row in rows:
+                    assert row.seat.first is not None
+                    self._accept(row, row.seat.first)
+
+    def _join_waiting(self) -> None:
+        """Streams without a lease take free slots, first come, first served."""
+        while self._waiting:
+            stream = self._waiting[0]
+            params = stream.request.params
+            occupy = partial(self._slots.occupy, len(stream.request.prompt_ids) + params.max_tokens, params.n)
+            try:
+                seats = self._book.seat(stream, occupy)
+            except ResourceExhaustedError as error:
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            if seats is None:
+                return
+            self._waiting.popleft()
+            self._join(stream, seats, num_cached=0)
+
+    def _join(self, stream: Stream, seats: list[Seat], num_cached: int) -> Row | None:
+        """The first choice's row, which joins the batch; the others follow it. None, and the stream ended, when rows
+        cannot be made."""
+        try:
+            rows = [
+                Row(stream, choice, seat, self._tokenizer, self._decoder.config) for choice, seat in enumerate(seats)
+            ]
+        except Exception as error:
+            logger.exception("request %s cannot join", stream.request.request_id)
+            for seat in seats:
+                self._slots.release(seat.ref)
+            self._end(stream, FinishReason.ERROR, _one_line(error))
+            return None
+        leader = rows[0]
+        leader.followers = rows[1:]
+        stream.rows, stream.has_rows = rows, True
+        self._rows.update((row.slot, row) for row in rows)
+        self._batcher.join(leader.slot, num_cached=num_cached, num_known=len(leader.token_ids))
+        return leader
+
+    def _fork(self, leader: Row) -> None:
+        """The history's KV is in place: the other choices get a copy, and join the batch."""
+        followers, leader.followers = leader.followers, []
+        num_tokens = len(leader.token_ids)
+        for row in followers:
+            row.seat.buffer.copy_from(leader.seat.buffer, TokenRange(0, num_tokens))
+            self._batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
+
+    def _run_plan(self, plan: StepPlan) -> None:
+        leaders = [self._rows[span.slot] for span in plan.spans if span.samples]
+        rows = [row for leader in leaders for row in (leader, *leader.followers)]
+        try:
+            tokens = self._forward(plan, rows)
+            self._batcher.ran(plan)
+            for leader in leaders:
+                self._fork(leader)
+        except Exception as error:
+            logger.exception("a step of %d rows failed", len(plan.spans))
+            streams = {row.stream.ticket: row.stream for row in (self._rows[span.slot] for span in plan.spans)}
+            for stream in streams.values():
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+            return
+        for row, token in zip(rows, tokens, strict=True):
+            self._accept(row, token)
+
+    @torch.inference_mode()
+    def _forward(self, plan: StepPlan, rows: list[Row]) -> list[SampledToken]:
+        """One ragged forward; then one sampling for `rows`, which have reached their last token."""
+        token_ids: list[int] = []
+        spans: list[BufferSpan] = []
+        starts: dict[SlotId, int] = {}
+        last: list[int] = []
+        for part in plan.spans:
+            row = self._rows[part.slot]
+            starts[part.slot] = len(token_ids)
+            token_ids += row.token_ids[part.tokens.start : part.tokens.end]
+            spans.append(BufferSpan(row.seat.buffer, part.tokens))
+            if part.samples:
+                last += [len(token_ids) - 1] * (1 + len(row.followers))
+        hidden_TD = self._decoder.forward(token_ids, spans)
+        for part in plan.spans:
+            self._score(self._rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])
+        if not last:
+            return []
+        return sample(self._decoder.logits(hidden_TD[last]), [row.sampler for row in rows])
+
+    def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
+        """Scores the prompt, where the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
+        for part in row.unscored(tokens).split(_SCORED_TOKENS):
+            rows = slice(part.start - tokens.start, part.end - tokens.start)
+            num_top = row.sampler.params.prompt_logprobs
+            assert num_top is not None
+            successors = row.token_ids[part.start + 1 : part.end + 1]
+            row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+
+    def _accept(self, row: Row, token: SampledToken) -> None:
+        """A row's next token: its event goes out, after its slot is freed if it is the last."""
+        stream = row.stream
+        if row not in stream.rows:  # the stream has ended with another of its choices' failure
+            return
+        try:
+            event = row.accept(token, self._clock.unix_ns())
+        except Exception as error:
+            logger.exception("request %s failed", stream.request.request_id)
+            self._end(stream, FinishReason.ERROR, _one_line(error))
+            return
+        if event.finish is None:
+            self._batcher.sampled(row.slot)
+        else:
+            self._free(row)
+            if not stream.rows:
+                self._book.forget(stream)
+        self._emit(stream, event)
+
+    def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
+        """Ends a stream in whatever stage it is, without another token."""
+        choices = stream.open_choices()
+        try:
+            self._leave(stream)
+        finally:
+            for choice, num_output in choices:
+                self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
+
+    def _leave(self, stream: Stream) -> None:
+        """Takes a stream out of whatever stage it is in, and frees what it holds."""
+        for row in list(stream.rows):
+            self._free(row)
+        if self._leased.pop(stream.ticket, None) is not None:
+            assert stream.request.lease_ref is not None
+            self._slots.abort(stream.request.lease_ref)
+        if stream in self._waiting:
+            self._waiting.remove(stream)
+        self._book.forget(stream)
+
+    def _free(self, row: Row) -> None:
+        row.stream.rows.remove(row)
+        del self._rows[row.slot]
+        if row.slot in self._batcher:
+            self._batcher.leave(row.slot)
+        self._slots.release(row.seat.ref)
+
+    def _emit(self, stream: Stream, event: TokenEvent) -> None:
+        try:
+            stream.on_event(event)
+        except Exception:
+            logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
+            self.cancel(stream.ticket)
+
+    def _end_all(self) -> None:
+        """Ends every open stream; the engine is closed, so no other can come."""
+        self._take_messages()
+        for stream in self._book.streams():
+            try:
+                self._end(stream, FinishReason.ERROR, self._book.close_reason)
+            except Exception:  # a step that failed half-way may have left this one inconsistent: the others end still
+                logger.exception("request %s cannot be ended", stream.request.request_id)
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).strip() or "no details").splitlines()[0]
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,229 @@
+"""What a slot goes through: states, one transition table, the claim that a lease is, and the ledger.
+
+Steps 3 and 7 of a request's way (DESIGN.md, section 4). Plain values without a lock: `slots.SlotTable` owns them.
+
+    FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
+              |           |          |
+              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer was still inside
+
+    FREE -> HELD -> ACTIVE -> FREE      of a further choice of a lease: starts and ends with the lease's own slot
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol, Self
+
+from baton.ids import SlotId, Stamp
+from baton.types import KvLayout, LeaseRef, SampledToken, TokenRange
+from generate_workers.waiting import LoopWaiter
+from modeling.kv_buffers import KvBuffer
+from transport.coverage import Coverage
+
+
+class SlotState(Enum):
+    """Where a slot is in its life."""
+
+    FREE = "free"
+    """Holds nothing; may be claimed."""
+    LEASED = "leased"
+    """KV is being pushed; timed."""
+    COMMITTED = "committed"
+    """Every byte and the first tokens are in; waits for its row; timed."""
+    HELD = "held"
+    """For a further choice of a leased or committed slot, and as long as that."""
+    ACTIVE = "active"
+    """A row of the batch; not timed, the row's end frees it."""
+    QUARANTINED = "quarantined"
+    """Freed, but a writer has not left: its memory is held until then."""
+
+
+class SlotMove(Enum):
+    """What happens to a slot."""
+
+    LEASE = "lease"
+    HOLD = "hold"
+    OCCUPY = "occupy"
+    """Claimed by a row that prefills locally."""
+    COMMIT = "commit"
+    ACTIVATE = "activate"
+    FREE = "free"
+    QUARANTINE = "quarantine"
+    """As FREE, with writers inside."""
+    EMPTY = "empty"
+    """The last writer of a quarantined slot has left."""
+
+
+TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
+    (SlotState.FREE, SlotMove.LEASE): SlotState.LEASED,
+    (SlotState.FREE, SlotMove.OCCUPY): SlotState.ACTIVE,
+    (SlotState.FREE, SlotMove.HOLD): SlotState.HELD,
+    (SlotState.LEASED, SlotMove.COMMIT): SlotState.COMMITTED,
+    (SlotState.COMMITTED, SlotMove.ACTIVATE): SlotState.ACTIVE,
+    (SlotState.HELD, SlotMove.ACTIVATE): SlotState.ACTIVE,
+    (SlotState.LEASED, SlotMove.FREE): SlotState.FREE,
+    (SlotState.COMMITTED, SlotMove.FREE): SlotState.FREE,
+    (SlotState.HELD, SlotMove.FREE): SlotState.FREE,
+    (SlotState.ACTIVE, SlotMove.FREE): SlotState.FREE,
+    (SlotState.LEASED, SlotMove.QUARANTINE): SlotState.QUARANTINED,
+    (SlotState.COMMITTED, SlotMove.QUARANTINE): SlotState.QUARANTINED,
+    (SlotState.ACTIVE, SlotMove.QUARANTINE): SlotState.QUARANTINED,
+    (SlotState.QUARANTINED, SlotMove.EMPTY): SlotState.FREE,
+}
+"""All legal moves; any other is a bug of ours."""
+
+
+class Standing(Enum):
+    """What a row that came with a lease may do about it now."""
+
+    PENDING = "pending"
+    """Wait: KV is still on its way."""
+    READY = "ready"
+    """Join: committed."""
+    RUNNING = "running"
+    """It has joined."""
+    ABANDONED = "abandoned"
+    """It has joined, and somebody aborted the lease since: leave."""
+    EXPIRED = "expired"
+    """The lease was not renewed in time."""
+    GONE = "gone"
+    """The lease was aborted, or never was."""
+
+
+@dataclass
+class Claim:
+    """One life of a slot: made when it is claimed, dropped when it is freed. Owned by the SlotTable."""
+
+    ref: LeaseRef
+    buffer: KvBuffer
+    coverage: Coverage
+    """What has been pushed of the leased tokens; complete from the start for a local row."""
+    num_tokens: int
+    """Tokens whose KV is pushed: positions [0, num_tokens)."""
+    ttl_s: float
+    deadline_s: float
+    """When the claim ends by itself (Clock.now_s()), while it is LEASED or COMMITTED."""
+    firsts: tuple[SampledToken, ...] = ()
+    """Each choice's first token; known from commit on."""
+    held: "tuple[Slot, ...]" = ()
+    """The slots of further choices, until they are rows: they end with this claim."""
+    abandoned: bool = False
+    """Aborted while ACTIVE: the row is to leave."""
+    expired: bool = False
+    """Ended because nobody renewed it."""
+    waiters: list[LoopWaiter] = field(default_factory=list)
+    """Commits that wait for bytes: woken when all are in, and when the claim ends."""
+
+    def wake_all(self) -> None:
+        """Wakes all waiting commits."""
+        for waiter in self.waiters:
+            waiter.wake()
+
+
+class Slot:
+    """One slot: its state, its present claim, and how many writers are inside. Owned by the SlotTable."""
+
+    def __init__(self, number: SlotId) -> None:
+        self.number = number
+        self.state = SlotState.FREE
+        self.num_writers = 0
+        self.claim: Claim | None = None
+        self.last_expired: Stamp | None = None
+        """The stamp of the claim that ended last, if it ended by expiry."""
+
+    @property
+    def is_timed(self) -> bool:
+        return self.state in (SlotState.LEASED, SlotState.COMMITTED)
+
+    def begin(self, claim: Claim, move: SlotMove) -> None:
+        """FREE -> LEASED or ACTIVE."""
+        self._move(move)
+        self.claim = claim
+        self.last_expired = None
+
+    def advance(self, move: SlotMove) -> None:
+        """COMMIT or ACTIVATE."""
+        self._move(move)
+
+    def end(self, *, expired: bool = False) -> None:
+        """Ends the claim: the stamp is refused from now on, and memory goes when the last writer has left."""
+        claim = self.claim
+        assert claim is not None
+        claim.expired = expired
+        self.last_expired = claim.ref.stamp if expired else None
+        claim.wake_all()
+        for slot in claim.held:
+            slot.end()
+        if self.num_writers:
+            self._move(SlotMove.QUARANTINE)
+        else:
+            self._move(SlotMove.FREE)
+            self.claim = None
+
+    def leave(self) -> bool:
+        """One writer has left; returns whether that freed the slot."""
+        assert self.num_writers > 0
+        self.num_writers -= 1
+        if self.state is not SlotState.QUARANTINED or self.num_writers:
+            return False
+        self._move(SlotMove.EMPTY)
+        self.claim = None
+        return True
+
+    def _move(self, move: SlotMove) -> None:
+        target = TRANSITIONS.get((self.state, move))
+        assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
+        self.state = target
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A slot that has become a row: what the engine needs of it. The buffer is the table's until `release`."""
+
+    ref: LeaseRef
+    buffer: KvBuffer
+    first: SampledToken | None
+    """The choice's first token, when the KV was pushed."""
+
+
+@dataclass(frozen=True)
+class SlotLedger:
+    """How many slots are in which state, and the memory they hold: it balances at all times."""
+
+    num_slots: int
+    num_free: int
+    num_leased: int
+    """LEASED, COMMITTED or HELD: claimed, not yet a row."""
+    num_active: int
+    num_quarantined: int
+    num_bytes_held: int
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot]) -> Self:
+        """What these slots hold now."""
+        states = [slot.state for slot in slots]
+        return cls(
+            num_slots=len(states),
+            num_free=states.count(SlotState.FREE),
+            num_leased=sum(states.count(each) for each in (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)),
+            num_active=states.count(SlotState.ACTIVE),
+            num_quarantined=states.count(SlotState.QUARANTINED),
+            num_bytes_held=sum(slot.claim.buffer.num_bytes for slot in slots if slot.claim),
+        )
+
+    @property
+    def balances(self) -> bool:
+        """Whether every slot is counted once, and memory is held exactly if some slot is not free."""
+        taken = self.num_leased + self.num_active + self.num_quarantined
+        return self.num_free + taken == self.num_slots and (self.num_bytes_held > 0) == (taken > 0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is held."""
+        return self.num_free == self.num_slots and self.num_bytes_held == 0
+
+
+class MakeBuffer(Protocol):
+    """How a slot's memory is made."""
+
+    def __call__(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer: ...

@@ -1,0 +1,382 @@
+"""The slots of a generation group: timed, fenced claims on rows of the batch, and the memory they hold.
+
+Steps 3, 7 and 8 of a request's way (DESIGN.md, sections 4 and 5). The table is a transport.kv_sink.KvSink, so
+leasing, pushing and committing happen on the process's asyncio loop; the engine's thread occupies, activates, expires
+and releases. One lock guards everything; it is held for bookkeeping and for copying one piece, never while waiting.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from baton.clock import Clock
+from baton.errors import (
+    IncompletePushError,
+    InvalidArgumentError,
+    LeaseError,
+    LeaseExpiredError,
+    ResourceExhaustedError,
+    StaleStampError,
+)
+from baton.ids import SlotId, Stamp
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from generate_workers.leases import (
+    Claim,
+    MakeBuffer,
+    Seat,
+    Slot,
+    SlotLedger,
+    SlotMove,
+    SlotState,
+    Standing,
+)
+from generate_workers.waiting import LoopWaiter
+from modeling.kv_buffers import KvBuffer
+from transport.coverage import Added, Coverage
+from transport.kv_sink import ReserveSpec
+
+
+class SlotTable:
+    """All slots of one generation group. Thread-safe."""
+
+    def __init__(
+        self,
+        layout: KvLayout,
+        clock: Clock,
+        *,
+        num_slots: int,
+        max_slot_tokens: int,
+        endpoint: str,
+        make_buffer: MakeBuffer = KvBuffer,
+    ) -> None:
+        """`endpoint` is the host:port that leases name; `max_slot_tokens` is what one slot may hold at most."""
+        assert num_slots >= 1 and max_slot_tokens >= 1
+        self.max_slot_tokens = max_slot_tokens
+        self.on_change: Callable[[], None] = _ignore
+        """Called whenever a claim begins, is committed, is renewed or ends, on the changing thread and without the
+        lock; set once, by the engine, before the table is used. It must neither block nor raise."""
+        self._changed = False
+        self._layout = layout
+        self._endpoint = endpoint
+        self._clock = clock
+        self._make_buffer = make_buffer
+        self._lock = threading.Lock()
+        self._slots = tuple(Slot(SlotId(number)) for number in range(num_slots))
+        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not give out stamps of its former life
+
+    @property
+    def layout(self) -> KvLayout:
+        """How the slots store KV."""
+        return self._layout
+
+    @property
+    def num_slots(self) -> int:
+        """In all states."""
+        return len(self._slots)
+
+    # On the loop: the KvSink.
+
+    def reserve(self, request: ReserveSpec) -> Lease:
+        """Leases a free slot with memory for `capacity_tokens`, and holds one for each further choice. Raises
+        ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError that names the
+        field that is out of its limits."""
+        self._check(request)
+        with self._changing():
+            slots = self._free_slots(request.num_choices)
+            if slots is None:
+                few = f"fewer than {request.num_choices} of {len(self._slots)} slots are free"
+                raise ResourceExhaustedError(f"{few}: try again, or add num_slots")
+            claims = [self._claim(each, request.num_tokens, request.capacity_tokens, request.ttl_s) for each in slots]
+            claim = claims[0]
+            claim.held = tuple(slots[1:])
+            for slot, each in zip(slots, claims, strict=True):
+                slot.begin(each, SlotMove.LEASE if each is claim else SlotMove.HOLD)
+        return Lease(
+            ref=claim.ref,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_tokens=request.num_tokens,
+            endpoint=self._endpoint,
+            ttl_s=request.ttl_s,
+        )
+
+    def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Lets the lease live `ttl_s` seconds from now; StaleStampError or LeaseExpiredError when it has ended."""
+        _require(0 < ttl_s < math.inf, "ttl_s", ttl_s, "use a time above 0 seconds")
+        with self._changing():
+            claim = self._present(ref)
+            claim.ttl_s = ttl_s
+            self._touch(claim)
+            self._changed = True
+
+    @contextmanager
+    def open_push(self, ref: LeaseRef) -> Iterator["SlotWriter"]:
+        """Counts a writer in and out: the slot is not claimed anew before its last writer has left. Renews."""
+        with self._changing():
+            claim = self._present(ref)
+            self._touch(claim)
+            self._slots[ref.slot].num_writers += 1
+        try:
+            yield SlotWriter(self, claim)
+        finally:
+            with self._changing():
+                self._changed |= self._slots[ref.slot].leave()
+
+    async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
+        """Completes the lease with each choice's first token, once every byte is in; returns the bytes of its tokens.
+
+        Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
+        IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise
+        LeaseError. A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
+        """
+        with self._changing():
+            claim = self._present(ref)
+        give_up_s = self._clock.now_s() + wait_s
+        while (missing := self._missing(claim)) is not None:
+            left_s = min(claim.deadline_s, give_up_s) - self._clock.now_s()
+            if left_s <= 0:
+                layer, tokens = missing
+                raise IncompletePushError(
+                    f"commit of slot {ref.slot}: layer {layer}, tokens [{tokens.start}, {tokens.end}) have not "
+                    "arrived: push them and commit again"
+                )
+            await self._wait(claim, left_s)
+        with self._changing():
+            self._complete(self._present(ref), tuple(firsts))
+        return claim.num_tokens * self._layout.token_bytes
+
+    def abort(self, ref: LeaseRef) -> None:
+        """Ends the lease: the slot is free once its last writer has left; an active row is told to leave.
+        Idempotent; a stale stamp changes nothing."""
+        with self._changing():
+            slot = self._find(ref)
+            if slot is None or slot.claim is None:
+                return
+            if slot.state is SlotState.ACTIVE:
+                slot.claim.abandoned = True
+            else:
+                slot.end()
+            self._changed = True
+
+    # On the engine's thread.
+
+    def occupy(self, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
+        """Claims slots for the rows of a request that prefills locally; None when too few are free. Raises
+        ResourceExhaustedError when no memory is left."""
+        with self._changing():
+            slots = self._free_slots(num_choices)
+            if slots is None:
+                return None
+            claims = [self._claim(slot, 0, capacity_tokens, math.inf) for slot in slots]
+            for slot, claim in zip(slots, claims, strict=True):
+                slot.begin(claim, SlotMove.OCCUPY)
+        return [Seat(claim.ref, claim.buffer, None) for claim in claims]
+
+    def activate(self, ref: LeaseRef) -> list[Seat]:
+        """Turns a lease that is READY into rows, one a choice; the first has the KV. StaleStampError or
+        LeaseExpiredError when it has just ended."""
+        with self._changing():
+            lease = self._present(ref)
+            slots, lease.held = (self._slots[ref.slot], *lease.held), ()
+            seats = []
+            for slot, first in zip(slots, lease.firsts, strict=True):
+                slot.advance(SlotMove.ACTIVATE)
+                assert slot.claim is not None
+                seats.append(Seat(slot.claim.ref, slot.claim.buffer, first))
+        return seats
+
+    def release(self, ref: LeaseRef) -> None:
+        """Frees an active row's slot; the row must not touch its buffer again."""
+        with self._changing():
+            slot = self._find(ref)
+            assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
+            slot.end()
+            self._changed = True
+
+    def standing(self, ref: LeaseRef) -> Standing:
+        """What a row that came with this lease may do about it now."""
+        with self._lock:
+            slot = self._find(ref)
+            if slot is None or slot.claim is None:
+                return Standing.EXPIRED if self._has_expired(ref) else Standing.GONE
+            if slot.state is SlotState.LEASED:
+                return Standing.PENDING
+            if slot.state is SlotState.COMMITTED:
+                return Standing.READY
+            return Standing.ABANDONED if slot.claim.abandoned else Standing.RUNNING
+
+    def leased_tokens(self, ref: LeaseRef) -> int:
+        """How many tokens' KV is pushed under this lease. StaleStampError or LeaseExpiredError when it has ended."""
+        with self._changing():
+            return self._present(ref).num_tokens
+
+    def expire(self) -> None:
+        """Ends every lease whose time is up, committed ones that nobody activated included."""
+        with self._changing():
+            self._expire()
+
+    def next_deadline_s(self) -> float:
+        """When `expire` will next have something to do, as things stand (Clock.now_s()); infinity for never."""
+        with self._lock:
+            timed = (slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed)
+            return min(timed, default=math.inf)
+
+    def ledger(self) -> SlotLedger:
+        """What is held now. Any thread."""
+        with self._lock:
+            return SlotLedger.of(self._slots)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; afterwards tells the listener if anything changed, an error notwithstanding."""
+        changed = False
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    changed, self._changed = self._changed, False
+        finally:
+            if changed:
+                self.on_change()
+
+    def _write(self, claim: Claim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+        with self._changing():
+            self._present(claim.ref)
+            assert data.nbytes == len(tokens) * self._layout.row_bytes
+            is_new = claim.coverage.add(layer, tokens) is Added.NEW
+            if is_new:
+                try:
+                    claim.buffer.write(layer, tokens, data)
+                except BaseException:  # noted as present and yet not there: this claim must never be committed
+                    self._slots[claim.ref.slot].end()
+                    self._changed = True
+                    raise
+            self._touch(claim)
+            if claim.coverage.complete:
+                claim.wake_all()
+            return is_new
+
+    def _check(self, request: ReserveSpec) -> None:
+        limit = self.max_slot_tokens
+        capacity = request.capacity_tokens
+        _require(request.num_tokens >= 1, "num_tokens", request.num_tokens, "use at least 1")
+        _require(request.num_tokens <= capacity, "num_tokens", request.num_tokens, f"capacity_tokens is {capacity}")
+        _require(capacity <= limit, "capacity_tokens", capacity, f"a slot of this group holds at most {limit}")
+        _require(0 < request.ttl_s < math.inf, "ttl_s", request.ttl_s, "use a time above 0 seconds")
+        num_slots = len(self._slots)
+        _require(1 <= request.num_choices <= num_slots, "n", request.num_choices, f"this group has {num_slots} slots")
+
+    def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
+        with self._changing():
+            self._expire()
+            if not claim.expired:
+                self._present(claim.ref)
+            return claim.coverage.first_missing()
+
+    async def _wait(self, claim: Claim, timeout_s: float) -> None:
+        """Until every byte is in, the claim has ended, or the time is up."""
+        waiter = LoopWaiter()
+        with self._lock:
+            claim.waiters.append(waiter)
+            if claim.coverage.complete or self._find(claim.ref) is None:
+                waiter.wake()
+        try:
+            await waiter.wait(timeout_s)
+        finally:
+            with self._lock:
+                claim.waiters.remove(waiter)
+
+    # With the lock held.
+
+    def _free_slots(self, count: int) -> list[Slot] | None:
+        self._expire()
+        free = [slot for slot in self._slots if slot.state is SlotState.FREE]
+        return free[:count] if len(free) >= count else None
+
+    def _claim(self, slot: Slot, num_tokens: int, capacity_tokens: int, ttl_s: float) -> Claim:
+        tokens = TokenRange(0, capacity_tokens)
+        try:
+            buffer = self._make_buffer(self._layout, tokens)
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
+            raise ResourceExhaustedError(f"no memory for a slot of {capacity_tokens} tokens: ask for fewer") from error
+        stamp = Stamp(self._next_stamp)
+        self._next_stamp += 1
+        self._changed = True
+        return Claim(
+            ref=LeaseRef(slot.number, stamp),
+            buffer=buffer,
+            coverage=Coverage(self._layout.num_layers, num_tokens),
+            num_tokens=num_tokens,
+            ttl_s=ttl_s,
+            deadline_s=self._clock.now_s() + ttl_s,
+        )
+
+    def _find(self, ref: LeaseRef) -> Slot | None:
+        """The slot whose present, unended claim carries this stamp."""
+        if not 0 <= ref.slot < len(self._slots):
+            return None
+        slot = self._slots[ref.slot]
+        holds = slot.claim is not None and slot.claim.ref.stamp == ref.stamp
+        return slot if holds and slot.state is not SlotState.QUARANTINED else None
+
+    def _has_expired(self, ref: LeaseRef) -> bool:
+        return 0 <= ref.slot < len(self._slots) and self._slots[ref.slot].last_expired == ref.stamp
+
+    def _present(self, ref: LeaseRef) -> Claim:
+        self._expire()
+        slot = self._find(ref)
+        if slot is not None and slot.claim is not None:
+            return slot.claim
+        if self._has_expired(ref):
+            raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
+        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
+
+    def _touch(self, claim: Claim) -> None:
+        claim.deadline_s = self._clock.now_s() + claim.ttl_s
+
+    def _expire(self) -> None:
+        now_s = self._clock.now_s()
+        for slot in self._slots:
+            if slot.claim and slot.is_timed and slot.claim.deadline_s <= now_s:
+                slot.end(expired=True)
+                self._changed = True
+
+    def _complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
+        slot = self._slots[claim.ref.slot]
+        if slot.state is SlotState.LEASED:
+            num_choices = 1 + len(claim.held)
+            if len(firsts) != num_choices:
+                raise LeaseError(f"{len(firsts)} first tokens for the {num_choices} choices of slot {slot.number}")
+            claim.firsts = firsts
+            slot.advance(SlotMove.COMMIT)
+            self._touch(claim)
+            self._changed = True
+        elif [each.token_id for each in claim.firsts] != [each.token_id for each in firsts]:
+            raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
+
+
+class SlotWriter:
+    """One writer inside a lease: a transport.kv_sink.PushTarget. Lives inside `SlotTable.open_push`."""
+
+    def __init__(self, table: SlotTable, claim: Claim) -> None:
+        self._table = table
+        self._claim = claim
+
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+        """Copies a piece into place and renews the lease; False when the same piece is there already.
+
+        Raises StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a range outside it or
+        partly there; then nothing is changed. `data` is exactly the range's bytes and is not kept.
+        """
+        return self._table._write(self._claim, layer, tokens, data)
+
+
+def _ignore() -> None:
+    """Nobody listens yet."""
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name} = {value!r} is out of range: {remedy}")

@@ -1,0 +1,146 @@
+"""The decoder: one forward over ragged spans of tokens serves every path, and every family.
+
+A span is a run of new tokens of one sequence plus access to its KV. Whole prefill, a chain's chunk, a chunked local
+prefill, a single decode step and a multi-token verify differ only in the spans they pass; a batch concatenates the
+tokens of several spans for the linears and attends each span over its own length. Linears are fused (QKV, gate-up).
+
+Layer by layer: `project` writes the new keys (after RoPE) and values in place and returns the queries; `complete`
+takes the attention output through the rest of the layer. A chain does its own attention between the two. What a layer
+is made of (`modeling.layers`) and how positions enter (`modeling.positions`) came with the weights; nothing here asks.
+
+Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits wanted.
+Runs on whatever thread calls it; holds no state besides weights; not re-entrant on CUDA streams.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from modeling.attention import Attention, Kernel, default_kernel
+from modeling.kv_buffers import KvRows
+from modeling.layers import Layer, Transform
+from modeling.model_config import ModelConfig
+from modeling.positions import Positions, PositionTable
+
+
+class Span(Protocol):
+    """A run of new tokens of one sequence, and where its KV lies."""
+
+    @property
+    def tokens(self) -> TokenRange:
+        """The new tokens' positions."""
+        ...
+
+    def own(self, layer: int) -> Tensor:
+        """`[len(tokens), 2, G, H]`: where the new tokens' K and V are written."""
+        ...
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        """All keys that the new tokens may see, their own included, in pieces that do not overlap."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters, in the dtype that the decoder computes in, composed into what a forward runs through."""
+
+    embedding_VD: Tensor
+    positions: PositionTable
+    layers: tuple[Layer, ...]
+    final_norm: Transform
+    head_VD: Tensor
+    """The embedding itself when tied."""
+    fingerprint: str
+    """Hash of the tensors that this was loaded from, and of the dtype."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one forward share: the spans and their tokens' positions."""
+
+    spans: tuple[Span, ...]
+    positions: Positions
+
+    def slices(self) -> Iterator[tuple[Span, slice]]:
+        """Each span with its place among the step's tokens."""
+        start = 0
+        for span in self.spans:
+            yield span, slice(start, start + len(span.tokens))
+            start += len(span.tokens)
+
+
+class Decoder:
+    """A model, ready to run. All methods are called under torch.inference_mode() by the engines."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernel: Kernel | None = None) -> None:
+        self.config = config
+        self.weights = weights
+        self.device = weights.embedding_VD.device
+        self.dtype = weights.embedding_VD.dtype
+        self.kernel = kernel or default_kernel(self.device, self.dtype)
+        self.layout = KvLayout(
+            model_fingerprint=weights.fingerprint,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def begin(self, spans: Sequence[Span]) -> Step:
+        """Prepares a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
+        positions_T = torch.cat([torch.arange(s.tokens.start, s.tokens.end) for s in spans])
+        return Step(tuple(spans), self.weights.positions.lookup(positions_T))
+
+    def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
+        """Token ids, in the spans' order, to hidden states `[T, D]`; learned positions included."""
+        hidden_TD = F.embedding(torch.tensor(token_ids, device=self.device), self.weights.embedding_VD)
+        step.positions.enter(hidden_TD)
+        return hidden_TD
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Writes the new tokens' keys and values into the spans' memory; returns the queries `[T, N, H]`."""
+        config, parts = self.config, self.weights.layers[layer]
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        x_TD = parts.attention_norm(hidden_TD)
+        qkv_TKH = F.linear(x_TD, parts.qkv_proj, parts.qkv_bias).view(len(x_TD), -1, config.head_dim)
+        qk_TKH, v_TGH = torch.split(qkv_TKH, [num_heads + num_kv_heads, num_kv_heads], dim=1)
+        qk_TKH = step.positions.turn(parts.head_norm(qk_TKH))
+        q_TNH, k_TGH = torch.split(qk_TKH, [num_heads, num_kv_heads], dim=1)
+        for span, where in step.slices():
+            own_T2GH = span.own(layer)
+            own_T2GH[:, 0] = k_TGH[where]
+            own_T2GH[:, 1] = v_TGH[where]
+        return q_TNH
+
+    def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
+        """An empty attention of one span's queries, with the layer's window; the caller adds segments."""
+        return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
+
+    def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
+        """Output projection, residuals and MLP: the layer's hidden states `[T, D]`."""
+        parts = self.weights.layers[layer]
+        return parts.tail(hidden_TD, F.linear(attended_TNH.flatten(1), parts.o_proj, parts.o_bias))
+
+    def forward(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+        """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`."""
+        step = self.begin(spans)
+        hidden_TD = self.embed(token_ids, step)
+        for layer in range(self.config.num_layers):
+            q_TNH = self.project(layer, hidden_TD, step)
+            parts = []
+            for span, where in step.slices():
+                attention = self.attention(layer, q_TNH[where], span.tokens.start)
+                for rows in span.segments(layer):
+                    attention.add(rows)
+                parts.append(attention.result())
+            hidden_TD = self.complete(layer, hidden_TD, torch.cat(parts) if len(parts) > 1 else parts[0])
+        return hidden_TD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
+        return F.linear(self.weights.final_norm(hidden_RD), self.weights.head_VD).float()

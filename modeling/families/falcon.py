@@ -1,0 +1,153 @@
+"""Falcon (Almazrouei et al., 2023): layer norms, a plain MLP beside the attention, few KV heads, RoPE.
+
+falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) a norm each and grouped heads;
+falcon-rw runs the MLP behind the attention. In all three the fused projection's rows lie in groups, one a KV head.
+
+N heads, G kv heads, R = N / G query heads a kv head, H head dim.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.checkpoint import Checkpoint
+from modeling.decoder import DecoderWeights
+from modeling.families.family import load_head, load_layer_norm, load_linear, seal
+from modeling.families.fields import Fields, read_rope
+from modeling.layers import ACTIVATIONS, Layer, LayerNorm, Parallel, PlainMlp, Sequential, unchanged
+from modeling.model_config import ModelConfig
+from modeling.rope import RotaryTable
+
+_DEFAULT_EPS = 1e-5
+_DEFAULT_CONTEXT = 2048
+"""transformers' values for fields that a config may leave out."""
+
+_EMBEDDING = "transformer.word_embeddings.weight"
+
+
+@dataclass(frozen=True)
+class FalconModel:
+    """A model of the Falcon family."""
+
+    config: ModelConfig
+    norm_eps: float
+    bias: bool
+    """On every projection."""
+    activation: str
+    parallel: bool
+    """Attention and MLP side by side; else one behind the other."""
+    attention_norm: str
+    mlp_norm: str
+    """The norms' names within a layer; one name is one norm for both."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "FalconModel":
+        """From config.json. Raises ModelError."""
+        if fields.flag("alibi"):
+            remedy = "choose a Falcon with rotary positions, such as falcon-7b"
+            raise fields.error("alibi", "true is not supported: attention takes no bias by distance", remedy)
+        parallel = fields.flag("parallel_attn", default=True)
+        attention_norm, mlp_norm = _norm_names(fields, parallel)
+        return cls(
+            config=_read_config(fields),
+            norm_eps=fields.number("layer_norm_epsilon", _DEFAULT_EPS),
+            bias=fields.flag("bias"),
+            activation=fields.choice("activation", ACTIVATIONS, "gelu"),
+            parallel=parallel,
+            attention_norm=attention_norm,
+            mlp_norm=mlp_norm,
+        )
+
+    def load(self, checkpoint: Checkpoint) -> DecoderWeights:
+        config = self.config
+        embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
+        return DecoderWeights(
+            embedding_VD=embedding_VD,
+            positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
+            layers=tuple(self._layer(checkpoint, f"transformer.h.{layer}") for layer in range(config.num_layers)),
+            final_norm=self._norm(checkpoint, "transformer.ln_f"),
+            head_VD=load_head(checkpoint, config, _EMBEDDING, embedding_VD),
+            fingerprint=seal(checkpoint, self),
+        )
+
+    def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
+        config, hidden = self.config, self.config.hidden_size
+        num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        qkv_proj, qkv_bias = load_linear(
+            checkpoint, {f"{at}.self_attention.query_key_value": num_rows}, hidden, self.bias
+        )
+        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attention.dense": hidden}, hidden, self.bias)
+        norms = {name: self._norm(checkpoint, f"{at}.{name}") for name in {self.attention_norm, self.mlp_norm}}
+        tail = Parallel if self.parallel else Sequential
+        return Layer(
+            attention_norm=norms[self.attention_norm],
+            qkv_proj=self._ungrouped(qkv_proj),
+            qkv_bias=None if qkv_bias is None else self._ungrouped(qkv_bias),
+            head_norm=unchanged,
+            o_proj=o_proj,
+            o_bias=o_bias,
+            tail=tail(norms[self.mlp_norm], self._mlp(checkpoint, f"{at}.mlp")),
+        )
+
+    def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        up_proj, up_bias = load_linear(checkpoint, {f"{at}.dense_h_to_4h": inner}, hidden, self.bias)
+        down_proj, down_bias = load_linear(checkpoint, {f"{at}.dense_4h_to_h": hidden}, inner, self.bias)
+        return PlainMlp(up_proj, up_bias, ACTIVATIONS[self.activation], down_proj, down_bias)
+
+    def _norm(self, checkpoint: Checkpoint, name: str) -> LayerNorm:
+        return load_layer_norm(checkpoint, name, self.config.hidden_size, self.norm_eps)
+
+    def _ungrouped(self, rows: Tensor) -> Tensor:
+        """The fused projection's rows `[G, R + 2, H]`, a group its queries, key and value, in our order: all queries,
+        all keys, all values. A single group, or one for each head, is the same thing."""
+        groups = rows.view(self.config.num_kv_heads, -1, self.config.head_dim, *rows.shape[1:])
+        return torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
+
+
+def _norm_names(fields: Fields, parallel: bool) -> tuple[str, str]:
+    new = fields.flag("new_decoder_architecture")
+    num_norms = fields.count("num_ln_in_parallel_attn", 2 if new else 1)
+    if num_norms not in ((1, 2) if new else (1,)):
+        raise fields.error("num_ln_in_parallel_attn", f"{num_norms} is not supported with this decoder architecture")
+    if new and not parallel:
+        raise fields.error("parallel_attn", "false is not supported with new_decoder_architecture")
+    if num_norms == 2:
+        return "ln_attn", "ln_mlp"
+    return "input_layernorm", "input_layernorm" if parallel else "post_attention_layernorm"
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    num_heads, num_layers = fields.count("num_attention_heads"), fields.count("num_hidden_layers")
+    hidden_size = fields.count("hidden_size")
+    head_dim = fields.head_dim(hidden_size, num_heads)
+    max_position = fields.count("max_position_embeddings", _DEFAULT_CONTEXT)
+    rope_theta, rope_scaling = read_rope(fields, head_dim, max_position)
+    return ModelConfig(
+        model_type="falcon",
+        vocab_size=fields.count("vocab_size"),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("ffn_hidden_size", 4 * hidden_size),
+        num_heads=num_heads,
+        num_kv_heads=_num_kv_heads(fields, num_heads),
+        head_dim=head_dim,
+        max_position=max_position,
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        windows=(None,) * num_layers,
+        eos_token_ids=fields.eos_token_ids(),
+        bos_token_id=fields.bos_token_id(),
+    )
+
+
+def _num_kv_heads(fields: Fields, num_heads: int) -> int:
+    """`num_kv_heads` is obeyed by the new architecture alone."""
+    if not fields.flag("new_decoder_architecture"):
+        return 1 if fields.flag("multi_query", default=True) else num_heads
+    num_kv_heads = fields.count("num_kv_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_kv_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
+    return num_kv_heads

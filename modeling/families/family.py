@@ -1,0 +1,62 @@
+"""What a family gives, and what families' loaders share.
+
+A family joins in three steps: a module here whose class reads a config (`Fields`) and composes `modeling.layers` from a
+`Checkpoint`; a line in `modeling.config`'s table; tiny models in the golden tests. The decoder hears nothing of it.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from modeling.checkpoint import Checkpoint
+from modeling.decoder import DecoderWeights
+from modeling.layers import LayerNorm
+from modeling.model_config import ModelConfig
+
+HEAD = "lm_head.weight"
+"""The output head's name in every family, where it is not tied."""
+
+
+class Family(Protocol):
+    """One model, as its config.json describes it: a frozen dataclass of switches that its `load` obeys."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    """What makes it a dataclass to type checkers."""
+
+    @property
+    def config(self) -> ModelConfig:
+        """What others may ask of it."""
+        ...
+
+    def load(self, checkpoint: Checkpoint) -> DecoderWeights:
+        """Takes all tensors and composes the layers; raises ModelError for a tensor that does not fit."""
+        ...
+
+
+def seal(checkpoint: Checkpoint, model: Family) -> str:
+    """The fingerprint of all that was taken and of the model's switches, as far as they change KV."""
+    config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
+    return checkpoint.seal(str(dataclasses.replace(model, config=config)))
+
+
+def load_linear(
+    checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`(weight, bias or None)` of modules fused one below the other; `rows` by the modules' names."""
+    weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
+    return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
+
+
+def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> LayerNorm:
+    """A layer norm with gain and bias."""
+    return LayerNorm(checkpoint.take(f"{name}.weight", (size,)), checkpoint.take(f"{name}.bias", (size,)), eps)
+
+
+def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, embedding_VD: Tensor) -> Tensor:
+    """The output head `[V, D]`: the embedding itself when tied."""
+    if not config.tie_embeddings:
+        return checkpoint.take(HEAD, tuple(embedding_VD.shape))
+    checkpoint.expect_equal(HEAD, embedding_name)
+    return embedding_VD

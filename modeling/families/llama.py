@@ -1,0 +1,147 @@
+"""The Llama family: Llama, Mistral, Qwen2 and Qwen3. RMSNorm before attention and before a gated MLP, RoPE."""
+
+from dataclasses import dataclass
+
+from modeling.checkpoint import Checkpoint
+from modeling.decoder import DecoderWeights
+from modeling.families.family import load_head, load_linear, seal
+from modeling.families.fields import Fields, read_rope
+from modeling.layers import GatedMlp, HeadNorms, Layer, RmsNorm, Sequential, unchanged
+from modeling.model_config import ModelConfig
+from modeling.rope import RotaryTable
+
+_DEFAULT_WINDOW = 4096
+_DEFAULT_MAX_WINDOW_LAYERS = 28
+"""transformers' values for fields that a config may leave out."""
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class LlamaModel:
+    """A model of the Llama family."""
+
+    config: ModelConfig
+    norm_eps: float
+    qkv_bias: bool
+    output_bias: bool
+    """On the attention output projection."""
+    mlp_bias: bool
+    qk_norm: bool
+    """RMSNorm per head on queries and keys before RoPE (Qwen3)."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "LlamaModel":
+        """From config.json. Raises ModelError."""
+        config = _read_config(fields)
+        attention_bias = config.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
+        return cls(
+            config,
+            norm_eps=fields.number("rms_norm_eps"),
+            qkv_bias=attention_bias or config.model_type == "qwen2",
+            output_bias=attention_bias,
+            mlp_bias=config.model_type == "llama" and fields.flag("mlp_bias"),
+            qk_norm=config.model_type == "qwen3",
+        )
+
+    def load(self, checkpoint: Checkpoint) -> DecoderWeights:
+        config = self.config
+        embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
+        return DecoderWeights(
+            embedding_VD=embedding_VD,
+            positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
+            layers=tuple(self._layer(checkpoint, f"model.layers.{layer}") for layer in range(config.num_layers)),
+            final_norm=self._norm(checkpoint, "model.norm", config.hidden_size),
+            head_VD=load_head(checkpoint, config, _EMBEDDING, embedding_VD),
+            fingerprint=seal(checkpoint, self),
+        )
+
+    def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
+        config = self.config
+        hidden, head_dim = config.hidden_size, config.head_dim
+        width, kv_width = config.num_heads * head_dim, config.num_kv_heads * head_dim
+        qkv = {f"{at}.self_attn.{name}_proj": rows for name, rows in (("q", width), ("k", kv_width), ("v", kv_width))}
+        head_norm = (
+            unchanged
+            if not self.qk_norm
+            else HeadNorms(
+                self._norm(checkpoint, f"{at}.self_attn.q_norm", head_dim),
+                self._norm(checkpoint, f"{at}.self_attn.k_norm", head_dim),
+                config.num_heads,
+            )
+        )
+        qkv_proj, qkv_bias = load_linear(checkpoint, qkv, hidden, self.qkv_bias)
+        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attn.o_proj": hidden}, width, self.output_bias)
+        return Layer(
+            attention_norm=self._norm(checkpoint, f"{at}.input_layernorm", hidden),
+            qkv_proj=qkv_proj,
+            qkv_bias=qkv_bias,
+            head_norm=head_norm,
+            o_proj=o_proj,
+            o_bias=o_bias,
+            tail=Sequential(
+                self._norm(checkpoint, f"{at}.post_attention_layernorm", hidden), self._mlp(checkpoint, f"{at}.mlp")
+            ),
+        )
+
+    def _mlp(self, checkpoint: Checkpoint, at: str) -> GatedMlp:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        gate_up = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        gate_up_proj, gate_up_bias = load_linear(checkpoint, gate_up, hidden, self.mlp_bias)
+        down_proj, down_bias = load_linear(checkpoint, {f"{at}.down_proj": hidden}, inner, self.mlp_bias)
+        return GatedMlp(gate_up_proj, gate_up_bias, down_proj, down_bias)
+
+    def _norm(self, checkpoint: Checkpoint, name: str, size: int) -> RmsNorm:
+        return RmsNorm(checkpoint.take(f"{name}.weight", (size,)), self.norm_eps)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    model_type = fields.choice("model_type", ("llama", "mistral", "qwen2", "qwen3"))
+    fields.choice("hidden_act", ("silu",), "silu")
+    num_heads = fields.count("num_attention_heads")
+    num_kv_heads = fields.count("num_key_value_heads", num_heads if model_type == "llama" else None)
+    if num_heads % num_kv_heads:
+        raise fields.error("num_key_value_heads", f"{num_kv_heads} does not divide {num_heads} attention heads")
+    hidden_size, max_position = fields.count("hidden_size"), fields.count("max_position_embeddings")
+    head_dim = fields.count("head_dim", 128 if model_type == "qwen3" else hidden_size // num_heads)
+    num_layers = fields.count("num_hidden_layers")
+    rope_theta, rope_scaling = read_rope(fields, head_dim, max_position)
+    return ModelConfig(
+        model_type=model_type,
+        vocab_size=fields.count("vocab_size"),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        tie_embeddings=fields.flag("tie_word_embeddings"),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        windows=_windows(fields, model_type, num_layers),
+        eos_token_ids=fields.eos_token_ids(),
+        bos_token_id=fields.bos_token_id(),
+    )
+
+
+def _windows(fields: Fields, model_type: str, num_layers: int) -> tuple[int | None, ...]:
+    if model_type == "mistral":  # the field absent means 4096, null means full attention
+        absent = "sliding_window" not in fields.raw
+        window = _DEFAULT_WINDOW if absent else fields.optional_count("sliding_window")
+        return (window,) * num_layers
+    if model_type == "llama":
+        return (None,) * num_layers
+    window = fields.count("sliding_window", _DEFAULT_WINDOW) if fields.flag("use_sliding_window") else None
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        first = fields.raw.get("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise fields.error("max_window_layers", f"{first!r} is not a whole number from 0")
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers:
+        raise fields.error("layer_types", f"does not list {num_layers} layers")
+    for kind in kinds:
+        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
+            raise fields.error("layer_types", f"{kind!r} is not supported with these window settings")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

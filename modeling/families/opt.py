@@ -1,0 +1,129 @@
+"""OPT (Zhang et al., 2022): layer norms, learned positions, a plain MLP; with opt-350m's and Galactica's switches.
+
+V vocabulary, E width of the embedding table, D hidden.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from modeling.checkpoint import Checkpoint
+from modeling.decoder import DecoderWeights
+from modeling.families.family import load_head, load_layer_norm, load_linear, seal
+from modeling.families.fields import Fields
+from modeling.layers import ACTIVATIONS, Layer, LayerNorm, PlainMlp, PostNorm, Sequential, Transform, unchanged
+from modeling.model_config import ModelConfig
+from modeling.positions import LearnedTable
+
+_NORM_EPS = 1e-5
+"""torch's default, which no config can change."""
+_FIRST_POSITION = 2
+"""Rows of the position table before position 0's."""
+
+
+@dataclass(frozen=True)
+class OptModel:
+    """A model of the OPT family."""
+
+    config: ModelConfig
+    embedding_size: int
+    """Width of the embedding table, projected to the hidden size and back where they differ (opt-350m)."""
+    activation: str
+    norm_first: bool
+    """Norms before attention and MLP; else behind the residual sums (opt-350m)."""
+    final_norm: bool
+    bias: bool
+    """On every projection; Galactica has none."""
+    norm_parameters: bool
+    """Whether norms have gain and bias; Galactica's have none."""
+
+    @classmethod
+    def read(cls, fields: Fields) -> "OptModel":
+        """From config.json. Raises ModelError."""
+        config = _read_config(fields)
+        norm_first = fields.flag("do_layer_norm_before", default=True)
+        return cls(
+            config,
+            embedding_size=fields.count("word_embed_proj_dim", config.hidden_size),
+            activation=fields.choice("activation_function", ACTIVATIONS, "relu"),
+            norm_first=norm_first,
+            final_norm=norm_first and not fields.flag("_remove_final_layer_norm"),
+            bias=fields.flag("enable_bias", default=True),
+            norm_parameters=fields.flag("layer_norm_elementwise_affine", default=True),
+        )
+
+    def load(self, checkpoint: Checkpoint) -> DecoderWeights:
+        """Projections between embedding width and hidden size are multiplied into embedding and head, once. Some
+        checkpoints are of the base model, whose names have no `model.` before them."""
+        config = self.config
+        at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
+        embedding_VD = checkpoint.take(f"{at}.embed_tokens.weight", (config.vocab_size, self.embedding_size))
+        head_VD = load_head(checkpoint, config, f"{at}.embed_tokens.weight", embedding_VD)
+        if self.embedding_size != config.hidden_size:
+            shape = (config.hidden_size, self.embedding_size)
+            embedding_VD = _product(embedding_VD, checkpoint.take(f"{at}.project_in.weight", shape).T)
+            head_VD = _product(head_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
+        num_rows = _FIRST_POSITION + config.max_position
+        rows_PD = checkpoint.take(f"{at}.embed_positions.weight", (num_rows, config.hidden_size))
+        return DecoderWeights(
+            embedding_VD=embedding_VD,
+            positions=LearnedTable(rows_PD[_FIRST_POSITION:]),
+            layers=tuple(self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)),
+            final_norm=self._norm(checkpoint, f"{at}.final_layer_norm") if self.final_norm else unchanged,
+            head_VD=head_VD,
+            fingerprint=seal(checkpoint, self),
+        )
+
+    def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
+        hidden = self.config.hidden_size
+        qkv = {f"{at}.self_attn.{name}_proj": hidden for name in "qkv"}
+        qkv_proj, qkv_bias = load_linear(checkpoint, qkv, hidden, self.bias)
+        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attn.out_proj": hidden}, hidden, self.bias)
+        mlp = self._mlp(checkpoint, at)
+        attention_norm = self._norm(checkpoint, f"{at}.self_attn_layer_norm")
+        mlp_norm = self._norm(checkpoint, f"{at}.final_layer_norm")
+        return Layer(
+            attention_norm=attention_norm if self.norm_first else unchanged,
+            qkv_proj=qkv_proj,
+            qkv_bias=qkv_bias,
+            head_norm=unchanged,
+            o_proj=o_proj,
+            o_bias=o_bias,
+            tail=Sequential(mlp_norm, mlp) if self.norm_first else PostNorm(attention_norm, mlp, mlp_norm),
+        )
+
+    def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
+        hidden, inner = self.config.hidden_size, self.config.intermediate_size
+        up_proj, up_bias = load_linear(checkpoint, {f"{at}.fc1": inner}, hidden, self.bias)
+        down_proj, down_bias = load_linear(checkpoint, {f"{at}.fc2": hidden}, inner, self.bias)
+        return PlainMlp(up_proj, up_bias, ACTIVATIONS[self.activation], down_proj, down_bias)
+
+    def _norm(self, checkpoint: Checkpoint, name: str) -> Transform:
+        if not self.norm_parameters:
+            return LayerNorm(None, None, _NORM_EPS)
+        return load_layer_norm(checkpoint, name, self.config.hidden_size, _NORM_EPS)
+
+
+def _read_config(fields: Fields) -> ModelConfig:
+    num_heads, num_layers = fields.count("num_attention_heads"), fields.count("num_hidden_layers")
+    hidden_size = fields.count("hidden_size")
+    return ModelConfig(
+        model_type="opt",
+        vocab_size=fields.count("vocab_size"),
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=fields.count("ffn_dim"),
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=fields.head_dim(hidden_size, num_heads),
+        max_position=fields.count("max_position_embeddings"),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=True),
+        windows=(None,) * num_layers,
+        eos_token_ids=fields.eos_token_ids(),
+        bos_token_id=fields.bos_token_id(),
+    )
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """Computed in fp32, rounded once."""
+    return (a.float() @ b.float()).to(a.dtype)

@@ -1,0 +1,119 @@
+"""Builds and loads the kernels in C++: at first use, once for each source, torch and processor, into the user's cache.
+
+Without a compiler, or on another processor, there are none, and torch's own take their place. Blocks while it builds
+(half a minute); processes that want the same kernel wait for the one that builds it. Torch is imported when it is
+needed: a launcher need not have it.
+"""
+
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+from baton.paths import cache_folder
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+NAMES = {"prefill_attention": ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")}
+"""All kernels, and what the processor must have for each, as /proc/cpuinfo names it."""
+
+
+@functools.cache
+def load(name: str) -> bool:
+    """Makes torch.ops.baton.<name> callable; False when the processor lacks what it needs, or it cannot be built: the
+    log says why."""
+    if lacking := _lacking(name):
+        logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(lacking)))
+        return False
+    try:
+        _load(name, _place(name))
+    except (OSError, RuntimeError) as error:
+        logger.warning("kernel %s cannot be built, torch's own is used: %s", name, str(error).strip().splitlines()[0])
+        return False
+    return True
+
+
+def may_need_building() -> bool:
+    """Whether a first use may have to build kernels: this processor has a use for one, a compiler is there, and no
+    earlier use has left it."""
+    usable = [name for name in NAMES if not _lacking(name)]
+    return find_compiler() is not None and not all(any(_folder().glob(f"{name}-*.so")) for name in usable)
+
+
+def _load(name: str, library: Path) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, whatever ends it
+        if not library.exists():
+            _build(name, library)
+    import torch
+
+    torch.ops.load_library(library)  # type: ignore[no-untyped-call]
+
+
+def _build(name: str, library: Path) -> None:
+    """One call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is killed."""
+    from torch.utils import cpp_extension  # takes setuptools along
+
+    compiler = find_compiler()
+    if compiler is None:
+        raise RuntimeError("there is no C++ compiler")
+    logger.info("building kernel %s", name)
+    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    links = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
+    made = library.with_suffix(f".{os.getpid()}")
+    try:
+        run = subprocess.run(
+            [compiler, *_FLAGS, *includes, str(_source(name)), *links, "-o", str(made)], text=True, capture_output=True
+        )
+        if run.returncode:
+            raise RuntimeError(f"{compiler} failed: {_first_error(run.stderr)}")
+        made.replace(library)  # whole or not at all
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def find_compiler() -> str | None:
+    """Path of a C++ compiler; None when there is none."""
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def _first_error(text: str) -> str:
+    lines = text.strip().splitlines() or ["no message"]
+    return next((line for line in lines if "error" in line), lines[0])
+
+
+def _place(name: str) -> Path:
+    """Where the library is, or will be: another file for whatever could make it another library."""
+    import torch
+
+    parts = (_source(name).read_bytes(), torch.__version__.encode(), " ".join((*_FLAGS, *_cpu_flags())).encode())
+    key = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
+    return _folder() / f"{name}-{key}.so"
+
+
+def _folder() -> Path:
+    return cache_folder() / "kernels"
+
+
+def _lacking(name: str) -> set[str]:
+    return set(NAMES[name]) - set(_cpu_flags())
+
+
+def _source(name: str) -> Path:
+    return Path(__file__).with_name(f"{name}.cpp")
+
+
+def _cpu_flags() -> tuple[str, ...]:
+    if not _CPUINFO.exists():
+        return ()
+    lines = _CPUINFO.read_text().splitlines()
+    return tuple(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

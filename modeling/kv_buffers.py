@@ -1,0 +1,122 @@
+"""KV memory: token-major buffers, views for attention, and raw bytes for the transport.
+
+S cached tokens, G kv heads, H head dim, L layers. Steps 5 to 8 of a request's way (DESIGN.md, section 4).
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+
+TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""torch's dtype by the name that KvLayout carries."""
+
+
+@dataclass(frozen=True)
+class KvRows:
+    """Keys and values of consecutive tokens in one layer, as attention reads them; views, never copies."""
+
+    k_SGH: Tensor
+    v_SGH: Tensor
+    first_position: int
+    """Absolute position of row 0."""
+
+    @property
+    def end_position(self) -> int:
+        return self.first_position + self.k_SGH.shape[0]
+
+    def slice(self, start: int, end: int) -> "KvRows":
+        """The rows of absolute positions [start, end), clamped to what is there."""
+        low = max(start - self.first_position, 0)
+        high = max(min(end, self.end_position) - self.first_position, low)
+        if low == 0 and high == self.k_SGH.shape[0]:
+            return self
+        return KvRows(self.k_SGH[low:high], self.v_SGH[low:high], self.first_position + low)
+
+
+class KvBuffer:
+    """The KV of tokens `tokens` of one sequence, in all layers: one tensor `[L, S, 2, G, H]`.
+
+    Memory is taken when the buffer is made and given back when the last view of it is gone; on the CPU a large
+    buffer's pages are committed only when written. Not thread-safe by itself: concurrent writers must write
+    different token ranges, and a range is read only after it was written.
+    """
+
+    def __init__(self, layout: KvLayout, tokens: TokenRange, device: torch.device | str = "cpu") -> None:
+        self.layout = layout
+        self.tokens = tokens
+        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
+        self.data = _empty(shape, TORCH_DTYPES[layout.dtype], torch.device(device))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data.numel() * self.data.element_size()
+
+    def span(self, layer: int, tokens: TokenRange) -> Tensor:
+        """View `[len(tokens), 2, G, H]`, contiguous."""
+        assert self.tokens.start <= tokens.start, f"{tokens} outside {self.tokens}"
+        assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
+        return self.data[layer, tokens.start - self.tokens.start : tokens.end - self.tokens.start]
+
+    def rows(self, layer: int, tokens: TokenRange) -> KvRows:
+        """What attention reads: views of K and V of `tokens` in `layer`."""
+        span = self.span(layer, tokens)
+        return KvRows(span[:, 0], span[:, 1], tokens.start)
+
+    def export(self, layer: int, tokens: TokenRange) -> memoryview:
+        """The bytes of `tokens` in `layer`: the memory itself on the CPU, a pinned host copy on CUDA (blocks)."""
+        span = self.span(layer, tokens)
+        if span.device.type != "cpu":
+            host = torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
+            span = host.copy_(span)
+        return byte_view(span)
+
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Copies `data` (exactly the range's bytes) into place; releases the GIL while copying."""
+        span = self.span(layer, tokens)
+        assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
+        host = span if span.device.type == "cpu" else torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
+        # numpy, because torch takes no read-only memory, which is what gRPC hands out
+        np.copyto(np.asarray(byte_view(host)), np.frombuffer(data, np.uint8))
+        if host is not span:
+            span.copy_(host)
+
+    def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
+        """Copies `tokens` of all layers from another buffer of the same layout and device."""
+        for layer in range(self.layout.num_layers):
+            self.span(layer, tokens).copy_(other.span(layer, tokens))
+
+
+@dataclass(frozen=True)
+class BufferSpan:
+    """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row."""
+
+    buffer: KvBuffer
+    tokens: TokenRange
+
+    def own(self, layer: int) -> Tensor:
+        return self.buffer.span(layer, self.tokens)
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        yield self.buffer.rows(layer, TokenRange(self.buffer.tokens.start, self.tokens.end))
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU from numpy, which asks for huge pages where memory is large: first touches, one fault for 4 KiB else,
+    took two thirds of the time of a push into a new slot."""
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(memory).view(dtype).view(shape)
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor of any dtype as writable bytes; valid while the view lives."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    return tensor.view(torch.uint8).view(-1).numpy().data

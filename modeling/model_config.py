@@ -1,0 +1,42 @@
+"""What every part may ask of a model, whatever its family; what only its layers need, its family's module knows."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE scaling as Hugging Face configs spell it; `kind` is one of default, linear, llama3, yarn."""
+
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+    attention_factor: float | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape, its context and its special tokens."""
+
+    model_type: str
+    """As in config.json."""
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position: int
+    """Tokens of context that the model was made for."""
+    tie_embeddings: bool
+    rope_theta: float | None = None
+    """None when the model does not rotate."""
+    rope_scaling: RopeScaling = RopeScaling()
+    windows: tuple[int | None, ...] = ()
+    """Per layer: the sliding window in tokens, or None for full attention."""
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None

@@ -1,0 +1,40 @@
+"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder; its family says how.
+
+Before step 1 of a request's way: a worker calls `load_decoder` once at its start, on whatever thread; it blocks.
+"""
+
+from pathlib import Path
+
+from baton.errors import ModelError
+from modeling.checkpoint import Checkpoint, read_json
+from modeling.config import read_model
+from modeling.decoder import Decoder
+from modeling.families.family import Family
+from modeling.kv_buffers import TORCH_DTYPES
+from modeling.model_config import ModelConfig
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The model described by `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
+    return _load_model(folder).config
+
+
+def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> Decoder:
+    """A Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
+
+    Raises ModelError, one line, for anything wrong with the folder, the dtype, the device or the memory. Its weights'
+    fingerprint hashes every tensor's name, type, shape and bytes, the config and `dtype`; it does not depend on how the
+    checkpoint is split into files.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
+    model = _load_model(folder)
+    return Decoder(model.config, model.load(Checkpoint(folder, TORCH_DTYPES[dtype], device)))
+
+
+def _load_model(folder: Path) -> Family:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: is not a model folder; give the path of a folder that holds config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else None
+    return read_model(read_json(folder / "config.json"), generation, str(folder / "config.json"))

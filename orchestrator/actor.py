@@ -1,0 +1,70 @@
+"""The host of the orchestrator: its server, and the cluster view that the supervisor pushes.
+
+deploy makes it a Ray actor; it knows nothing of Ray. Runs on that process's asyncio loop.
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from baton.clock import SystemClock
+from baton.cores import pin
+from baton.results import ModelInfo
+from orchestrator.config import OrchestratorConfig
+from orchestrator.frontend import OrchestratorServer
+from orchestrator.membership import ClusterView, Members
+from text.tokenizer import Tokenizer
+
+
+class OrchestratorHost:
+    """One life of the orchestrator. Called by the supervisor only."""
+
+    def __init__(
+        self,
+        folder: Path,
+        model: ModelInfo,
+        eos_token_ids: Sequence[int],
+        config: OrchestratorConfig,
+        *,
+        cores: Sequence[int] = (),
+    ) -> None:
+        """`folder` holds the tokenizer; chat templates are asked of it, whatever `model` says of them. The process is
+        pinned to `cores`; empty: not pinned."""
+        pin(cores)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        self._folder = folder
+        self._model = model
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._config = config
+        self._members = Members()
+        self._server: OrchestratorServer | None = None
+        self._starting = asyncio.Lock()
+
+    async def serve(self, view: ClusterView, host: str, port: int) -> tuple[int, int]:
+        """Starts the server, once, over that view; (process id, port). Raises ConfigError when it cannot listen."""
+        self._members.update(view)
+        async with self._starting:
+            if self._server is None:
+                tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
+                self._server = await OrchestratorServer.start(
+                    self._members,
+                    tokenizer,
+                    self._model,
+                    clock=SystemClock(),
+                    host=host,
+                    port=port,
+                    eos_token_ids=self._eos_token_ids,
+                    config=self._config,
+                )
+            return os.getpid(), self._server.port
+
+    async def update(self, view: ClusterView) -> None:
+        """The cluster is like this now. The answer is also this process's heartbeat."""
+        self._members.update(view)
+
+    async def stop(self) -> None:
+        """Ends all requests and the server."""
+        if self._server is not None:
+            await self._server.stop()

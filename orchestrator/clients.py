@@ -1,0 +1,250 @@
+"""Talks to workers: their verbs in Baton's values, over channels that are shared and closed when a worker is gone.
+
+Steps 3 to 9 of a request's way, as calls. Nobody but the caller ends a call, and only the orchestrator sets its time:
+so a call that a worker cancelled, or that took too long, raises UnavailableError. On the loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
+from baton.ids import Epoch, JobId, RequestId, StreamNumber
+from baton.results import Interval, RankTiming
+from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
+from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
+from baton.v1.generate_pb2_grpc import GenerationGroupStub
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from orchestrator.lifecycle import RequestRecord
+from transport.channel import make_channel
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import (
+    event_from_proto,
+    history_to_proto,
+    lease_from_proto,
+    lease_ref_to_proto,
+    lease_to_proto,
+    range_to_proto,
+)
+from transport.status import translate_rpc_errors
+
+VERB_TIMEOUT_S = 5.0
+"""For calls that a healthy worker answers at once."""
+
+StreamCall = grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One attempt's prefill: the same for all ranks."""
+
+    epoch: Epoch
+    number: JobId
+    chunks: tuple[TokenRange, ...]
+    """Of ranks 0, 1, ... of the group."""
+    lease: Lease
+
+
+@dataclass(frozen=True)
+class GenerationHoldings:
+    """What a generation group says it holds."""
+
+    num_slots: int
+    num_free: int
+    num_bytes: int
+    num_kept: int = 0
+    """Slots of streams that an earlier life of the orchestrator left."""
+    kept: frozenset[RequestId] = frozenset()
+    """The requests that those streams are of."""
+
+
+class EventStream:
+    """The events of one attempt, as its generation group sends them."""
+
+    def __init__(self, call: StreamCall, endpoint: str) -> None:
+        self._call = call
+        self._endpoint = endpoint
+
+    async def read(self) -> TokenEvent:
+        """The next event; not to be called after the last. A cancelled read ends the stream."""
+        with _worker_errors(self._endpoint):
+            message = await self._call.read()
+        if not isinstance(message, generate_pb2.TokenEvent):  # grpc.aio.EOF
+            raise UnavailableError(f"generation group at {self._endpoint} closed a stream without a last event")
+        return event_from_proto(message)
+
+    async def closed(self, timeout_s: float) -> None:
+        """Returns when the group has closed the stream, after its last event; or after `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError, BatonError):  # all that counts has come
+            async with asyncio.timeout(timeout_s):
+                with _worker_errors(self._endpoint):
+                    await self._call.read()
+
+    def cancel(self) -> None:
+        """Ends the call; the stream goes on for as long as it is kept. Idempotent."""
+        self._call.cancel()
+
+
+class WorkerClient:
+    """One worker, of either role."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._endpoint = endpoint
+        self._prefill = PrefillRankStub(channel)
+        self._generation = GenerationGroupStub(channel)
+        self._kv = KvReceiverStub(channel)
+
+    async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
+        """Claims a slot; raises ResourceExhaustedError when none is free."""
+        request = kv_pb2.ReserveRequest(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            num_tokens=spec.num_tokens,
+            capacity_tokens=spec.capacity_tokens,
+            ttl_s=spec.ttl_s,
+            layout_fingerprint=layout_fingerprint,
+            num_choices=spec.num_choices,
+        )
+        with _worker_errors(self._endpoint):
+            return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
+
+    async def renew(self, lease: Lease) -> None:
+        """Keeps the slot for another ttl."""
+        request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(lease.ref), ttl_s=lease.ttl_s)
+        with _worker_errors(self._endpoint):
+            await self._kv.Renew(request, timeout=VERB_TIMEOUT_S)
+
+    async def abort(self, ref: LeaseRef) -> None:
+        """Frees the slot if the lease still holds it; idempotent."""
+        with _worker_errors(self._endpoint):
+            await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
+
+    def stream(self, record: RequestRecord, number: StreamNumber, keep_s: float, lease: Lease | None) -> EventStream:
+        """Opens the attempt's stream, which outlives this process by `keep_s` seconds; without a lease the group
+        prefills by itself."""
+        request = generate_pb2.StreamRequest(
+            request_id=record.request_id,
+            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+            lease=None if lease is None else lease_ref_to_proto(lease.ref),
+            keep_s=keep_s,
+            number=number,
+        )
+        return EventStream(self._generation.Stream(request), self._endpoint)
+
+    def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
+        """Goes on with a stream that the group has kept; reading it raises NotFoundError when it has not."""
+        outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
+        request = generate_pb2.StreamRequest(
+            request_id=record.request_id,
+            history=history_to_proto(record.prompt_ids, (), record.params),
+            number=number,
+            takeover=generate_pb2.Takeover(outputs=outputs),
+        )
+        return EventStream(self._generation.Stream(request), self._endpoint)
+
+    async def cancel(self, number: StreamNumber) -> None:
+        """Ends the stream of that number; idempotent."""
+        request = generate_pb2.CancelRequest(number=number)
+        with _worker_errors(self._endpoint):
+            await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
+
+    async def run(self, record: RequestRecord, plan: PrefillPlan) -> RankTiming:
+        """Runs this rank's chunk; returns when that is computed, passed on and pushed."""
+        job = prefill_pb2.PrefillJob(
+            epoch=plan.epoch,
+            job=plan.number,
+            request_id=record.request_id,
+            attempt=record.attempt,
+            ranks=range(len(plan.chunks)),
+            chunks=[range_to_proto(chunk) for chunk in plan.chunks],
+            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+            lease=lease_to_proto(plan.lease),
+        )
+        with _worker_errors(self._endpoint):
+            report = await self._prefill.Run(job)
+        return _timing(report, plan.chunks[report.rank])
+
+    async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
+        """What this generation group holds now."""
+        with _worker_errors(self._endpoint):
+            status = await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
+        return GenerationHoldings(
+            num_slots=status.num_slots,
+            num_free=status.num_free,
+            num_bytes=status.num_bytes_held,
+            num_kept=sum(each.num_slots for each in status.kept),
+            kept=frozenset(RequestId(each.request_id) for each in status.kept),
+        )
+
+    async def num_jobs(self, timeout_s: float) -> int:
+        """How many jobs this prefill rank has in flight."""
+        with _worker_errors(self._endpoint):
+            return (await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)).num_jobs
+
+
+@dataclass
+class _Connection:
+    channel: grpc.aio.Channel
+    client: WorkerClient
+    num_users: int = field(default=0)
+
+
+class Clients:
+    """A client for each endpoint, made at first use. Closing a channel ends its calls: those in use are kept."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, _Connection] = {}
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        """The worker at host:port, connected to at the first call."""
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            channel = make_channel(endpoint)
+            connection = self._connections[endpoint] = _Connection(channel, WorkerClient(endpoint, channel))
+        connection.num_users += 1
+        try:
+            yield connection.client
+        finally:
+            connection.num_users -= 1
+
+    async def prune(self, present: Collection[str]) -> None:
+        """Closes what is neither present nor in use."""
+        gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
+        channels = [self._connections.pop(endpoint).channel for endpoint in gone]
+        for channel in channels:
+            await channel.close()
+
+
+@contextlib.contextmanager
+def _worker_errors(endpoint: str) -> Iterator[None]:
+    """Errors of a call to a worker, as its caller should see them."""
+    try:
+        with translate_rpc_errors():
+            yield
+    except (RequestCancelledError, DeadlineExceededError) as error:
+        raise UnavailableError(f"the worker at {endpoint} did not complete a call: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # so grpc.aio reports it
+
+
+def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming:
+    return RankTiming(
+        rank=report.rank,
+        tokens=tokens,
+        start_ns=report.run.start_unix_ns,
+        end_ns=report.run.end_unix_ns,
+        wait_s=report.wait_s,
+        push_start_ns=report.push.start_unix_ns,
+        push_end_ns=report.push.end_unix_ns,
+        num_bytes_pushed=report.num_bytes_pushed,
+        num_bytes_sent=report.num_bytes_sent,
+        layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in report.layers),
+    )

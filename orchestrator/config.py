@@ -1,0 +1,45 @@
+"""What the orchestrator takes on, and how long it waits for what; validated once, where it is made."""
+
+import math
+from dataclasses import dataclass, fields
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig:
+    """Raises ConfigError on a bad field."""
+
+    max_queued: int = 256
+    """Requests that may wait for a slot; beyond, they are refused."""
+    max_queued_tokens: int = 262_144
+    """Prompt tokens that may wait, over all waiting requests."""
+    max_running: int = 1024
+    """Choices of requests that may run at once; the generation groups' slots, where these are fewer."""
+    max_attempts: int = 3
+    """Attempts at one request, the first included, before its error is reported."""
+    lease_ttl_s: float = 30.0
+    """Seconds that a slot is kept for a prefill from which nothing is heard; renewed while the chain runs."""
+    generation_wait_s: float = 30.0
+    """Seconds that a request waits for a generation group before it ends with UNAVAILABLE."""
+    prefill_wait_s: float = 10.0
+    """Seconds that a request waits for a prefill group before its generation group prefills by itself."""
+    avoid_s: float = 2.0
+    """Seconds that a request waits for another group, or a new life of the same, before it returns to one that
+    failed it."""
+    report_wait_s: float = 1.0
+    """Seconds that a finished request waits for the timings of its prefill ranks."""
+    poll_s: float = 0.5
+    """Seconds between two looks at what the workers hold."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name.endswith("_s"):
+                self._require(0 < value < math.inf, field.name, "use a time above 0 seconds")
+            else:
+                self._require(value >= 1, field.name, "use at least 1")
+
+    def _require(self, holds: bool, name: str, remedy: str) -> None:
+        if not holds:
+            raise ConfigError(f"orchestrator.{name} = {getattr(self, name)!r} is out of range: {remedy}")

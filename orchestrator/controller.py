@@ -1,0 +1,292 @@
+"""Takes requests and sees each through: queue, attempts, events, one end (steps 2 to 9 of a request's way).
+
+Each request has a task of its own, which feeds its stream; whoever reads the stream may be slow or leave, the deadline
+holds all the same. Usable without gRPC: `frontend` puts it on the wire. On the loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from baton import __version__
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    InvalidArgumentError,
+    LeaseError,
+    NotFoundError,
+    RequestCancelledError,
+    UnavailableError,
+)
+from baton.ids import RequestId
+from baton.results import ClusterState
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, TokenEvent
+from orchestrator.admission import Admission, Entry
+from orchestrator.census import Census
+from orchestrator.clients import Clients
+from orchestrator.config import OrchestratorConfig
+from orchestrator.dispatch import Dispatcher, Emit
+from orchestrator.lifecycle import Event, Finished, RequestRecord, Started
+from orchestrator.membership import Members
+from planning.partition import EvenPartitioner, Partitioner
+
+logger = logging.getLogger(__name__)
+
+_CLOSING = "the orchestrator is shutting down: try again"
+
+
+@dataclass(frozen=True)
+class GenerateSpec:
+    """What is asked: checked against the model's limits by whoever asks."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    outputs: tuple[tuple[int, ...], ...] = ()
+    """Tokens that the client has from an earlier stream, one tuple a choice: this one goes on after them. Empty for a
+    new request."""
+    ended: tuple[FinishReason | None, ...] = ()
+    """Of each of `outputs`, why nothing comes after it; None where something does."""
+    deadline_s: float | None = None
+    """When the request ends by itself, on the controller's Clock.now_s()."""
+    echo: str = ""
+    """What the text of each choice begins with."""
+
+
+class Controller:
+    """Owns the queue and all running requests. Make it, `start` it, `generate`, `close` it."""
+
+    def __init__(
+        self,
+        members: Members,
+        clock: Clock,
+        config: OrchestratorConfig | None = None,
+        *,
+        partitioner: Partitioner | None = None,
+        on_failure: Callable[[], None] | None = None,
+    ) -> None:
+        """`on_failure` is called when an attempt has failed: a supervisor may want to look at its workers at once."""
+        self._clock = clock
+        self._config = config or OrchestratorConfig()
+        self._on_failure = on_failure
+        self._members = members
+        self._admission = Admission(self._config, clock)
+        self._clients = Clients()
+        self._dispatcher = Dispatcher(members, self._clients, partitioner or EvenPartitioner(), clock, self._config)
+        self._census = Census(members, self._clients, clock)
+        self._counting: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[Finished]] = set()
+        self._closing = False
+        members.on_update = self._resize
+
+    def start(self) -> None:
+        """Begins to look at the workers; once, on the loop."""
+        self._resize()
+        self._counting = asyncio.create_task(self._census.run(self._config.poll_s))
+
+    async def close(self, grace_s: float = 0.0) -> None:
+        """Takes no more requests, gives running ones `grace_s` seconds, ends the rest with UnavailableError, gives back
+        what was held and closes all channels. Idempotent."""
+        self._closing = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_s)
+        await _cancel(*self._tasks)
+        if self._counting is not None:
+            await _cancel(self._counting)
+        await self._dispatcher.close()
+        await self._clients.prune(())
+
+    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Event, None]:
+        """One request's stream: Started, tokens, Finished. Closing it cancels the request everywhere.
+
+        Raises, before Started, InvalidArgumentError for more choices than any group has slots, ResourceExhaustedError
+        when the queue is full and UnavailableError once closing; every later failure is in Finished.
+        """
+        if self._closing:
+            raise UnavailableError(_CLOSING)
+        self._check_choices(spec.params.n)
+        record = RequestRecord.of(
+            spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
+        )
+        started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed)
+        ends = self._known_ends(record, spec.ended)
+        if record.is_complete:
+            known: tuple[Event, ...] = (started, *ends, record.finish(self._clock.unix_ns()))
+            for event in known:
+                yield event
+            return
+        entry = self._admission.join(record.num_tokens, record.num_slots)
+        events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events a choice, and two more
+        events.put_nowait(started)
+        for end in ends:
+            events.put_nowait(end)
+        emit = partial(_emit, events, spec.echo)
+        task = asyncio.create_task(self._complete(record, entry, spec.deadline_s, emit))
+        self._tasks.add(task)
+        task.add_done_callback(partial(self._settle, record, entry, events))
+        try:
+            finished = False
+            while not finished:
+                event = await events.get()
+                finished = isinstance(event, Finished)
+                yield event
+        finally:
+            await _cancel(task)
+
+    async def state(self) -> ClusterState:
+        """Groups, queue and slots, asked for now; within a second or so."""
+        await self._census.ask()
+        return ClusterState(
+            groups=self._census.groups(),
+            num_queued=self._admission.num_queued,
+            num_running=self._admission.num_running,
+            num_degraded=self._dispatcher.num_degraded,
+            version=__version__,
+        )
+
+    def _check_choices(self, num_choices: int) -> None:
+        """The choices of a request share a group."""
+        most = max((group.num_slots for group in self._members.view.generation), default=num_choices)
+        if num_choices > most:
+            raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
+
+    def _known_ends(self, record: RequestRecord, ended: Sequence[FinishReason | None]) -> list[TokenEvent]:
+        """Events that say of the choices that had ended already that they have."""
+        now_ns = self._clock.unix_ns()
+        pairs = zip(record.choices, ended, strict=False)
+        return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
+
+    def _resize(self) -> None:
+        self._admission.resize(self._members.view.num_slots)
+
+    async def _complete(self, record: RequestRecord, entry: Entry, deadline_s: float | None, emit: Emit) -> Finished:
+        left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+        try:
+            async with asyncio.timeout(left_s):
+                await entry.admitted()
+                record.admit(self._clock.unix_ns())
+                await self._attempts(record, emit)
+        except TimeoutError:
+            late = DeadlineExceededError(
+                f"request {record.request_id}: its deadline passed after {record.num_output_tokens} output tokens"
+            )
+            now_ns = self._clock.unix_ns()
+            for choice in record.choices:
+                if choice.finish is None:
+                    emit(choice.end(FinishReason.DEADLINE, now_ns))
+            return record.finish(now_ns, error=late)
+        except BatonError as failure:
+            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, failure)
+        except Exception:
+            logger.exception("failed request=%s", record.request_id)
+            bug = BatonError(f"request {record.request_id} failed in the orchestrator: its log has the traceback")
+            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, bug)
+        return record.finish(self._clock.unix_ns())
+
+    def _settle(
+        self, record: RequestRecord, entry: Entry, events: "asyncio.Queue[Event]", task: asyncio.Task[Finished]
+    ) -> None:
+        """However the request's task ended, and even if it was cancelled before it began: the place is given up, and
+        Finished is the last event."""
+        self._tasks.discard(task)
+        self._admission.leave(entry)
+        finished = self._interrupted(record) if task.cancelled() else task.result()
+        _log(record, finished)
+        events.put_nowait(finished)
+
+    def _interrupted(self, record: RequestRecord) -> Finished:
+        """The end of a request that was cancelled: by its client, or by `close`."""
+        if self._closing:
+            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, UnavailableError(_CLOSING))
+        gone = RequestCancelledError(f"request {record.request_id} was cancelled")
+        return record.finish(self._clock.unix_ns(), FinishReason.CANCELLED, gone)
+
+    async def _attempts(self, record: RequestRecord, emit: Emit) -> None:
+        """Attempts, each going on after the tokens of those before. Raises the last one's error. A lease that did not
+        hold may hold next time: every attempt gets its own."""
+        may_be_kept, record.resumed = record.resumed, False
+        if may_be_kept and await self._taken_over(record, emit):
+            return
+        while True:
+            if record.is_apart:
+                await self._branch(record, emit, may_be_kept)
+                return
+            try:
+                await self._dispatcher.attempt(record, emit)
+                return
+            except BatonError as error:
+                _log_failure(record, error)
+                if self._on_failure is not None:
+                    self._on_failure()
+                may_succeed = error.retryable or isinstance(error, LeaseError)
+                if not may_succeed or record.attempt >= self._config.max_attempts:
+                    raise
+            record.retry()
+
+    async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
+        """Whether a group had kept the request's stream, and ran it to its end."""
+        try:
+            await self._dispatcher.take_over(record, emit)
+        except NotFoundError as error:
+            logger.info("resumed anew request=%s: %s", record.request_id, error)
+            return False
+        except BatonError as error:
+            _log_failure(record, error)
+            record.retry()
+            return False
+        return True
+
+    async def _branch(self, record: RequestRecord, emit: Emit, resumed: bool) -> None:
+        """Each choice that has not ended goes on by itself."""
+        branches = [replace(each, resumed=resumed) for each in record.branches()]
+        tasks = [asyncio.create_task(self._attempts(branch, emit)) for branch in branches]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            await _cancel(*tasks)
+            record.merge(branches)
+
+
+async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+    """Cancels them and waits until they have ended, however they do."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _emit(events: "asyncio.Queue[Event]", echo: str, event: TokenEvent) -> None:
+    if echo and event.index == 0 and event.token is not None:
+        event = replace(event, text=echo + event.text)
+    events.put_nowait(event)
+
+
+def _log_failure(record: RequestRecord, error: BatonError) -> None:
+    logger.warning(
+        "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
+        *(record.request_id, record.attempt, record.state.value, record.num_output_tokens),
+        *(type(error).__name__, error),
+    )
+
+
+def _log(record: RequestRecord, finished: Finished) -> None:
+    timings = finished.timings
+    first_token_s = timings.time_to_first_token_s
+    logger.info(
+        "finished request=%s reason=%s prompt_tokens=%d output_tokens=%d attempts=%d queued_s=%.3f first_token_s=%s "
+        "total_s=%.3f error=%s",
+        *(record.request_id, ",".join(reason.value for reason in finished.reasons), *_counts(finished)),
+        max(0.0, (timings.admitted_ns - timings.received_ns) / 1e9),
+        "none" if first_token_s is None else f"{first_token_s:.3f}",
+        (timings.finished_ns - timings.received_ns) / 1e9,
+        "none" if finished.error is None else f"{type(finished.error).__name__}: {finished.error}",
+    )
+
+
+def _counts(finished: Finished) -> tuple[int, int, int]:
+    usage = finished.usage
+    return usage.num_prompt_tokens, usage.num_output_tokens, usage.num_attempts

@@ -1,0 +1,122 @@
+"""What clients may ask: every field checked against the model's limits, and prompts turned into token ids.
+
+Step 1 of a request's way (DESIGN.md, section 4). All methods raise InvalidArgumentError that names the field, the value
+and the limit. Read-only after it is made; tokenizing takes a while for long prompts, so it is called in a thread.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from baton.errors import InvalidArgumentError
+from baton.results import ModelInfo
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from text.stream import TextStream
+from text.tokenizer import Tokenizer
+
+MAX_PROMPT_BYTES = 8 * 2**20
+MAX_REQUEST_ID_CHARS = 128
+
+
+class Intake:
+    """Checks requests for one model."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._eos_token_ids = frozenset(eos_token_ids)
+
+    def check_names(self, request_id: str, model: str) -> None:
+        """Either may be empty."""
+        if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
+            raise InvalidArgumentError(
+                f"request_id = {request_id[:40]!r} is out of range: use at most {MAX_REQUEST_ID_CHARS} printable "
+                "ASCII characters"
+            )
+        if model not in ("", self._model.name):
+            raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self._model.name!r} is served here")
+
+    def encode_text(self, prompt: bytes) -> tuple[int, ...]:
+        """Token ids of UTF-8 text."""
+        self._check_bytes("prompt", len(prompt))
+        try:
+            text = prompt.decode()
+        except UnicodeDecodeError as error:
+            raise InvalidArgumentError(f"prompt is not UTF-8 at byte {error.start}: {error.reason}") from error
+        return self._checked_prompt("prompt", self._tokenizer.encode(text))
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Token ids of a conversation, ready for the assistant's turn."""
+        self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
+        return self._checked_prompt("chat", self._tokenizer.encode_chat(messages))
+
+    def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Token ids that a client made."""
+        self._check_ids("token_ids", token_ids)
+        return self._checked_prompt("token_ids", token_ids)
+
+    def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
+        """What SamplingParams cannot know: the model's vocabulary, and room for the output."""
+        self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
+        self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
+        room = self._model.max_tokens - num_prompt_tokens
+        if params.max_tokens > room:
+            raise InvalidArgumentError(
+                f"sampling.max_tokens = {params.max_tokens} is out of range: after a prompt of {num_prompt_tokens} "
+                f"tokens there is room for {room}, for the model's limit is {self._model.max_tokens}"
+            )
+
+    def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
+        """What a client says it has of a stream must be able to come from one."""
+        if not outputs:
+            return
+        if len(outputs) != params.n:
+            raise InvalidArgumentError(f"outputs has {len(outputs)} lists: sampling.n is {params.n}, send one a choice")
+        for output_ids in outputs:
+            self._check_ids("outputs", output_ids)
+            if len(output_ids) > params.max_tokens:
+                raise InvalidArgumentError(
+                    f"outputs holds {len(output_ids)} tokens: sampling.max_tokens is {params.max_tokens}"
+                )
+        if params.temperature and not is_seeded:
+            raise InvalidArgumentError("outputs without seeded: send the seed of the stream that is resumed")
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text that these token ids stand for."""
+        return self._tokenizer.decode(token_ids)
+
+    def end_of(self, output_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
+        """Why a stream that has these tokens is complete; None when more may come."""
+        if not output_ids:
+            return None
+        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
+        is_stop = output_ids[-1] in ends and len(output_ids) > params.min_tokens
+        if is_stop or self._has_stop_string(output_ids, params):
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(output_ids) == params.max_tokens else None
+
+    def _has_stop_string(self, output_ids: Sequence[int], params: SamplingParams) -> bool:
+        if not params.stop:
+            return False
+        stream = TextStream(self._tokenizer, params.stop)
+        return any(stream.push(token_id).stopped for token_id in output_ids)
+
+    def _check_bytes(self, field: str, num_bytes: int) -> None:
+        if num_bytes > MAX_PROMPT_BYTES:
+            raise InvalidArgumentError(f"{field} has {num_bytes} bytes: the limit is {MAX_PROMPT_BYTES}; shorten it")
+
+    def _checked_prompt(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
+        if not token_ids:
+            raise InvalidArgumentError(f"{field} is empty: send at least one token")
+        limit = self._model.max_tokens - 1
+        if len(token_ids) > limit:
+            raise InvalidArgumentError(
+                f"{field} has {len(token_ids)} tokens: the model takes at most {limit}, and one of output; shorten it"
+            )
+        return tuple(token_ids)
+
+    def _check_ids(self, field: str, token_ids: Sequence[int]) -> None:
+        largest = max(token_ids, default=0)
+        if largest >= self._model.vocab_size:
+            raise InvalidArgumentError(
+                f"{field} holds {largest}: the model's token ids end at {self._model.vocab_size - 1}"
+            )

@@ -1,0 +1,140 @@
+"""What a layer of prefill costs one rank, and a message a link: the numbers that all predictions are made of.
+
+    linear_s   a token through a layer's matrices            fixed_s   a layer, whatever the chunk (adds)
+    pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
+    kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
+    link       seconds before the first byte, bytes a second
+
+Measured per model and machine (`planning.fit`), or derived from a shape and a hardware's rates (`planning.hardware`).
+Symbols as in docs/kv_runahead.md; a and b there are linear_s and pair_s. Pure.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Link:
+    """A full-duplex way from one rank to the next."""
+
+    latency_s: float = 0.0
+    """Seconds that a message takes beyond its bytes."""
+    bandwidth: float = math.inf
+    """Bytes a second in one direction."""
+
+    def __post_init__(self) -> None:
+        _at_least_zero("link", "latency_s", self.latency_s)
+        if not self.bandwidth > 0:
+            raise ConfigError(f"link: bandwidth = {self.bandwidth} is out of range: give bytes a second above 0")
+
+    def seconds(self, num_bytes: float) -> float:
+        """One message, alone."""
+        return self.latency_s + num_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """One model on one kind of rank, joined by one kind of link. Times in seconds; all but head_s are per layer."""
+
+    num_layers: int
+    linear_s: float
+    pair_s: float
+    kv_bytes: int
+    project_share: float = 0.25
+    """Part of the linear time that comes before a chunk's KV can leave: query, key and value projections."""
+    fixed_s: float = 0.0
+    issue_s: float = 0.0
+    head_s: float = 0.0
+    """The last token's logits, once."""
+    copy_s: float = 0.0
+    """Writing one token's KV again at another place, for protocols that need it contiguous. Baton does not."""
+    link: Link = field(default_factory=Link)
+    push: Link | None = None
+    """Each rank's own way to the generation group; None: the time to push KV is left out."""
+
+    def __post_init__(self) -> None:
+        if self.num_layers < 1:
+            raise ConfigError(f"cost: num_layers = {self.num_layers} is out of range: give at least 1")
+        if not 0 <= self.project_share <= 1:
+            raise ConfigError(f"cost: project_share = {self.project_share} is out of range: give 0 to 1")
+        for name in ("linear_s", "pair_s", "kv_bytes", "fixed_s", "issue_s", "head_s", "copy_s"):
+            _at_least_zero("cost", name, getattr(self, name))
+        if not self.linear_s + self.pair_s > 0:
+            raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
+
+    def without_links(self) -> "CostModel":
+        """The same ranks, joined by links that take no time."""
+        return dataclasses.replace(self, link=Link(), push=None, copy_s=0.0)
+
+
+class Kernel(Enum):
+    """What of a rank's attention rectangle is computed."""
+
+    DENSE = "dense"
+    """All of it, masked afterwards: the paper's."""
+    CAUSAL = "causal"
+    """Own square below the diagonal only: Baton's."""
+
+
+class Receive(Enum):
+    """When a rank takes in the earlier tokens' KV of a layer."""
+
+    BLOCKING = "blocking"
+    """Before it does anything for that layer; the message sets out only then (the paper's table 5)."""
+    OVERLAPPED = "overlapped"
+    """Posted early, needed after projecting (the paper's section 4.3)."""
+    LOCAL_FIRST = "local_first"
+    """Posted early, needed after projecting and attending to its own chunk: Baton's."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How a chain works, whatever the hardware."""
+
+    kernel: Kernel
+    receive: Receive
+    cut_through: bool = False
+    """Whether each rank's chunk is a message of its own, passed on as it arrives; else a layer's KV is one message."""
+    skip_last: bool = True
+    """Whether the last layer stops after projecting but for the last token."""
+    num_copies: int = 0
+    """How often a rank rewrites a layer's KV before it sends it."""
+
+
+PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
+"""Table 5 of the paper, to the letter: receive, project, cat, stack, send, attend."""
+PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
+"""Its section 4.3: receives overlapped with the projections."""
+BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
+"""What `prefill_workers.chain` does."""
+CUT_THROUGH = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
+"""BATON with a relay that does not wait for a whole layer."""
+
+PROTOCOLS = {"paper": PAPER, "paper-overlapped": PAPER_OVERLAPPED, "baton": BATON, "cut-through": CUT_THROUGH}
+
+
+def dot_products(chunks: tuple[int, ...], kernel: Kernel = Kernel.DENSE) -> tuple[int, ...]:
+    """(query, key) pairs that each rank of a chain computes (DENSE: the paper, figure 5; CAUSAL: with the diagonal)."""
+    ends = [sum(chunks[: rank + 1]) for rank in range(len(chunks))]
+    if kernel is Kernel.DENSE:
+        return tuple(chunk * end for chunk, end in zip(chunks, ends, strict=True))
+    return tuple(chunk * (end - chunk) + chunk * (chunk + 1) // 2 for chunk, end in zip(chunks, ends, strict=True))
+
+
+def chain_traffic(chunks: tuple[int, ...]) -> int:
+    """K and V entries (two a token) that a chain sends in one layer (equation 7 of the paper, for any chunks)."""
+    return 2 * sum(sum(chunks[: rank + 1]) for rank in range(len(chunks) - 1))
+
+
+def all_gather_traffic(num_tokens: int, num_ranks: int) -> int:
+    """K and V entries that an all-gather sends in one layer (equation 5 of the paper)."""
+    return 2 * (num_ranks - 1) * num_tokens
+
+
+def _at_least_zero(where: str, name: str, value: float) -> None:
+    if not value >= 0 or value == math.inf:
+        raise ConfigError(f"{where}: {name} = {value} is out of range: give a number of at least 0")

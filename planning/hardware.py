@@ -1,0 +1,73 @@
+"""Kinds of rank by the rates they reach, and a model's costs from its FLOPs and bytes at these rates. Pure."""
+
+import math
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from planning.cost_model import CostModel, Link
+from planning.model_shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a kind of rank reaches in practice, not on paper."""
+
+    linear_flops: float
+    """FLOP/s of the layers' matrices."""
+    pair_flops: float
+    """FLOP/s of attention."""
+    link: Link
+    scores_per_s: float = math.inf
+    """Attention scores (one a query, key and head) a second, where a kernel that stores them is bound by that."""
+    memory_bandwidth: float = math.inf
+    """Bytes a second, for copies."""
+    fixed_s: float = 0.0
+    issue_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("linear_flops", "pair_flops", "scores_per_s", "memory_bandwidth"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"hardware: {name} = {getattr(self, name)} is out of range: give a rate above 0")
+
+
+def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> CostModel:
+    """A model's costs from its FLOPs and bytes."""
+    return CostModel(
+        num_layers=shape.num_layers,
+        linear_s=shape.linear_flops / hardware.linear_flops,
+        pair_s=max(shape.pair_flops / hardware.pair_flops, shape.num_heads / hardware.scores_per_s),
+        kv_bytes=shape.kv_bytes,
+        project_share=shape.project_share,
+        fixed_s=hardware.fixed_s,
+        issue_s=hardware.issue_s,
+        head_s=shape.head_flops / hardware.linear_flops,
+        copy_s=2 * shape.kv_bytes / hardware.memory_bandwidth,
+        link=hardware.link,
+        push=push,
+    )
+
+
+HARDWARE = {
+    # What benchmarks.simulate_paper finds from the paper's one-GPU row: attention that stores its scores, NVLink.
+    "a100-eager": Hardware(
+        linear_flops=1.6988e14,
+        pair_flops=1.56e14,
+        link=Link(9.738e-5, 300e9),
+        scores_per_s=5.1496e10,
+        memory_bandwidth=1.555e12,
+        fixed_s=3.215e-5,
+        issue_s=2.925e-3,
+    ),
+    # An assumption, not a measurement: 40 % of an H100's dense bf16 peak in both, and a 400 Gbit/s network.
+    "h100-flash": Hardware(4e14, 4e14, Link(15e-6, 50e9), memory_bandwidth=3.35e12),
+    # One core of an AMD EPYC (Zen 4): torch's bf16 matmuls, SDPA (which computes in fp32), gloo on loopback.
+    "cpu-core": Hardware(5e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
+}
+"""Kinds of rank by name. What is used in earnest is measured (`planning.calibration`)."""
+
+
+def hardware_of(name: str) -> Hardware:
+    """A known kind of rank. Raises ConfigError for an unknown name."""
+    if name not in HARDWARE:
+        raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
+    return HARDWARE[name]

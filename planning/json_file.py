@@ -1,0 +1,51 @@
+"""JSON files with a schema number: read with errors that name file, field and remedy; written whole or not at all."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+def read(path: Path, kind: str, schema: int) -> dict[str, Any]:
+    """The file's object. Raises ConfigError if it cannot be read, is no JSON, or is of another kind or schema."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}): give the path of a {kind} file") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: is no JSON ({error}): write it anew") from error
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        raise ConfigError(f'{path}: is no {kind} file ("kind" is not "{kind}"): give another path')
+    if data.get("schema") != schema:
+        raise ConfigError(
+            f"{path}: schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew"
+        )
+    return data
+
+
+def write(path: Path, kind: str, schema: int, fields: dict[str, Any]) -> None:
+    """Replaces the file in one step. Raises ConfigError when the folder cannot be written to."""
+    text = json.dumps({"kind": kind, "schema": schema, **fields}, indent=1, allow_nan=False) + "\n"
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose a folder that can") from error
+
+
+def number(data: dict[str, Any], name: str, where: str) -> float:
+    """A finite number. Raises ConfigError for a missing field, or something else."""
+    value = data.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+        raise ConfigError(f"{where}: {name} = {value!r} is no number: give one")
+    return float(value)
+
+
+def section(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+    """A nested object. Raises ConfigError for a missing field, or something else."""
+    value = data.get(name)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {name} = {value!r} is no object: give its fields")
+    return value

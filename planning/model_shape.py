@@ -1,0 +1,112 @@
+"""What of a model decides how long prefill takes: layers, heads, widths; and the shapes of well-known models.
+
+Pure. Used by the cost model and by `baton simulate`.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder with grouped-query attention. FLOPs count a multiply-add as two."""
+
+    num_layers: int
+    hidden: int
+    """Width of the hidden states."""
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    ffn: int
+    """Width inside the feed-forward part."""
+    vocab: int
+    gated: bool = True
+    """Whether the feed-forward part has three matrices (SwiGLU), or two."""
+    dtype_bytes: int = 2
+    """Bytes of one element of weights and KV."""
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "gated" and (not isinstance(value, int) or value < 1):
+                raise ConfigError(f"shape: {field.name} = {value!r} is out of range: give a whole number of at least 1")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"shape: num_heads = {self.num_heads} is no multiple of num_kv_heads = {self.num_kv_heads}: correct one"
+            )
+
+    @property
+    def projection_weights(self) -> int:
+        """Weights of a layer's query, key and value matrices: what comes before its KV can leave."""
+        return self.hidden * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of a layer's matrices."""
+        return (
+            self.projection_weights
+            + self.hidden * self.head_dim * self.num_heads
+            + (3 if self.gated else 2) * self.hidden * self.ffn
+        )
+
+    @property
+    def project_share(self) -> float:
+        """The part of a layer's linear work that comes before its KV can leave."""
+        return self.projection_weights / self.layer_weights
+
+    @property
+    def linear_flops(self) -> int:
+        """FLOPs of one token in one layer, without attention."""
+        return 2 * self.layer_weights
+
+    @property
+    def pair_flops(self) -> int:
+        """FLOPs of one (query, key) pair in one layer, all heads: a score and a weighted value."""
+        return 4 * self.num_heads * self.head_dim
+
+    @property
+    def head_flops(self) -> int:
+        """FLOPs of one token's logits."""
+        return 2 * self.hidden * self.vocab
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of one token's K and V in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+_LLAMA_7B = ModelShape(32, 4096, 32, 32, 128, ffn=11008, vocab=32000)
+
+SHAPES = {
+    "llama-7b": _LLAMA_7B,
+    "llama-7b-gqa8": dataclasses.replace(_LLAMA_7B, num_kv_heads=8),
+    "llama-7b-mqa": dataclasses.replace(_LLAMA_7B, num_kv_heads=1),
+    "llama-13b": ModelShape(40, 5120, 40, 40, 128, ffn=13824, vocab=32000),
+    "llama-30b": ModelShape(60, 6656, 52, 52, 128, ffn=17920, vocab=32000),
+    "falcon-1b": ModelShape(24, 2048, 32, 32, 64, ffn=8192, vocab=50304, gated=False),
+    "falcon-7b": ModelShape(32, 4544, 71, 1, 64, ffn=18176, vocab=65024, gated=False),
+    "llama-3.1-8b": ModelShape(32, 4096, 32, 8, 128, ffn=14336, vocab=128256),
+    "smollm2-135m": ModelShape(30, 576, 9, 3, 64, ffn=1536, vocab=49152),
+}
+"""Published shapes by name; the -gqa8 and -mqa variants are those of the KV-Runahead paper's table 2."""
+
+
+def shape_of(name: str) -> ModelShape:
+    """The shape of a known model. Raises ConfigError for an unknown name."""
+    if name not in SHAPES:
+        raise ConfigError(f"model = {name!r} is unknown: use one of {', '.join(SHAPES)}, or give its shape")
+    return SHAPES[name]
+
+
+def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
+    """A shape from its fields by name. Raises ConfigError, with `where` it came from, for missing or unknown ones."""
+    known = {field.name: field for field in dataclasses.fields(ModelShape)}
+    required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
+    if unknown := sorted(set(fields) - set(known)):
+        raise ConfigError(f"{where}: {unknown[0]} is no field of a shape: use {', '.join(known)}")
+    if missing := [name for name in required if name not in fields]:
+        raise ConfigError(f"{where}: {missing[0]} is missing: a shape needs {', '.join(required)}")
+    return ModelShape(**fields)

@@ -1,0 +1,68 @@
+"""Time to first token of what a chain is compared with: tensor/sequence parallel, zigzag context parallel, one process.
+
+All divide the prompt evenly and hold a cached prefix on every rank. An all-gather is n - 1 ring steps, each a message
+of its own, and nothing hides it; the ring hides a step's message under its attention. KV-Runahead (Cho, Rastegari,
+Naik, ICML 2024), sections 3 and 4; Context Parallelism for Scalable Million-Token Inference (arXiv 2411.01783) for the
+ring; docs/kv_runahead.md. Pure.
+"""
+
+from planning.cost_model import CostModel, Kernel
+
+
+def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
+    """One rank alone."""
+    pairs = num_tokens * (num_tokens * _area(kernel) + cached)
+    return cost.num_layers * _layer(cost, num_tokens, pairs) + cost.head_s
+
+
+def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
+    """Sequence parallel, K and V all-gathered in each layer. CAUSAL: the last rank has (2n - 1) / 2n^2 of C^2."""
+    chunk = num_tokens / num_ranks
+    keys = num_tokens if kernel is Kernel.DENSE else num_tokens - chunk / 2
+    layer_s = _layer(cost, chunk, chunk * (keys + cached)) + _all_gather(num_tokens, num_ranks, cost)
+    return cost.num_layers * layer_s + cost.head_s
+
+
+def zigzag_all_gather(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
+    """Context parallel with balanced (zigzag) chunks and causal kernels, an all-gather in each layer."""
+    chunk = num_tokens / num_ranks
+    layer_s = _layer(cost, chunk, chunk * (num_tokens / 2 + cached)) + _all_gather(num_tokens, num_ranks, cost)
+    return cost.num_layers * layer_s + cost.head_s
+
+
+def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
+    """Ring pass-KV with zigzag chunks: n equal attention steps, the next chunk's KV on its way during each."""
+    chunk = num_tokens / num_ranks
+    step_s = cost.pair_s * chunk * chunk / 2
+    message_s = cost.link.seconds(chunk * cost.kv_bytes) if num_ranks > 1 else 0.0
+    exposed_s = (num_ranks - 1) * max(message_s - step_s, 0.0)
+    layer_s = _layer(cost, chunk, chunk * (num_tokens / 2 + cached)) + exposed_s
+    return cost.num_layers * layer_s + cost.head_s
+
+
+def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
+    """No communication, causal kernels, all work divided by n. A chain can go below by part of the last layer: nobody
+    waits for what earlier ranks would compute once that layer's KV has left."""
+    pairs = num_tokens * (num_tokens / 2 + cached)
+    layer_s = cost.fixed_s + (cost.linear_s * num_tokens + cost.pair_s * pairs) / num_ranks
+    return cost.num_layers * max(layer_s, cost.issue_s) + cost.head_s
+
+
+def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
+    """TTFT*(p), equation 3: TTFT(1) / 2 (1/p + 1/p^2), as if all of a dense single process were attention."""
+    return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
+
+
+def _area(kernel: Kernel) -> float:
+    return 1.0 if kernel is Kernel.DENSE else 0.5
+
+
+def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
+    return max(cost.fixed_s + cost.linear_s * num_tokens + cost.pair_s * pairs, cost.issue_s)
+
+
+def _all_gather(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
+    """n - 1 ring steps, then one copy: what came in pieces is attended as one tensor."""
+    if num_ranks == 1:
+        return 0.0
+    return (num_ranks - 1) * cost.link.seconds(num_tokens / num_ranks * cost.kv_bytes) + cost.copy_s * num_tokens

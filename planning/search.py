@@ -1,0 +1,202 @@
+"""KVR-S: the partition with the least predicted time to first token.
+
+An analytic seed (equal work on every rank, no communication) and others for slow links, each improved by moving tokens
+between ranks while that helps: seconds where the paper's grid took hours. The grid is here too, as the reference that
+the search is held against. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure; tens of milliseconds, so
+its results are kept in a table (`planning.partition_table`) rather than made once a request.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.types import TokenRange
+from planning.cost_model import CostModel, Kernel, Protocol
+from planning.partition import check_partition_request
+from planning.wavefront import chain_ttft
+
+Partitions = NDArray[np.float64]
+"""Chunks `[N partitions, n ranks]`."""
+Evaluate = Callable[[Partitions], NDArray[np.float64]]
+"""Seconds of each partition, `[N]`."""
+
+_COARSE_STEPS = 256
+"""Every seed is improved in steps of at least this part of the prompt; the best two to the last token."""
+_SAME = 1e-9
+_GRID_VALUES = 5
+_MAX_BATCH = 4096
+
+
+class SearchedPartitioner:
+    """KVR-S over a cost model."""
+
+    def __init__(self, cost: CostModel, protocol: Protocol) -> None:
+        self._cost, self._protocol = cost, protocol
+
+    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
+        """As `Partitioner.partition`; always as many ranges as ranks or tokens, whichever are fewer."""
+        check_partition_request(tokens, num_ranks)
+        chunks = search(len(tokens), min(num_ranks, len(tokens)), self._cost, self._protocol, cached=tokens.start)
+        return as_ranges(chunks, tokens.start)
+
+
+def search(
+    num_tokens: int,
+    num_ranks: int,
+    cost: CostModel,
+    protocol: Protocol,
+    *,
+    cached: int = 0,
+    resolution: int = 1,
+    slack: float = 0.0,
+) -> tuple[int, ...]:
+    """The best chunks found, each at least one token, in rank order. Deterministic.
+
+    `resolution`: boundaries lie at multiples of so many tokens (fewer, where the prompt is too short for that).
+    `slack`: of all chunks that take at most this fraction longer than the best, those nearest to balance. What is found
+    for one length then resembles what is found for the next, also where some ranks hardly matter (a slow link).
+    """
+    if num_ranks == 1:
+        return (num_tokens,)
+    unit = max(1, min(resolution, num_tokens // num_ranks))
+    num_units, rest = divmod(num_tokens, unit)
+    tail = np.zeros(num_ranks)
+    tail[-1] = rest
+
+    def evaluate(units: Partitions) -> NDArray[np.float64]:
+        return chain_ttft(units * unit + tail, cost, protocol, cached=cached)
+
+    ideal = analytic_seed(num_tokens, num_ranks, cost, protocol.kernel, cached=cached)
+    seeds = [rounded(ideal, num_units), _even(num_units, num_ranks), *_tapered(num_units, num_ranks)]
+    coarse = max(1, num_units // _COARSE_STEPS)
+    found = sorted((descend(seed, evaluate, coarse) for seed in seeds), key=lambda each: each[1])
+    best, best_s = min((descend(chunks, evaluate) for chunks, _ in found[:2]), key=lambda each: each[1])
+
+    def imbalance(units: Partitions) -> NDArray[np.float64]:
+        moved = np.abs(units - seeds[0]).sum(axis=1)
+        return np.where(evaluate(units) <= best_s * (1 + slack + _SAME), moved, math.inf)
+
+    best = descend(best, imbalance)[0]
+    return (*(chunk * unit for chunk in best[:-1]), best[-1] * unit + rest)
+
+
+def analytic_seed(
+    num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
+) -> tuple[int, ...]:
+    """Chunks that take every rank equally long, communication aside: bisects that time, each chunk from its quadratic.
+
+    A rank behind s tokens takes a c + b c (s + w c) for c tokens, w = 1 for dense and 1/2 for causal kernels.
+    """
+    weight = 1.0 if kernel is Kernel.DENSE else 0.5
+    a, b = cost.linear_s, cost.pair_s
+
+    def chunks_within(limit_s: float) -> list[float]:
+        chunks, start = [], float(cached)
+        for _ in range(num_ranks):
+            linear = a + b * start
+            # The root of w b c^2 + linear c = limit, in the form that is exact for b = 0 too.
+            chunk = 2 * limit_s / (linear + math.sqrt(linear * linear + 4 * weight * b * limit_s))
+            chunks.append(chunk)
+            start += chunk
+        return chunks
+
+    low, high = 0.0, num_tokens * (a + b * (cached + num_tokens))
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(chunks_within(middle)) < num_tokens else (low, middle)
+    return rounded(chunks_within(high), num_tokens)
+
+
+def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
+    """Moves tokens from one rank to another while the time falls; halves the step when no move helps.
+
+    Tries pairs of moves too: the slowest rank can often shed tokens only when two others take them. Returns the chunks
+    and their seconds.
+    """
+    best = np.array(start, dtype=np.float64)
+    best_s = float(evaluate(best[None])[0])
+    moves = _moves(len(best))
+    step = max(least_step, 2 ** max(0, int(best.sum() / 8).bit_length() - 1))
+    while step >= least_step:
+        candidates = best + step * moves
+        candidates = candidates[(candidates >= 1).all(axis=1)]
+        times = evaluate(candidates) if len(candidates) else np.array([math.inf])
+        index = int(times.argmin())
+        if times[index] < best_s * (1 - 1e-12):
+            best, best_s = candidates[index], float(times[index])
+        else:
+            step //= 2
+    return tuple(int(chunk) for chunk in best), best_s
+
+
+def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, *, step: int, min_step: int) -> tuple[int, ...]:
+    """The paper's hierarchical grid: five values for each boundary, around the even ones first, then around the best
+    grid point with half the step, down to `min_step`. Grows as 5^(n - 1): a reference for few ranks."""
+    even = [num_tokens * rank // num_ranks for rank in range(1, num_ranks)]
+    offsets = np.arange(_GRID_VALUES) - _GRID_VALUES // 2
+    centre = np.array(even)
+    while True:
+        axes = [boundary + step * offsets for boundary in centre]
+        boundaries = np.array(list(itertools.product(*axes)), dtype=np.float64)
+        edges = np.pad(boundaries, ((0, 0), (1, 0)))
+        partitions = np.diff(edges, axis=1, append=float(num_tokens))
+        allowed = (partitions >= 1).all(axis=1)
+        partitions, boundaries = partitions[allowed], boundaries[allowed]
+        times = np.concatenate(
+            [evaluate(partitions[at : at + _MAX_BATCH]) for at in range(0, len(partitions), _MAX_BATCH)]
+        )
+        centre = boundaries[int(times.argmin())].astype(int)
+        if step <= min_step:
+            return tuple(int(chunk) for chunk in np.diff([0, *centre, num_tokens]))
+        step = max(step // 2, min_step)
+
+
+def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
+    """Whole chunks of at least one token, summing to `num_tokens`, with every boundary within one token of the given
+    one where that leaves room. Needs as many tokens as chunks."""
+    scale = num_tokens / sum(chunks)
+    num_chunks = len(chunks)
+    ends: list[int] = []
+    for index, end in enumerate(itertools.accumulate(chunks)):
+        least = (ends[-1] if ends else 0) + 1
+        most = num_tokens - (num_chunks - 1 - index)
+        ends.append(min(max(round(end * scale), least), most))
+    ends[-1] = num_tokens
+    return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
+
+
+def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
+    """Consecutive ranges from `start`."""
+    edges = list(itertools.accumulate(chunks, initial=start))
+    return tuple(TokenRange(*edge) for edge in itertools.pairwise(edges))
+
+
+def _even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
+    return rounded([1.0] * num_ranks, num_tokens)
+
+
+def _tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+    """Starts for slow links: each rank a few times the one before it, or half; and all but a token each on the last."""
+    shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
+    first = [1.0] * (num_ranks - 1)
+    shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]
+    return [rounded(shape, num_tokens) for shape in shapes]
+
+
+def _moves(num_ranks: int) -> Partitions:
+    """From one rank to another; and shifts of one boundary, or of all behind it, that touch many ranks at once."""
+    unit = np.eye(num_ranks)
+    single = [unit[to] - unit[source] for to, source in itertools.permutations(range(num_ranks), 2)]
+    spread = []
+    for rank in range(num_ranks):
+        others = np.ones(num_ranks) - unit[rank]
+        spread += [unit[rank] * (num_ranks - 1) - others, others - unit[rank] * (num_ranks - 1)]
+    double = [
+        first + second
+        for first, second in itertools.combinations(single, 2)
+        if num_ranks <= 4 and np.abs(first + second).sum() > 2
+    ]
+    return np.unique(np.array(single + spread + double), axis=0)

@@ -1,0 +1,196 @@
+"""When does a chain's first token come out? The recursion over ranks and layers, exactly and fast.
+
+A rank needs, in a layer, only that layer of the rank before it, and nothing flows back: so time advances as a wave.
+For rank i with c tokens behind P cached and s earlier ones, in layer l that it begins at h[l]:
+
+    q = h[l] + fixed + project(c)                                     its own KV is there
+    r = all earlier tokens' KV has come: the link's messages are FIFO, each takes latency + bytes / bandwidth
+    h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
+    h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
+    h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message sets out at the request
+
+and no layer takes less than issue_s. `reference` is that, in plain loops. `chain_ttft` solves each line for all layers
+at once, and for many partitions at once: y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
+ALGORITHMS: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4; docs/kv_runahead.md. Pure.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from planning.cost_model import CostModel, Kernel, Protocol, Receive
+
+Seconds = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each rank computes in a layer, in seconds; arrays `[N partitions, n ranks]`."""
+
+    project: Seconds
+    """fixed_s and the projections: KV can leave afterwards."""
+    own: Seconds
+    """Attention to its own chunk."""
+    far: Seconds
+    """Attention to cached and earlier tokens, and the rest of the layer."""
+    copy: Seconds
+    """Rewriting KV before it is sent, in all but the first rank."""
+    last_own: Seconds
+    """In the last layer, on the last rank: `own`, `far` for all or for one query."""
+    last_far: Seconds
+
+
+def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int) -> Work:
+    """Work of `[N, n]` chunks behind `cached` tokens."""
+    earlier = np.cumsum(chunks, axis=1) - chunks
+    own_keys = chunks if protocol.kernel is Kernel.DENSE else chunks / 2
+    rest_s = (1 - cost.project_share) * cost.linear_s
+    copy = protocol.num_copies * cost.copy_s * (earlier + chunks)
+    copy[:, 0] = 0.0
+    queries = np.ones_like(chunks) if protocol.skip_last else chunks
+    last_keys = chunks if protocol.skip_last else own_keys
+    return Work(
+        project=cost.fixed_s + cost.project_share * cost.linear_s * chunks,
+        own=cost.pair_s * chunks * own_keys,
+        far=cost.pair_s * chunks * (cached + earlier) + rest_s * chunks,
+        copy=copy,
+        last_own=cost.pair_s * queries * last_keys,
+        last_far=cost.pair_s * queries * (cached + earlier) + rest_s * queries,
+    )
+
+
+def chain_ttft(
+    chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
+) -> Seconds:
+    """Seconds to the first token, for one partition `[n]` or many `[N, n]`; a 0-d array, or `[N]`.
+
+    With `cost.push`, the token is out when the last rank has sampled it and every rank's KV has reached the generator.
+    """
+    chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
+    work = work_of(chunks_Nn, cost, protocol, cached)
+    num_ranks = chunks_Nn.shape[1]
+    arrived: list[Seconds] = []  # of the chunks before a rank, in messages: `[N, L]` each
+    pushed = np.zeros(len(chunks_Nn))
+    end = pushed
+    for rank in range(num_ranks):
+        begin_NL, have_NL = _rank(rank, work, arrived, (cost, protocol))
+        project = work.project[:, rank, None]
+        own_NL = (have_NL if protocol.receive is Receive.BLOCKING else begin_NL) + project
+        if cost.push is not None:
+            rows = chunks_Nn[:, rank] + (cached if rank == 0 else 0)
+            pushed = np.maximum(pushed, _fifo(own_NL, rows * cost.kv_bytes / cost.push.bandwidth)[:, -1])
+        if rank < num_ranks - 1:
+            ready_NL = own_NL if protocol.cut_through else np.maximum(own_NL, have_NL) + work.copy[:, rank, None]
+            arrived = _pass_on(arrived, ready_NL, chunks_Nn[:, : rank + 1], (cost, protocol))
+        else:
+            end = _finish(begin_NL[:, -1], have_NL[:, -1], work, (cost, protocol))
+    end = end + cost.head_s
+    if cost.push is not None:
+        end = np.maximum(end, pushed) + cost.push.latency_s
+    return end if np.ndim(chunks) == 2 else end[0]
+
+
+def _rank(
+    rank: int, work: Work, arrived: list[Seconds], setting: tuple[CostModel, Protocol]
+) -> tuple[Seconds, Seconds]:
+    """When a rank begins each layer, and when it has the earlier tokens' KV: `[N, L]` each."""
+    cost, protocol = setting
+    layers = np.arange(cost.num_layers, dtype=np.float64)
+    project, own, far, copy = (each[:, rank] for each in (work.project, work.own, work.far, work.copy))
+    whole = np.maximum(project + own + far + copy, cost.issue_s)
+    if rank == 0:
+        begin_NL = whole[:, None] * layers
+        return begin_NL, begin_NL
+    came_NL = arrived[-1]
+    if protocol.receive is Receive.BLOCKING:  # here `arrived` says when the KV could set out, and the message's time
+        message = arrived[0]
+        begin_NL = _scan(came_NL, message + whole, message + whole)
+        return begin_NL, np.maximum(begin_NL, came_NL) + message[:, None]
+    after = far + copy if protocol.receive is Receive.LOCAL_FIRST else far + own + copy
+    begin_NL = _scan(came_NL, whole, after)
+    return begin_NL, came_NL
+
+
+def _pass_on(
+    arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
+) -> list[Seconds]:
+    """When what a rank holds reaches the next one. BLOCKING: [a message's seconds, when it could set out]."""
+    cost, protocol = setting
+    chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
+    if protocol.receive is Receive.BLOCKING:
+        return [cost.link.latency_s + chunk_s.sum(axis=1), ready_NL]
+    if not protocol.cut_through:
+        return [_fifo(ready_NL, chunk_s.sum(axis=1)) + cost.link.latency_s]
+    # A layer's messages in rank order, own chunk last: message j of all layers lies at l * n + j of one FIFO.
+    num_messages = chunks.shape[1]
+    available = np.stack([*arrived, ready_NL], axis=2).reshape(len(chunks), -1)
+    sizes = np.tile(chunk_s, (1, cost.num_layers))
+    before = np.cumsum(sizes, axis=1) - sizes
+    done = np.maximum.accumulate(available - before, axis=1) + before + sizes + cost.link.latency_s
+    split = done.reshape(len(chunks), cost.num_layers, num_messages)
+    return [split[:, :, message] for message in range(num_messages)]
+
+
+def _finish(begin: Seconds, have: Seconds, work: Work, setting: tuple[CostModel, Protocol]) -> Seconds:
+    """When the last rank ends the last layer, `[N]`."""
+    cost, protocol = setting
+    project, own, far, copy = work.project[:, -1], work.last_own[:, -1], work.last_far[:, -1], work.copy[:, -1]
+    whole = np.maximum(project + own + far + copy, cost.issue_s)
+    if protocol.receive is Receive.BLOCKING:
+        return have + whole
+    if protocol.receive is Receive.LOCAL_FIRST:
+        return np.maximum(begin + whole, have + far + copy)
+    return np.maximum(begin + whole, have + own + far + copy)
+
+
+def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
+    """y[l + 1] = max(y[l] + own_s, ready[l] + after_s), y[0] = 0, for l up to L - 1: y `[N, L]`."""
+    steps = np.arange(ready_NL.shape[1], dtype=np.float64) * own_s[:, None]
+    out = np.zeros_like(ready_NL)
+    out[:, 1:] = ready_NL[:, :-1] + after_s[:, None] - steps[:, 1:]
+    return np.maximum.accumulate(out, axis=1) + steps
+
+
+def _fifo(ready_NL: Seconds, message_s: Seconds) -> Seconds:
+    """When a link that sends one message a layer has sent each, latency aside: `[N, L]`."""
+    steps = np.arange(ready_NL.shape[1], dtype=np.float64) * message_s[:, None]
+    return np.maximum.accumulate(ready_NL - steps, axis=1) + steps + message_s[:, None]
+
+
+def reference(chunks: Sequence[int], cost: CostModel, protocol: Protocol, *, cached: int = 0) -> float:
+    """`chain_ttft` of one partition, line by line as in the head of this file: slow, and plainly right."""
+    num_ranks, last_layer = len(chunks), cost.num_layers - 1
+    work = work_of(np.atleast_2d(np.asarray(chunks, dtype=np.float64)), cost, protocol, cached)
+    h, link_free, push_free = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
+    for layer in range(cost.num_layers):
+        inbox: list[float] = []  # when each message of this layer came to this rank
+        ready = 0.0
+        for rank in range(num_ranks):
+            project, own, far, copy = (float(e[0, rank]) for e in (work.project, work.own, work.far, work.copy))
+            if layer == last_layer and rank == num_ranks - 1:
+                own, far = float(work.last_own[0, rank]), float(work.last_far[0, rank])
+            whole = max(project + own + far + copy, cost.issue_s)
+            begin = h[rank]
+            if protocol.receive is Receive.BLOCKING:
+                if rank:
+                    begin = max(begin, ready) + cost.link.seconds(sum(chunks[:rank]) * cost.kv_bytes)
+                received, h[rank] = begin, begin + whole
+            else:
+                received = inbox[-1] if rank else 0.0
+                after = far + copy + (own if protocol.receive is Receive.OVERLAPPED else 0.0)
+                h[rank] = max(begin + whole, received + after) if rank else begin + whole
+            projected = begin + project
+            ready = projected if protocol.cut_through else max(projected, received) + copy
+            sizes = chunks[: rank + 1] if protocol.cut_through else [sum(chunks[: rank + 1])]
+            leaves = [*inbox, ready] if protocol.cut_through else [ready]
+            inbox = []
+            for size, start in zip(sizes, leaves, strict=True):
+                link_free[rank] = max(start, link_free[rank]) + size * cost.kv_bytes / cost.link.bandwidth
+                inbox.append(link_free[rank] + cost.link.latency_s)
+            if cost.push is not None:
+                rows = chunks[rank] + (cached if rank == 0 else 0)
+                push_free[rank] = max(projected, push_free[rank]) + rows * cost.kv_bytes / cost.push.bandwidth
+    end = h[-1] + cost.head_s
+    return end if cost.push is None else max(end, *push_free) + cost.push.latency_s

@@ -1,0 +1,158 @@
+"""A KV-Runahead chain, as one rank computes it: the forward over its chunk, in turns.
+
+Rank i owns the tokens [s, e) of the prompt. Per layer it
+
+  1. projects its own rows into the job's buffer, pushes them to the slot (they are final, and leave while the chain
+     still runs), hands them to the relay, and attends to them: a causal square, for which nothing need have arrived;
+  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to them, in the buffer, merged with
+     1 by log-sum-exp, and completes the layer.
+
+A turn ends where 2 may have to wait: it is 2 of one layer and 1 of the next. Between turns the engine may serve other
+jobs; inside one it never waits. What depends on what:
+
+    rank 0   layer 0 ------> layer 1 ------> layer 2 ...         a rank needs, in layer l, only layer l of the rank
+                |               |               |                before it: ranks run one behind the other, in step,
+    rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     and a message's delay is paid once, not in every layer
+                        |               |
+
+In the last layer nobody needs hidden states but the last token's: ranks before the last stop after projecting, and the
+last rank attends and completes for one row only, from which it samples the request's next token, one a choice.
+
+No collective is called. KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal squares instead of its
+dense rectangles. Step 5 of a request's way (DESIGN.md, section 4). Runs on the engine's thread.
+"""
+
+from collections.abc import Generator
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from baton.clock import Clock
+from baton.types import SampledToken
+from modeling.decoder import Decoder
+from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.sampling import SamplerState, sample
+from prefill_workers.job import Job, JobReport, KvOutlet, TimeSpan
+from prefill_workers.relay import Relay
+
+_OVERHEAD_TOKENS = 32
+"""What a turn costs whatever the chunk (reading the weights, mostly), in tokens' worth of computation; roughly."""
+
+
+class ChainJob:
+    """One job on one rank. `turn` is called while `runnable`; once `over`, `future` is settled and the job forgotten.
+
+    Owned by the engine's thread, except `relay` (thread-safe), and `fail` and the properties (under the engine's lock).
+    """
+
+    def __init__(
+        self, job: Job, outlet: KvOutlet, relay: Relay, *, buffer: KvBuffer, decoder: Decoder, clock: Clock
+    ) -> None:
+        self.job = job
+        self.outlet = outlet
+        self.relay = relay
+        self.future: Future[JobReport] = Future()
+        self.error: BaseException | None = None
+        """Why the job is given up: the first reason counts."""
+        self.slowest_turn_s = 0.0
+        self.parked_s = clock.now_s()
+        """When the last turn ended, on the clock's now_s."""
+        self._buffer, self._decoder, self._clock = buffer, decoder, clock
+        self._span = BufferSpan(buffer, relay.own)
+        self._token_ids = job.token_ids[relay.own.start : relay.own.end]
+        self._needs: int | None = None
+        self._computed = False
+        self._turns = self._run()
+        self._layer_spans: list[TimeSpan] = []
+        self._wait_s = 0.0
+
+    @property
+    def expected_turn_s(self) -> float:
+        """How long a turn may take any rank in front, judged by the slowest here: work grows with the chunk."""
+        own = len(self.relay.own)
+        largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.relay.own.start)])
+        return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
+
+    @property
+    def starved(self) -> bool:
+        """Whether the job can go on, or be done, only when more arrives."""
+        if self._needs is not None:
+            return not self.relay.has_received(self._needs)
+        return self._computed and not self.relay.has_received(self._decoder.config.num_layers - 1)
+
+    @property
+    def runnable(self) -> bool:
+        return not (self._computed or self.over or self.starved)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do here."""
+        return self.error is not None or (self._computed and self.relay.done)
+
+    def fail(self, error: BaseException) -> None:
+        """Gives the job up, unless it has been already."""
+        if self.error is None:
+            self.error = error
+
+    def turn(self) -> None:
+        """About one layer: up to where more KV is needed next, or to the end. Raises what the outlet raises."""
+        start_s = self._clock.now_s()
+        if self._needs is not None:
+            self._wait_s += max(self.relay.arrived_s(self._needs) - self.parked_s, 0.0)
+        self._needs = next(self._turns, None)
+        self._computed = self._needs is None
+        self.parked_s = self._clock.now_s()
+        self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
+
+    def close(self) -> None:
+        """Drops the half-done computation, and with it the last cycle of references that would keep memory."""
+        self._turns.close()
+
+    def report(self) -> JobReport:
+        """What was done; once over."""
+        run = TimeSpan(self._layer_spans[0].start_unix_ns, self._layer_spans[-1].end_unix_ns)
+        place = self.job.chunks.index(self.relay.own)
+        return JobReport(self.job.ranks[place], run, tuple(self._layer_spans), self._wait_s, self.relay.num_bytes_sent)
+
+    def _run(self) -> Generator[int]:
+        """The computation: yields before each second half the layer whose earlier rows it needs."""
+        decoder, relay = self._decoder, self.relay
+        step = decoder.begin([self._span])
+        hidden_TD = decoder.embed(self._token_ids, step)
+        last_layer = decoder.config.num_layers - 1
+        for layer in range(last_layer + 1):
+            start_ns = self._clock.unix_ns()
+            q_TNH = decoder.project(layer, hidden_TD, step)
+            self._push(layer)
+            relay.projected()
+            if layer < last_layer:
+                hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD)
+            elif relay.target is None:
+                hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:])
+            self._layer_spans.append(TimeSpan(start_ns, self._clock.unix_ns()))
+        self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
+
+    def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor) -> Generator[int, None, Tensor]:
+        """Attention of the chunk's last len(q_TNH) rows, and the rest of the layer: their hidden states."""
+        job, relay = self.job, self.relay
+        attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
+        attention.add(self._buffer.rows(layer, relay.own))
+        yield layer
+        if job.prefix is not None and len(job.cached):
+            attention.add(job.prefix.rows(layer, job.cached))
+        if len(relay.earlier):
+            attention.add(self._buffer.rows(layer, relay.earlier))
+        return self._decoder.complete(layer, hidden_TD, attention.result())
+
+    def _push(self, layer: int) -> None:
+        job = self.job
+        if self.relay.source is None and job.prefix is not None and len(job.cached):
+            self.outlet.push(layer, job.cached, job.prefix.export(layer, job.cached))
+        self.outlet.push(layer, self.relay.own, self._buffer.export(layer, self.relay.own))
+
+    def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
+        """Each choice's token, all from the last position's logits."""
+        job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
+        choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
+        states = [SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids) for params in choices]
+        return tuple(sample(self._decoder.logits(hidden_TD[-1:]).repeat(len(states), 1), states))

@@ -1,0 +1,205 @@
+"""One epoch on one rank: its jobs, its links, what the links report, and its end.
+
+An epoch begins when all ranks of a group have met, and ends, for all of them, when any link breaks, any rank closes its
+links, a peer that owes something stays silent too long, or the next epoch begins. Its end fails all of its jobs with
+one typed, retryable error; nothing of it reaches the next epoch, which has new links and an object of its own here.
+
+Messages find their job by number:
+  - a job that is not known yet may still be on its way to this rank: its first message waits, for a bounded time;
+  - after that, and for jobs that are done or were given up, messages are received into scratch memory and dropped;
+  - a job whose messages were dropped is refused when it comes after all, and the ranks behind are told.
+
+Steps 4 and 5 of a request's way (DESIGN.md, section 4). The engine's lock guards all state: `admit` and `patience_s`
+are called under it, all other methods take it, on any thread. No method waits, except `place_for`.
+"""
+
+import threading
+from dataclasses import dataclass
+
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    ChainError,
+    EpochEndedError,
+    InvalidArgumentError,
+    JobAbortedError,
+    LinkStalledError,
+)
+from baton.ids import Epoch, Rank
+from prefill_workers.chain import ChainJob
+from prefill_workers.job import Job
+from prefill_workers.links import LinkHeader, Links, LinkStatus
+from prefill_workers.sequencer import Sequencer
+from prefill_workers.watchdog import Watchdog
+
+
+@dataclass
+class Tally:
+    """What an engine has done in all its epochs. Guarded by the engine's lock."""
+
+    progress: int = 0
+    """Turns taken and messages passed."""
+    num_jobs_done: int = 0
+
+
+class EpochLife:
+    """See the module. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        rank: Rank,
+        num_ranks: int,
+        *,
+        lock: threading.Condition,
+        clock: Clock,
+        floor_s: float,
+        tally: Tally,
+    ) -> None:
+        self.epoch = epoch
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.links: Links | None = None
+        """None until all ranks have met."""
+        self.error: BatonError | None = None
+        """Why the epoch has ended."""
+        self.sequencer = Sequencer()
+        self._changed = lock
+        self._clock = clock
+        self._floor_s = floor_s
+        self._tally = tally
+        self._watchdog = Watchdog(clock, floor_s)
+        self._told_s = clock.now_s()
+
+    def open(self, links: Links) -> None:
+        """All ranks have met. Raises the epoch's error when it has ended in the meantime; the links are closed then."""
+        with self._changed:
+            self.links = links
+            if self.error is not None:
+                links.close()
+                raise self.error
+
+    def end(self, error: BatonError) -> None:
+        """Fails all jobs and closes the links, unless that has been done."""
+        with self._changed:
+            if self.error is None:
+                self.error = error
+                for job in self.sequencer.jobs:
+                    job.fail(error)
+                if self.links is not None:
+                    self.links.close()
+                self._changed.notify_all()
+
+    def admit(self, job: Job) -> None:
+        """Raises when this rank cannot serve `job`: EpochEndedError, InvalidArgumentError, or, when the job has been
+        given up before it came, JobAbortedError; the ranks behind are told of that."""
+        number = job.number
+        if self.error is not None:
+            raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
+        if self.links is None or job.epoch != self.epoch:
+            raise EpochEndedError(f"job {number} is of epoch {job.epoch}, and this is {self.epoch}: make it a new one")
+        if self.rank not in job.ranks or job.ranks[-1] >= self.num_ranks:
+            raise InvalidArgumentError(f"job {number}: ranks = {job.ranks}, sent to {self.rank} of {self.num_ranks}")
+        if self.sequencer.get(number) is not None:
+            raise InvalidArgumentError(f"job {number} is already being served: give every job a number of its own")
+        if self.sequencer.is_buried(number):
+            behind = job.ranks[job.ranks.index(self.rank) + 1 :]
+            if behind:
+                self.send(behind[0], LinkHeader.bare(self.epoch, number, LinkStatus.ABORT), None)
+            raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
+
+    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        """For relays: Links.send, watched. Drops the message once the epoch has ended."""
+        with self._changed:
+            if self.error is None and self.links is not None:
+                self._watchdog.sending(target)
+                self.links.send(target, header, payload)
+
+    def patience_s(self) -> float | None:
+        """Ends the epoch if a peer has owed this rank a sign of life for too long. Else: seconds until that may be so,
+        or None when nobody owes anything."""
+        if self.error is not None:
+            return None
+        jobs = [job for job in self.sequencer.jobs if job.error is None]
+        waits = [(job.relay.source, job.parked_s) for job in jobs if job.starved and job.relay.source is not None]
+        due = self._watchdog.first_due(waits, max((job.expected_turn_s for job in jobs), default=0.0))
+        if due is None:
+            return None
+        patience_s = due.deadline_s - self._clock.now_s()
+        if patience_s <= 0:
+            self.end(
+                LinkStalledError(
+                    f"rank {due.peer} has shown rank {self.rank} no sign of life for {due.limit_s:.1f} s: "
+                    f"epoch {self.epoch} is over, retry in the next"
+                )
+            )
+        return max(patience_s, 0.0)
+
+    def tell_waiting(self, busy_with: ChainJob) -> None:
+        """After a turn: from time to time, asks the ranks behind to have patience with the other jobs."""
+        now_s = self._clock.now_s()
+        with self._changed:
+            if now_s - self._told_s < self._floor_s / 4:
+                return
+            self._told_s = now_s
+            for job in self.sequencer.jobs:
+                target = job.relay.target
+                if job is not busy_with and target is not None and self._watchdog.is_idle(target):
+                    job.relay.alive()
+
+    def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
+        with self._changed:
+            self._heard(source)
+            self._changed.wait_for(lambda: self._is_decided(header), self._floor_s / 2)
+            if not self._is_decided(header):
+                self.sequencer.bury(header.job)
+            job = self._job_of(header)
+            try:
+                return job.relay.place(source, header) if job is not None else None
+            except ChainError as error:
+                assert job is not None
+                job.fail(error)
+                self._changed.notify_all()
+                return None
+
+    def received(self, source: Rank, header: LinkHeader) -> None:
+        with self._changed:
+            self._heard(source)
+            job = self._job_of(header)
+            if job is None:
+                if header.status is LinkStatus.ABORT:
+                    self.sequencer.bury(header.job)
+            elif header.status is LinkStatus.ABORT:
+                job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
+            elif header.status is LinkStatus.ALIVE:
+                job.relay.alive()
+            else:
+                job.relay.received()
+
+    def sent(self, target: Rank, header: LinkHeader) -> None:
+        with self._changed:
+            self._watchdog.sent(target)
+            self._tally.progress += 1
+            job = self.sequencer.get(header.job)
+            if job is not None:
+                job.relay.sent(header)
+            self._changed.notify_all()
+
+    def broken(self, error: ChainError) -> None:
+        self.end(error)
+
+    def _heard(self, source: Rank) -> None:
+        self._watchdog.heard(source)
+        self._tally.progress += 1
+        self._changed.notify_all()
+
+    def _is_decided(self, header: LinkHeader) -> bool:
+        """Whether it is known what becomes of a message."""
+        number = header.job
+        is_known = self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
+        return is_known or self.error is not None
+
+    def _job_of(self, header: LinkHeader) -> ChainJob | None:
+        """The job that a message is for, if it is still wanted."""
+        job = self.sequencer.get(header.job) if header.epoch == self.epoch else None
+        return job if job is not None and job.error is None else None

@@ -1,0 +1,211 @@
+"""A prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes by which KV leaves to the leased slot.
+
+Step 4, and step 6's way out, of a request's way (DESIGN.md, section 4). Runs on the process's asyncio loop and never
+touches a tensor: the engine's thread offers views of KV to a push session, and this loop's futures follow the engine's.
+The calls' errors become statuses in the interceptor that transport.channel.make_server installs.
+"""
+
+import asyncio
+from functools import partial
+from typing import Any, Self
+
+import grpc
+
+from baton import __version__
+from baton.clock import Clock
+from baton.errors import BatonError, InvalidArgumentError, TransferError
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.types import Lease, SampledToken, TokenRange
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from modeling.decoder import Decoder
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job, JobReport, TimeSpan
+from prefill_workers.torch_links import Meeting, connect_torch_links
+from transport.channel import bind, make_channel, make_server
+from transport.kv_sender import KvPushClient, PushSession, PushSummary
+from transport.proto_types import history_from_proto, lease_from_proto, range_from_proto
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class PushOutlet:
+    """A KvOutlet into a push session. Called on the engine's thread; `firsts` is read once the job is computed."""
+
+    def __init__(self, session: PushSession) -> None:
+        self.firsts: tuple[SampledToken, ...] = ()
+        self._session = session
+
+    def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self._session.offer(layer, tokens, data)
+
+    def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        self.firsts = firsts
+        self._session.finish()
+
+    def abort(self, error: BaseException) -> None:
+        self._session.fail(error)
+
+
+class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
+    """Serves baton.v1.PrefillRank over an engine. `host`: address of the interface that the links use."""
+
+    def __init__(self, engine: PrefillEngine, host: str) -> None:
+        self._engine = engine
+        self._host = host
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
+        """Joins the next epoch; other calls are served meanwhile."""
+        meeting = meeting_from_proto(request, self._host)
+        connect = partial(connect_torch_links, meeting)
+        await asyncio.to_thread(self._engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
+        return prefill_pb2.StartEpochReply()
+
+    async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
+        """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
+        job = job_from_proto(request)
+        lease = lease_from_proto(request.lease)
+        if lease.num_tokens != job.chunks[-1].end:
+            raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
+        client = KvPushClient(self._channel(lease), self._engine.decoder.layout)
+        session = client.open_push(lease)
+        outlet = PushOutlet(session)
+        try:
+            report = await self._compute(job, outlet, session)
+            summary = await session.result()
+            if outlet.firsts:
+                await client.commit(lease.ref, outlet.firsts)
+        finally:
+            session.cancel()
+        return report_to_proto(report, summary)
+
+    async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
+        """Answers a heartbeat."""
+        status = self._engine.status()
+        return prefill_pb2.PrefillStatus(
+            epoch=status.epoch,
+            epoch_error=status.epoch_error,
+            num_jobs=status.num_jobs,
+            progress=status.progress,
+            num_jobs_done=status.num_jobs_done,
+            layout_fingerprint=self._engine.decoder.layout.fingerprint,
+            version=__version__,
+        )
+
+    async def close(self) -> None:
+        """Closes the channels to all receivers of KV; once no call runs."""
+        for channel in self._channels.values():
+            await channel.close()
+        self._channels.clear()
+
+    async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
+        """The job's report. A push that fails, or the end of the call, gives the job up."""
+        computed = asyncio.wrap_future(self._engine.submit(job, outlet))
+        pushed = asyncio.create_task(session.result())
+        for each in (computed, pushed):
+            each.add_done_callback(_retrieve)
+        try:
+            await asyncio.wait((computed, pushed), return_when=asyncio.FIRST_EXCEPTION)
+            if pushed.done() and (error := pushed.exception()) is not None:
+                self._engine.cancel(job.number, _as_baton(error))
+            return await computed
+        finally:
+            pushed.cancel()
+            if not computed.done():
+                self._engine.cancel(job.number)
+
+    def _channel(self, lease: Lease) -> grpc.aio.Channel:
+        if lease.endpoint not in self._channels:
+            self._channels[lease.endpoint] = make_channel(lease.endpoint)
+        return self._channels[lease.endpoint]
+
+
+class PrefillServer:
+    """An engine, and the server that its service is on. Make one with `start`, on the loop."""
+
+    def __init__(self, server: grpc.aio.Server, engine: PrefillEngine, servicer: PrefillRankServicer, port: int):
+        self.engine = engine
+        self.port = port
+        self._server = server
+        self._servicer = servicer
+
+    @classmethod
+    async def start(
+        cls, decoder: Decoder, *, clock: Clock, host: str, port: int = 0, watchdog_floor_s: float = 2.0
+    ) -> Self:
+        """Serves on host:port, and links over `host`; port 0 takes any free one. Raises ConfigError when it cannot
+        listen there."""
+        server = make_server()
+        bound = bind(server, host, port)
+        engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
+        servicer = PrefillRankServicer(engine, host)
+        prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+        await server.start()
+        return cls(server, engine, servicer, bound)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more calls, gives running ones `grace_s` seconds, then ends them and the engine. Idempotent."""
+        await self._server.stop(grace_s)
+        await asyncio.to_thread(self.engine.close)
+        await self._servicer.close()
+
+
+def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
+    """Raises InvalidArgumentError for a place that is not in the group, or no time to meet."""
+    if not message.rank < message.num_ranks:
+        raise InvalidArgumentError(f"rank = {message.rank} is out of range: num_ranks is {message.num_ranks}")
+    if not message.timeout_s > 0:
+        raise InvalidArgumentError(f"timeout_s = {message.timeout_s} is out of range: give the ranks time to meet")
+    if not message.store.rpartition(":")[2].isdigit():
+        raise InvalidArgumentError(f"store = {message.store!r} is no address: use host:port")
+    return Meeting(
+        epoch=Epoch(message.epoch),
+        rank=Rank(message.rank),
+        num_ranks=message.num_ranks,
+        store=message.store,
+        host=host,
+        timeout_s=message.timeout_s,
+    )
+
+
+def job_from_proto(message: prefill_pb2.PrefillJob) -> Job:
+    """Raises InvalidArgumentError for ranks, chunks and a prompt that do not fit together."""
+    history = history_from_proto(message.history)
+    return Job(
+        number=JobId(message.job),
+        epoch=Epoch(message.epoch),
+        request_id=RequestId(message.request_id),
+        attempt=message.attempt,
+        ranks=tuple(Rank(rank) for rank in message.ranks),
+        chunks=tuple(range_from_proto(chunk) for chunk in message.chunks),
+        prompt_ids=history.prompt_ids,
+        output_ids=history.output_ids,
+        params=history.params,
+    )
+
+
+def report_to_proto(report: JobReport, push: PushSummary) -> prefill_pb2.PrefillReport:
+    """What one rank did, as a message."""
+    return prefill_pb2.PrefillReport(
+        rank=report.rank,
+        run=_span_to_proto(report.run),
+        layers=[_span_to_proto(layer) for layer in report.layers],
+        wait_s=report.wait_s,
+        push=prefill_pb2.TimeSpan(start_unix_ns=push.first_unix_ns, end_unix_ns=push.last_unix_ns),
+        num_bytes_pushed=push.num_bytes,
+        num_bytes_sent=report.num_bytes_sent,
+    )
+
+
+def _span_to_proto(span: TimeSpan) -> prefill_pb2.TimeSpan:
+    return prefill_pb2.TimeSpan(start_unix_ns=span.start_unix_ns, end_unix_ns=span.end_unix_ns)
+
+
+def _retrieve(future: "asyncio.Future[Any]") -> None:
+    """Of two failures the call reports one; asyncio need not log the other as lost."""
+    if not future.cancelled():
+        future.exception()
+
+
+def _as_baton(error: BaseException) -> BatonError:
+    return error if isinstance(error, BatonError) else TransferError(f"the push failed: {error!r}")

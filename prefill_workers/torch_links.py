@@ -1,0 +1,196 @@
+"""Links between processes, over torch.distributed's gloo: point-to-point messages, never a collective.
+
+gloo is rendezvous: a send completes only when the peer has posted the receive, and reads the memory then. Between any
+two ranks there are two links, each with a sending thread on one side and a receiving thread on the other, which always
+has a receive posted: so a dead peer is noticed at once, by everyone, even when no job runs. A wait that times out would
+close the pair for ever, so waits have no timeout; whoever expects something of a peer watches the clock (watchdog.py).
+
+A rank that closes sends CLOSE on every link and goes on receiving, into scratch memory, until its peers have closed as
+well: nobody's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread; such a
+thread is left behind, a daemon, until the supervisor kills the peer, whereupon it ends with an error nobody hears.
+
+The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore that
+outlives them, in the supervisor. The interface is chosen explicitly.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from baton.errors import ChainError, LinkBrokenError
+from baton.ids import Epoch, JobId, Rank
+from prefill_workers.links import HEADER_BYTES, LinkHandler, LinkHeader, LinkStatus, join_all
+
+logger = logging.getLogger(__name__)
+
+_FOREVER = timedelta(days=365)
+_TAG = 0
+
+_Message = tuple[LinkHeader, memoryview | None]
+
+
+class _Work(Protocol):
+    def wait(self, timeout: timedelta) -> bool: ...
+
+
+class _Group(Protocol):
+    """What is used of ProcessGroupGloo: no collective."""
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> _Work: ...
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> _Work: ...
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where and as whom a rank joins an epoch."""
+
+    epoch: Epoch
+    rank: Rank
+    num_ranks: int
+    store: str
+    """host:port of the TCPStore."""
+    host: str
+    """Address of the interface that this rank's links use."""
+    timeout_s: float
+    """Seconds to wait for the other ranks."""
+
+
+def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
+    """Blocks until all ranks have met; raises LinkBrokenError when they have not within the meeting's timeout."""
+    try:
+        group = make_group(meeting) if meeting.num_ranks > 1 else None
+    except RuntimeError as error:  # what torch raises for a store that is gone, and for peers that do not come
+        raise LinkBrokenError(
+            f"rank {meeting.rank} met not all {meeting.num_ranks} ranks of epoch {meeting.epoch} at {meeting.store} "
+            f"within {meeting.timeout_s:g} s: start the next epoch with all ranks alive ({_one_line(error)})"
+        ) from error
+    return TorchLinks(meeting, group, handler)
+
+
+def make_group(meeting: Meeting) -> _Group:
+    """A process group of its own, not the global default; blocks until all ranks have met. Raises RuntimeError."""
+    host, port = meeting.store.rsplit(":", 1)
+    timeout = timedelta(seconds=meeting.timeout_s)
+    # torch's stubs leave out gloo's options, and point-to-point on the group
+    store = dist.TCPStore(host, int(port), None, False, timeout=timeout, wait_for_workers=False)
+    epoch_store = dist.PrefixStore(f"epoch-{meeting.epoch}", store)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.host)]
+    options._timeout = timeout
+    return cast(_Group, dist.ProcessGroupGloo(epoch_store, meeting.rank, meeting.num_ranks, options))
+
+
+_Worker = Callable[[Rank, _Group], None]
+
+
+class TorchLinks:
+    """See `prefill_workers.links.Links`. The process group belongs to the threads: the last one drops it."""
+
+    def __init__(self, meeting: Meeting, group: _Group | None, handler: LinkHandler) -> None:
+        self._epoch = meeting.epoch
+        self._rank = meeting.rank
+        self._handler = handler
+        self._closed = threading.Event()
+        self._queueing = threading.Lock()
+        self._queues: dict[Rank, SimpleQueue[_Message | None]] = {}
+        self._threads: list[threading.Thread] = []
+        for peer in (Rank(r) for r in range(meeting.num_ranks) if r != meeting.rank):
+            assert group is not None
+            self._queues[peer] = SimpleQueue()
+            for work, way in ((self._send_all, "to"), (self._receive_all, "from")):
+                name = f"link-{self._rank}-{way}-{peer}"
+                self._threads.append(
+                    threading.Thread(target=self._live, args=(work, peer, group), name=name, daemon=True)
+                )
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
+        with self._queueing:
+            if not self._closed.is_set():
+                self._queues[target].put((header, payload))
+
+    def close(self) -> None:
+        with self._queueing:
+            if not self._closed.is_set():
+                self._closed.set()
+                for queue in self._queues.values():
+                    _drain(queue)
+                    queue.put(None)
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        return join_all(self._threads, timeout_s)
+
+    def _live(self, work: _Worker, peer: Rank, group: _Group) -> None:
+        """A link thread's life."""
+        try:
+            work(peer, group)
+        except (RuntimeError, ChainError) as error:  # gloo raises the former
+            self._break(peer, error)
+        except Exception as error:
+            logger.exception("a link thread failed")
+            self._break(peer, error)
+
+    def _send_all(self, target: Rank, group: _Group) -> None:
+        queue = self._queues[target]
+        while (message := queue.get()) is not None:
+            header, payload = message
+            _send(group, target, header, payload)
+            del message, payload  # the memory may be given back while this thread waits
+            if not self._closed.is_set():
+                self._handler.sent(target, header)
+        _send(group, target, LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE), None)
+
+    def _receive_all(self, source: Rank, group: _Group) -> None:
+        header_bytes = bytearray(HEADER_BYTES)
+        header_tensor = torch.frombuffer(header_bytes, dtype=torch.uint8)
+        while True:
+            group.recv([header_tensor], source, _TAG).wait(_FOREVER)
+            header = LinkHeader.unpack(bytes(header_bytes))
+            if header.status is LinkStatus.CLOSE:
+                raise LinkBrokenError("the peer closed its links: its epoch has ended")
+            if header.num_bytes:
+                group.recv([self._place(source, header)], source, _TAG).wait(_FOREVER)
+            if not self._closed.is_set():
+                self._handler.received(source, header)
+
+    def _place(self, source: Rank, header: LinkHeader) -> Tensor:
+        place = None if self._closed.is_set() else self._handler.place_for(source, header)
+        if place is None:
+            return torch.empty(header.num_bytes, dtype=torch.uint8)
+        assert place.nbytes == header.num_bytes, (place.nbytes, header)
+        return torch.frombuffer(place, dtype=torch.uint8)
+
+    def _break(self, peer: Rank, error: Exception) -> None:
+        if not self._closed.is_set():
+            broken = LinkBrokenError(f"link between ranks {self._rank} and {peer} broke: {_one_line(error)}")
+            broken.__cause__ = error
+            self._handler.broken(broken)
+
+
+def _send(group: _Group, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+    parts = [memoryview(bytearray(header.pack()))] + ([payload] if payload is not None else [])
+    for part in parts:
+        group.send([torch.frombuffer(part, dtype=torch.uint8)], target, _TAG).wait(_FOREVER)
+
+
+def _drain(queue: "SimpleQueue[_Message | None]") -> None:
+    while True:
+        try:
+            queue.get_nowait()
+        except Empty:
+            return
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).splitlines() or [repr(error)])[0][:200]

@@ -1,0 +1,68 @@
+"""The lists of packages in pyproject.toml are complete, and importing a package brings in no more than it should."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from setuptools import find_packages
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("[!.]*/__init__.py"))
+
+
+def test_every_package_is_checked_for_its_layer() -> None:
+    assert sorted(PROJECT["tool"]["importlinter"]["root_packages"]) == PACKAGES
+
+
+def test_every_package_has_a_layer() -> None:
+    contract = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["id"] == "layers")
+    layers = {name.strip(" ()") for layer in contract["layers"] for name in layer.split("|")}
+    assert set(PACKAGES) <= layers
+
+
+def test_every_package_is_type_checked() -> None:
+    assert set(PACKAGES) <= set(PROJECT["tool"]["mypy"]["files"])
+
+
+def test_the_wheel_holds_every_package_but_benchmarks() -> None:
+    include = PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
+    found = find_packages(where=str(ROOT), include=include)
+    assert sorted({name.partition(".")[0] for name in found}) == [p for p in PACKAGES if p != "benchmarks"]
+    assert "baton.v1" in found
+
+
+@pytest.mark.parametrize("package", [package for package in PACKAGES if package != "benchmarks"])
+def test_a_package_in_the_wheel_is_marked_as_typed(package: str) -> None:
+    assert (ROOT / package / "py.typed").is_file()
+
+
+def test_no_test_folder_is_a_package() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("package", ["baton", "text", "planning", "transport", "orchestrator"])
+def test_importing_all_of_a_package_leaves_torch_out(package: str) -> None:
+    modules = sorted(
+        str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    )
+    assert modules
+    loaded = loaded_after(*modules)
+    assert set(modules) <= loaded
+    assert not {"torch", "ray"} & loaded
+
+
+def test_the_probe_sees_torch_where_it_is_imported() -> None:
+    assert "torch" in loaded_after("modeling.kv_buffers")
+
+
+def loaded_after(*modules: str) -> set[str]:
+    """sys.modules of a fresh interpreter that imported `modules`."""
+    program = f"import sys, {', '.join(modules)}; print('\\n'.join(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True)
+    return set(run.stdout.split())

@@ -1,0 +1,137 @@
+"""What users write against, frozen: names of `baton`, its clients' methods, fields of what they return, the CLI.
+
+Whoever changes one of these changes it here too, and says so in CHANGELOG.md.
+"""
+
+import argparse
+import inspect
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+
+import baton
+from baton.results import Choice, ClusterState, Completion, GroupState, ModelInfo, RankTiming, Timings, Usage
+from deploy.cli import build_parser
+
+NAMES = """
+    AsyncClient AsyncStream BatonError Choice Client Completion FinishReason Reconnect SampledToken SamplingParams
+    Stream Timings TokenEvent Usage __version__
+"""
+
+CLIENT = {
+    "__init__": "(self, target='127.0.0.1:50051', *, reconnect=None, clock=None)",
+    "close": "(self)",
+    "cluster_state": "(self, timeout_s=10.0)",
+    "generate": "(self, prompt=None, *, messages=None, token_ids=None, params=None, request_id=None, model='',"
+    " echo=False, deadline_s=None, metadata=None, **sampling)",
+    "model": "(self, timeout_s=10.0)",
+}
+STREAM = {"cancel": "(self)", "collect": "(self)", "text": "(self)"}
+STREAM_PROPERTIES = "finish output request_id timings usage"
+
+FIELDS = {
+    Choice: "index text tokens finish",
+    Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
+    Usage: "num_prompt_tokens num_output_tokens num_attempts",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks",
+    RankTiming: "rank tokens start_ns end_ns wait_s push_start_ns push_end_ns num_bytes_pushed num_bytes_sent layers",
+    ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
+    ClusterState: "groups num_queued num_running num_degraded version",
+    GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests",
+    baton.TokenEvent: "index token text unix_ns finish error choice prompt",
+    baton.SampledToken: "token_id logprob top",
+    baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
+    baton.SamplingParams: "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty"
+    " frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs"
+    " prompt_logprobs n",
+}
+
+SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
+CONFIGURATION = "--config --set"
+COMMANDS = {
+    "config": CONFIGURATION,
+    "doctor": CONFIGURATION,
+    "generate": f"prompt --chat --deadline --echo --n --no-usage --target {SAMPLING}",
+    "local": f"prompt --cache --chat --colocated --dtype --model --no-timeline --ranks --threads {SAMPLING}",
+    "serve": f"--address {CONFIGURATION}",
+    "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
+    " --link-us --model --plot --protocol --push-gb-s --ranks --shape",
+    "status": "name",
+    "stop": "name",
+}
+"""Each command's arguments and options."""
+
+
+def test_names_of_the_package() -> None:
+    assert sorted(baton.__all__) == NAMES.split()
+    assert set(NAMES.split()) <= set(dir(baton))
+
+
+@pytest.mark.parametrize("name", NAMES.split())
+def test_name_can_be_imported(name: str) -> None:
+    assert getattr(baton, name) is not None
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'baton' has no attribute 'Nothing'"):
+        baton.Nothing  # noqa: B018
+
+
+def test_importing_the_package_loads_neither_grpc_nor_stubs() -> None:
+    program = "import sys, baton; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
+    loaded = set(run.stdout.split())
+    assert "baton" in loaded and not {"grpc", "google.protobuf", "baton.v1"} & loaded
+
+
+@pytest.mark.parametrize("client", [baton.Client, baton.AsyncClient])
+def test_methods_of_the_clients(client: type) -> None:
+    assert dict(public_methods(client)) == CLIENT
+
+
+@pytest.mark.parametrize("stream", [baton.Stream, baton.AsyncStream])
+def test_methods_of_the_streams(stream: type) -> None:
+    methods = dict(public_methods(stream))
+    del methods["__init__"]  # streams are made by clients
+    assert methods == STREAM
+    properties = [name for name, _ in inspect.getmembers(stream, inspect.isdatadescriptor) if not name.startswith("_")]
+    assert properties == STREAM_PROPERTIES.split()
+
+
+@pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
+def test_fields_of_what_clients_return(kind: type) -> None:
+    assert [field.name for field in fields(kind)] == FIELDS[kind].split()
+
+
+def test_commands() -> None:
+    assert sorted(commands()) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_options_of_a_command(command: str) -> None:
+    assert sorted(arguments(commands()[command])) == sorted(COMMANDS[command].split())
+
+
+def public_methods(kind: type) -> Iterator[tuple[str, str]]:
+    """Each public method and the constructor, with its parameters and their defaults."""
+    for name, method in inspect.getmembers(kind, inspect.isfunction):
+        if name == "__init__" or not name.startswith("_"):
+            parameters = inspect.signature(method).parameters.values()
+            bare = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in parameters]
+            yield name, str(inspect.Signature(bare))
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    """The parser of each command."""
+    [choices] = [action.choices for action in build_parser()._actions if isinstance(action.choices, dict)]
+    return choices
+
+
+def arguments(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """The longest name of each option, and each argument's name; without help."""
+    for action in parser._actions:
+        if action.dest != "help":
+            yield max(action.option_strings, key=len, default=action.dest)

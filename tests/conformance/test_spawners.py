@@ -1,0 +1,61 @@
+"""What every Spawner promises, asked of the ones that run without Ray; tests/system asks the same of Ray's actors."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.errors import BatonError
+from deploy.config import LocalConfig, WorkerConfig
+from deploy.processes import ProcessSpawner, WorkerStartError
+from deploy.spawner import Spawner, WorkerHandle
+from deploy.workers import Worker
+from tests.support.spawners import InProcessSpawner
+
+MakeSpawner = Callable[[], Spawner]
+
+
+@pytest.fixture(params=[InProcessSpawner, lambda: ProcessSpawner(60.0)], ids=["in process", "child processes"])
+def spawner(request: pytest.FixtureRequest) -> Spawner:
+    make: MakeSpawner = request.param
+    return make()
+
+
+@pytest.fixture
+def config(smollm2: Path) -> WorkerConfig:
+    return LocalConfig(smollm2, dtype="float32").worker("prefill", 0)
+
+
+async def _answers(handle: WorkerHandle) -> bool:
+    worker = Worker(handle, SystemClock().now_s())
+    try:
+        return bool((await worker.status(10.0)).version)
+    finally:
+        await worker.close()
+
+
+async def test_a_started_worker_serves_and_a_closed_one_has_ended(spawner: Spawner, config: WorkerConfig) -> None:
+    handle = await spawner.start(config)
+    assert handle.config == config
+    assert not handle.ended
+    assert await _answers(handle)
+    assert handle.ended
+    assert await handle.wait()
+
+
+async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: Spawner, config: WorkerConfig) -> None:
+    handle = await spawner.start(config)
+    handle.kill()
+    assert await handle.wait()
+    assert handle.ended
+    handle.kill()
+    await handle.close()
+    await handle.close()
+
+
+async def test_a_worker_that_cannot_start_gives_its_own_reason(config: WorkerConfig) -> None:
+    with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
+        await ProcessSpawner(60.0).start(replace(config, model_folder="/absent"))
+    assert isinstance(caught.value, BatonError)

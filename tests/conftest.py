@@ -1,0 +1,55 @@
+"""Fixtures of all lanes: nothing may be left behind by a test, and one converted sample model is shared."""
+
+import asyncio
+import inspect
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import leaks
+
+# Before anything imports torch: tests share few cores, with each other and with the worker processes they start.
+os.environ["OMP_NUM_THREADS"] = "1"
+# A shell that runs this in the background ignores Ctrl-C, and all processes below it would: some are tested for it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Nothing is fetched: not by a test, and not by a library on its behalf.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+MODEL_CACHE = Path(__file__).parents[1] / ".cache" / "models"
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Fails a test that leaves non-daemon threads or child processes behind."""
+    threads, processes = leaks.live_threads(), leaks.child_processes()
+    yield
+    left = leaks.threads_left(threads) + leaks.processes_left(processes)
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def no_leaked_tasks(no_leaks: None, request: pytest.FixtureRequest) -> None:
+    """Fails an async test that leaves tasks on its loop; checked before the loop is closed, threads after."""
+    if inspect.iscoroutinefunction(getattr(request.node, "obj", None)):
+        request.getfixturevalue("_leaked_tasks_check")
+
+
+@pytest.fixture
+async def _leaked_tasks_check() -> AsyncIterator[None]:
+    before = asyncio.all_tasks()
+    yield
+    left = await leaks.tasks_left(before)
+    assert not left, f"tasks left behind: {left}"
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The sample model's folder, converted once into the project's own cache."""
+    from modeling.catalog import resolve_model
+    from text.gguf_tokenizer import write_tokenizer
+
+    return resolve_model("smollm2-135m", cache=MODEL_CACHE, progress=lambda done, total: None, finish=write_tokenizer)

@@ -1,0 +1,49 @@
+"""A copy of the tree in which a test may plant a violation, and the steps of `make lint` to run on it."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+
+STEPS = {
+    "imports": ("lint-imports", "--no-logo"),
+    "sizes": ("python", "tools/check_sizes.py"),
+    "stubs": ("python", "tools/protos.py", "--check"),
+}
+"""The steps that the project wrote rules for, as the Makefile runs them from .venv/bin."""
+
+_COPIED = {".py", ".pyi", ".proto", ".toml"}
+_SKIPPED = {"build", "dist", "__pycache__"}
+
+
+def copy_tree(target: Path) -> Path:
+    """Copies what the lint steps read; returns `target`."""
+    for folder, names, files in os.walk(ROOT):
+        names[:] = [name for name in names if not name.startswith(".") and name not in _SKIPPED]
+        for name in files:
+            source = Path(folder, name)
+            if source.suffix in _COPIED:
+                place = target / source.relative_to(ROOT)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source, place)
+    return target
+
+
+def run_step(step: str, root: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a step in `root`; never raises for its status. Output in one stream, unwrapped."""
+    command, *arguments = STEPS[step]
+    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "COLUMNS": "400"}
+    return subprocess.run(
+        [BIN / command, *arguments],
+        cwd=root,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        timeout=100,
+        check=False,
+    )

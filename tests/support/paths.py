@@ -1,0 +1,52 @@
+"""The ways a sequence can be computed by our decoder; all must agree. Every function returns logits `[T, V]`."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from modeling.decoder import Decoder
+from modeling.kv_buffers import BufferSpan, KvBuffer
+
+
+def buffer_for(decoder: Decoder, num_tokens: int) -> KvBuffer:
+    """An empty buffer for a sequence; NaN everywhere, so that a row read before it was written shows."""
+    buffer = KvBuffer(decoder.layout, TokenRange(0, num_tokens))
+    buffer.data.fill_(float("nan"))
+    return buffer
+
+
+def advance(decoder: Decoder, buffer: KvBuffer, token_ids: Sequence[int], start: int) -> Tensor:
+    """Logits of `token_ids` at positions from `start`, whose predecessors' KV is in `buffer`."""
+    hidden_TD = advance_hidden(decoder, buffer, token_ids, start)
+    return decoder.logits(hidden_TD)
+
+
+def advance_hidden(decoder: Decoder, buffer: KvBuffer, token_ids: Sequence[int], start: int) -> Tensor:
+    """The same before the output head: hidden states `[T, D]`."""
+    return decoder.forward(token_ids, [BufferSpan(buffer, TokenRange(start, start + len(token_ids)))])
+
+
+def whole(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
+    """All tokens at once."""
+    return advance(decoder, buffer_for(decoder, len(token_ids)), token_ids, 0)
+
+
+def chunked_hidden(decoder: Decoder, buffer: KvBuffer, token_ids: Sequence[int], cuts: Sequence[int]) -> Tensor:
+    """Hidden states `[T, D]` of all tokens, computed in chunks that end at `cuts`."""
+    edges = [0, *cuts, len(token_ids)]
+    parts = [advance_hidden(decoder, buffer, token_ids[start:end], start) for start, end in pairwise(edges)]
+    return torch.cat(parts)
+
+
+def random_cuts(num_tokens: int, max_chunk: int, seed: int) -> list[int]:
+    """Where chunks of random sizes from 1 to `max_chunk` end; the last end, num_tokens, is left out."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts: list[int] = []
+    while True:
+        end = (cuts[-1] if cuts else 0) + int(torch.randint(1, max_chunk + 1, (), generator=generator))
+        if end >= num_tokens:
+            return cuts
+        cuts.append(end)

@@ -1,0 +1,55 @@
+"""Bare gRPC methods on a real server, for tests of what lies around them; messages are bytes."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+
+from transport.channel import Keepalive, bind, make_channel, make_server
+
+Context = grpc.aio.ServicerContext[Any, Any]
+UNARY, STREAM, UPLOAD = "/test.Service/Unary", "/test.Service/Stream", "/test.Service/Upload"
+
+
+class Service:
+    """Its methods answer with what they were sent; tests override them."""
+
+    async def unary(self, request: bytes, context: Context) -> bytes:
+        return request
+
+    async def stream(self, request: bytes, context: Context) -> AsyncIterator[bytes]:
+        yield request
+
+    async def upload(self, requests: AsyncIterator[bytes], context: Context) -> bytes:
+        return b"".join([request async for request in requests])
+
+
+@asynccontextmanager
+async def served(service: Service, *, port: int = 0, keepalive: Keepalive | None = None) -> AsyncIterator[int]:
+    """Serves it on 127.0.0.1; yields the port."""
+    server = make_server(keepalive)
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+        "Unary": grpc.unary_unary_rpc_method_handler(service.unary),
+        "Stream": grpc.unary_stream_rpc_method_handler(service.stream),
+        "Upload": grpc.stream_unary_rpc_method_handler(service.upload),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    bound = bind(server, "127.0.0.1", port)
+    await server.start()
+    try:
+        yield bound
+    finally:
+        await server.stop(grace=0)
+
+
+@asynccontextmanager
+async def connected(service: Service) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to it."""
+    async with served(service) as port, make_channel(f"127.0.0.1:{port}") as channel:
+        yield channel
+
+
+async def call_unary(channel: grpc.aio.Channel, request: bytes = b"", timeout_s: float = 30.0) -> bytes:
+    """One call of `unary`, errors as gRPC raises them."""
+    return await channel.unary_unary(UNARY, bytes, bytes)(request, timeout=timeout_s)

@@ -1,0 +1,162 @@
+"""The Orchestrator service as a script: tokens that are a function of their position, and faults by number of call.
+
+Real servers and real streams; only what would compute the tokens is missing. Output token i is 1000 + i and its text
+is "<i> "; the seed is drawn as 77 unless given; the stream goes on after what the request has of its first choice.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.errors import BatonError
+from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc
+from transport.channel import bind, make_server
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Events = AsyncIterator[orchestrator_pb2.GenerateEvent]
+
+MODEL = orchestrator_pb2.Model(
+    name="scripted", max_tokens=512, vocab_size=2000, dtype="float32", has_chat_template=True, layout_fingerprint="f"
+)
+STATE = orchestrator_pb2.ClusterState(
+    groups=[
+        orchestrator_pb2.GroupState(
+            name="g0", role="generate", endpoints=["h:1"], epoch=3, is_ready=True, num_slots=8, num_free=7
+        )
+    ],
+    num_queued=2,
+    num_running=1,
+    num_degraded=4,
+    version="0.1.0",
+)
+TAIL = "tail"
+"""Text that only the choice's end brings."""
+
+
+@dataclass
+class Fault:
+    """What one call does in place of finishing, after `after` new tokens; by default nothing."""
+
+    after: int = 0
+    error: BatonError | None = None
+    hang: bool = False
+    """Wait until cancelled."""
+    end: bool = False
+    """End the stream, without a last message."""
+    skip: int = 0
+    """Leave out this many tokens, and go on."""
+    repeat: int = 0
+    """Send this many tokens again, and go on."""
+    before_started: bool = False
+    """At once, before the request is taken."""
+    finish: generate_pb2.FinishReason.ValueType | None = None
+    """Finish with this reason, and `error`."""
+
+
+@dataclass
+class ScriptedOrchestrator(orchestrator_pb2_grpc.OrchestratorServicer):
+    """Keeps what it was asked; the n-th call suffers the n-th fault."""
+
+    faults: Sequence[Fault] = ()
+    requests: list[orchestrator_pb2.GenerateRequest] = field(default_factory=list)
+    metadata: list[dict[str, str | bytes]] = field(default_factory=list)
+    hanging: asyncio.Event = field(default_factory=asyncio.Event)
+    cancelled: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def Generate(self, request: orchestrator_pb2.GenerateRequest, context: Context) -> Events:
+        """Streams what the request and its fault say."""
+        fault = self.faults[len(self.requests)] if len(self.requests) < len(self.faults) else Fault(after=2**31)
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata() or ()))
+        if fault.before_started:
+            await self._strike(fault)
+        yield orchestrator_pb2.GenerateEvent(started=_started(request))
+        first = len(request.outputs[0].token_ids) if request.outputs else 0
+        indices = list(range(first, request.sampling.max_tokens))
+        num_sent = first
+        for position, index in enumerate(_bent(indices, fault)):
+            if position == fault.after and not (fault.skip or fault.repeat):
+                if fault.finish is not None:
+                    break
+                await self._strike(fault)
+                return
+            yield _token(index)
+            num_sent = max(num_sent, index + 1)
+        yield _end(num_sent, fault.finish or generate_pb2.FINISH_REASON_LENGTH)
+        yield _finished(request)
+        if fault.finish is not None and fault.error is not None:
+            raise fault.error
+
+    async def GetModel(self, request: orchestrator_pb2.GetModelRequest, context: Context) -> orchestrator_pb2.Model:
+        """The scripted model."""
+        return MODEL
+
+    async def GetClusterState(
+        self, request: orchestrator_pb2.GetClusterStateRequest, context: Context
+    ) -> orchestrator_pb2.ClusterState:
+        """The scripted state."""
+        return STATE
+
+    async def _strike(self, fault: Fault) -> None:
+        if fault.error is not None:
+            raise fault.error
+        if fault.hang:
+            self.hanging.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.cancelled.set()
+
+
+@asynccontextmanager
+async def serving(service: ScriptedOrchestrator, port: int = 0) -> AsyncIterator[str]:
+    """Serves it on 127.0.0.1; yields host:port. Leaving ends all calls at once, as a dying controller does."""
+    server = make_server()
+    orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(service, server)
+    bound = bind(server, "127.0.0.1", port)
+    await server.start()
+    try:
+        yield f"127.0.0.1:{bound}"
+    finally:
+        await server.stop(grace=0)
+
+
+def text_of(num_tokens: int) -> str:
+    """All text of a finished stream of so many tokens."""
+    return "".join(f"{index} " for index in range(num_tokens)) + TAIL
+
+
+def _bent(indices: list[int], fault: Fault) -> list[int]:
+    kept = indices[: fault.after]
+    return kept + indices[fault.after + fault.skip - fault.repeat :] if fault.skip or fault.repeat else indices
+
+
+def _started(request: orchestrator_pb2.GenerateRequest) -> orchestrator_pb2.Started:
+    seed = request.sampling.seed if request.seeded else 77
+    return orchestrator_pb2.Started(
+        request_id=request.request_id, seed=seed, num_prompt_tokens=5, model=MODEL.name, exact=True
+    )
+
+
+def _token(index: int) -> orchestrator_pb2.GenerateEvent:
+    token = common_pb2.SampledToken(token_id=1000 + index)
+    return orchestrator_pb2.GenerateEvent(
+        token=generate_pb2.TokenEvent(index=index, token=token, text=f"{index} ", unix_ns=1)
+    )
+
+
+def _end(num_tokens: int, reason: generate_pb2.FinishReason.ValueType) -> orchestrator_pb2.GenerateEvent:
+    return orchestrator_pb2.GenerateEvent(
+        token=generate_pb2.TokenEvent(index=num_tokens, text=TAIL, unix_ns=4 * 10**9, finish=reason)
+    )
+
+
+def _finished(request: orchestrator_pb2.GenerateRequest) -> orchestrator_pb2.GenerateEvent:
+    usage = orchestrator_pb2.Usage(num_prompt_tokens=5, num_output_tokens=request.sampling.max_tokens, num_attempts=1)
+    rank = orchestrator_pb2.RankTiming(rank=0, tokens=common_pb2.TokenRange(start=0, end=5), num_bytes_pushed=9)
+    timings = orchestrator_pb2.Timings(received_ns=10**9, first_token_ns=3 * 10**9, finished_ns=4 * 10**9, ranks=[rank])
+    return orchestrator_pb2.GenerateEvent(finished=orchestrator_pb2.Finished(usage=usage, timings=timings))

@@ -1,0 +1,201 @@
+"""A relay in one process under a real supervisor, each worker behind a network, links and outlets that fail by a plan.
+
+Real servers, engines, chains over gloo, orchestrator and supervision; a supervisor's kill ends a worker's server, which
+is made anew. Calm until the plan is switched on.
+"""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from baton.clock import SystemClock
+from baton.proto_types import params_to_proto
+from baton.results import ModelInfo
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1 import prefill_pb2_grpc
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from deploy.chain_links import ChainLinks
+from deploy.cluster import Cluster
+from deploy.config import WorkerConfig
+from deploy.groups import Heartbeat, Surroundings, WorkerGroup
+from deploy.restarts import Backoff
+from generate_workers.engine import EngineConfig
+from generate_workers.servicer import GenerationServer
+from modeling.decoder import Decoder
+from orchestrator.config import OrchestratorConfig
+from orchestrator.frontend import OrchestratorServer
+from orchestrator.membership import Members
+from prefill_workers.servicer import PrefillRankServicer, PrefillServer
+from tests.support.eventually import eventually
+from tests.support.fault_plans import FaultPlan
+from tests.support.faulty_network import HOST, FaultyNetwork
+from tests.support.faulty_ports import FaultyEngine
+from tests.support.generation import eos_decoder
+from tests.support.orchestrators import Answer
+from tests.support.spawners import tiny_worker
+from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
+from transport.channel import bind, make_channel, make_server
+
+if TYPE_CHECKING:
+    from baton.v1.orchestrator_pb2_grpc import OrchestratorAsyncStub
+
+NUM_RANKS = 2
+NUM_SLOTS = 6
+MAX_TOKENS = 400
+CLOCK = SystemClock()
+HEARTBEAT = Heartbeat(interval_s=0.2, dead_after_s=1.5)
+TTL_S = 1.0
+CONFIG = OrchestratorConfig(
+    avoid_s=0.3, prefill_wait_s=3.0, generation_wait_s=20.0, max_attempts=8, lease_ttl_s=TTL_S, poll_s=0.2
+)
+
+
+class FaultyWorker:
+    """One server behind its network. Implements WorkerHandle."""
+
+    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer, network: FaultyNetwork) -> None:
+        self.config = config
+        self.endpoint = network.endpoint
+        self.pid = 0
+        self.server = server
+        self._network = network
+        self._ending: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    async def wait(self) -> str:
+        await self._over.wait()
+        return "a word"
+
+    def freeze(self) -> None:
+        """As SIGSTOP: no call is answered, and none ends."""
+        self._network.freeze()
+
+    def kill(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def close(self) -> None:
+        self.kill()
+        await self.wait()
+
+    async def _end(self) -> None:
+        await self._network.close()
+        await self.server.stop()
+        self._over.set()
+
+
+class FaultySpawner:
+    """Makes workers of one tiny model. Implements Spawner."""
+
+    def __init__(self, decoder: Decoder, plan: FaultPlan) -> None:
+        self._decoder = decoder
+        self._plan = plan
+        self._made: dict[str, FaultyWorker] = {}
+
+    @property
+    def living(self) -> list[FaultyWorker]:
+        """By name, in order."""
+        return [self._made[name] for name in sorted(self._made) if not self._made[name].ended]
+
+    async def start(self, config: WorkerConfig) -> FaultyWorker:
+        server = await (self._rank() if config.role == "prefill" else self._group())
+        network = FaultyNetwork(self._plan)
+        await network.open(f"{HOST}:{server.port}")
+        self._made[config.name] = FaultyWorker(config, server, network)
+        return self._made[config.name]
+
+    async def _rank(self) -> PrefillServer:
+        server = make_server()
+        bound = bind(server, HOST)
+        engine = FaultyEngine(self._decoder, CLOCK, self._plan, watchdog_floor_s=1.0)
+        servicer = PrefillRankServicer(engine, HOST)
+        prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+        await server.start()
+        return PrefillServer(server, engine, servicer, bound)
+
+    async def _group(self) -> GenerationServer:
+        config = EngineConfig(num_slots=NUM_SLOTS, max_slot_tokens=MAX_TOKENS, max_waiting=NUM_SLOTS)
+        return await GenerationServer.start(self._decoder, letter_tokenizer(), config, clock=CLOCK, host=HOST)
+
+
+@dataclass
+class Storm:
+    """The running relay, and a client's stub."""
+
+    decoder: Decoder
+    spawner: FaultySpawner
+    cluster: Cluster
+    stub: "OrchestratorAsyncStub"
+
+    async def ask(self, prompt_ids: Sequence[int], params: SamplingParams) -> Answer:
+        """A stream to its end; raises its error."""
+        request = pb.GenerateRequest(
+            request_id=uuid.uuid4().hex,
+            token_ids=pb.TokenIds(ids=prompt_ids),
+            sampling=params_to_proto(params),
+            seeded=True,
+        )
+        answer = Answer()
+        await answer.drain(self.stub.Generate(request))
+        return answer
+
+    async def until_empty(self, within_s: float) -> None:
+        """All workers serve, nobody waits or runs, no slot, byte or job is held, and nothing is leaked."""
+        await self.cluster.until_ready(within_s)
+        await eventually(self._held, lambda counts: not any(counts), within_s)
+
+    async def _held(self) -> list[int]:
+        state = await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
+        counts = [state.num_queued, state.num_running]
+        for group in state.groups:
+            counts += [group.num_slots - group.num_free, group.num_bytes_held, group.num_requests, group.num_leaked]
+        servers = [worker.server for worker in self.spawner.living]
+        return counts + [each.engine.status().num_jobs for each in servers if isinstance(each, PrefillServer)]
+
+
+@asynccontextmanager
+async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
+    """Everything up, and everything down again."""
+    torch.set_num_threads(1)
+    decoder, members = eos_decoder(), Members()
+    spawner = FaultySpawner(decoder, plan)
+
+    def tell() -> None:
+        members.update(cluster.view(NUM_SLOTS, MAX_TOKENS))
+
+    around = Surroundings(spawner, HEARTBEAT, CLOCK, lambda line: None, tell, backoff=Backoff(0.2, 0.5))
+    ranks = [tiny_worker("prefill", rank) for rank in range(NUM_RANKS)]
+    chain = WorkerGroup("prefill-0", ranks, around, ChainLinks(HOST, 2.0))
+    groups = [
+        WorkerGroup(f"generate-{index}", [tiny_worker("generate", group=index)], around) for index in range(num_groups)
+    ]
+    cluster = Cluster([chain], groups, around)
+    await cluster.start()
+    try:
+        async with _orchestrator(decoder, members) as server, make_channel(f"{HOST}:{server.port}") as channel:
+            yield Storm(decoder, spawner, cluster, OrchestratorStub(channel))
+    finally:
+        await cluster.close()
+
+
+@asynccontextmanager
+async def _orchestrator(decoder: Decoder, members: Members) -> AsyncIterator[OrchestratorServer]:
+    layout = decoder.layout.fingerprint
+    model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
+    server = await OrchestratorServer.start(
+        members, letter_tokenizer(), model, clock=CLOCK, host=HOST, eos_token_ids=(EOS_ID,), config=CONFIG
+    )
+    try:
+        yield server
+    finally:
+        await server.stop()

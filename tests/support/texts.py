@@ -1,0 +1,21 @@
+"""Natural text as token ids."""
+
+import gzip
+from functools import cache
+from pathlib import Path
+
+from text.tokenizer import Tokenizer
+
+_NOVEL = Path(__file__).parents[1] / "data" / "persuasion.txt.gz"
+
+
+@cache
+def novel_ids(folder: Path) -> tuple[int, ...]:
+    """The first part of a novel, tokenized."""
+    text = gzip.decompress(_NOVEL.read_bytes()).decode()
+    return tuple(Tokenizer.load(folder).encode(text[:120_000]))
+
+
+def passage_ids(folder: Path, num_tokens: int, start: int = 0) -> tuple[int, ...]:
+    """`num_tokens` consecutive tokens of the novel, from token 500 + start."""
+    return novel_ids(folder)[500 + start : 500 + start + num_tokens]

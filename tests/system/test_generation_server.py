@@ -1,0 +1,302 @@
+"""A generation group over real gRPC: pushed and local prompts, hostile input, clients that go away, heartbeats."""
+
+import asyncio
+import dataclasses
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import pytest
+import torch
+
+from baton import __version__
+from baton.clock import SystemClock
+from baton.errors import (
+    ConfigError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+    ResourceExhaustedError,
+    StaleStampError,
+    UnavailableError,
+)
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from baton.v1 import generate_pb2, generate_pb2_grpc
+from generate_workers.engine import EngineConfig
+from generate_workers.servicer import GenerationServer
+from modeling.decoder import Decoder
+from tests.support.eventually import eventually
+from tests.support.generation import eos_decoder, prefilled, prompt, reference_ids, sampled_next
+from tests.support.tiny_tokenizer import letter_tokenizer, text_of
+from transport.channel import make_channel
+from transport.kv_sender import KvPushClient
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import event_from_proto, history_to_proto, lease_ref_to_proto
+from transport.status import translate_rpc_errors
+
+SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+CONFIG = EngineConfig(num_slots=3, max_slot_tokens=500, max_prefill_tokens_per_step=16, max_waiting=2)
+IDLE = generate_pb2.GenerationStatusRequest()
+
+
+class Client:
+    """What a controller does to one generation group."""
+
+    def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
+        self.server = server
+        self.decoder = decoder
+        self.kv = KvPushClient(channel, decoder.layout)
+        self.stub: generate_pb2_grpc.GenerationGroupAsyncStub = generate_pb2_grpc.GenerationGroupStub(channel)
+
+    def open(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams = SHORT,
+        ref: LeaseRef | None = None,
+        output_ids: tuple[int, ...] = (),
+    ) -> "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]":
+        history = history_to_proto(prompt_ids, output_ids, params)
+        lease = None if ref is None else lease_ref_to_proto(ref)
+        return self.stub.Stream(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
+
+    async def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 30.0) -> Lease:
+        return await self.kv.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
+
+    async def push(self, lease: Lease, prompt_ids: tuple[int, ...]) -> None:
+        """Prefills on its own and pushes, layer by layer, in two halves."""
+        buffer, _ = prefilled(self.decoder, prompt_ids)
+        push = self.kv.open_push(lease)
+        for layer in range(self.decoder.config.num_layers):
+            for tokens in TokenRange(0, len(prompt_ids)).split(max(1, len(prompt_ids) // 2)):
+                push.offer(layer, tokens, buffer.export(layer, tokens))
+        push.finish()
+        assert (await push.result()).num_bytes == len(prompt_ids) * self.decoder.layout.token_bytes
+
+    async def push_and_commit(self, lease: Lease, prompt_ids: tuple[int, ...], params: SamplingParams = SHORT) -> None:
+        await self.push(lease, prompt_ids)
+        await self.kv.commit(lease.ref, [sampled_next(self.decoder, prompt_ids, (), params)])
+
+    async def status(self) -> generate_pb2.GenerationStatus:
+        with translate_rpc_errors():
+            return await self.stub.GetStatus(IDLE)
+
+    async def num_streams(self) -> int:
+        return self.server.engine.status().num_streams
+
+    async def until_empty(self) -> None:
+        status = await eventually(self.status, lambda held: held.num_free == held.num_slots, within_s=10)
+        assert status.num_bytes_held == 0
+
+
+async def read(
+    call: "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]",
+) -> list[TokenEvent]:
+    """A stream to its end."""
+    with translate_rpc_errors():
+        return [event_from_proto(message) async for message in call]
+
+
+def ids_in(events: list[TokenEvent]) -> list[int]:
+    assert [event.finish is not None for event in events] == [False] * (len(events) - 1) + [True]
+    return [event.token.token_id for event in events if event.token is not None]
+
+
+@asynccontextmanager
+async def serving(config: EngineConfig = CONFIG) -> AsyncIterator[Client]:
+    torch.set_num_threads(1)
+    decoder = eos_decoder()
+    server = await GenerationServer.start(decoder, letter_tokenizer(), config, clock=SystemClock(), host="127.0.0.1")
+    try:
+        async with make_channel(f"127.0.0.1:{server.port}") as channel:
+            yield Client(server, channel, decoder)
+    finally:
+        await server.stop()
+    assert server.slots.ledger().num_active == 0
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[Client]:
+    async with serving() as made:
+        yield made
+        await made.until_empty()
+
+
+async def test_a_local_request_streams_tokens_and_text(client: Client) -> None:
+    events = await read(client.open(prompt(40)))
+    assert ids_in(events) == reference_ids(client.decoder, prompt(40), SHORT)
+    assert "".join(event.text for event in events) == text_of(ids_in(events))
+    assert [event.index for event in events] == list(range(8))
+    assert events[-1].finish is FinishReason.LENGTH
+    assert all(a.unix_ns <= b.unix_ns for a, b in itertools.pairwise(events))
+
+
+@pytest.mark.parametrize("stream_first", [True, False])
+async def test_pushed_kv_gives_the_tokens_of_local_prefill(client: Client, stream_first: bool) -> None:
+    lease = await client.reserve(21, 40)
+    if not stream_first:
+        await client.push_and_commit(lease, prompt(21))
+    call = client.open(prompt(21), ref=lease.ref)
+    reading = asyncio.create_task(read(call))
+    if stream_first:
+        await client.push_and_commit(lease, prompt(21))
+    assert ids_in(await reading) == reference_ids(client.decoder, prompt(21), SHORT)
+
+
+async def test_a_resumed_request_continues_the_stream(client: Client) -> None:
+    whole = ids_in(await read(client.open(prompt(12))))
+    rest = await read(client.open(prompt(12), output_ids=tuple(whole[:3])))
+    assert (ids_in(rest), rest[0].index) == (whole[3:], 3)
+
+
+async def test_streams_of_many_clients_do_not_mix(client: Client) -> None:
+    answers = await asyncio.gather(*(read(client.open(prompt(10 + 9 * n))) for n in range(3)))
+    for n, events in enumerate(answers):
+        assert ids_in(events) == reference_ids(client.decoder, prompt(10 + 9 * n), SHORT)
+
+
+async def test_a_client_that_cancels_frees_its_slot(client: Client) -> None:
+    call = client.open(prompt(10), LONG)
+    await call.read()
+    assert (await client.status()).num_active == 1
+    call.cancel()
+    await client.until_empty()
+
+
+async def test_a_client_that_cancels_before_the_commit_frees_its_lease(client: Client) -> None:
+    lease = await client.reserve(10, 40)
+    call = client.open(prompt(10), ref=lease.ref)
+    await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+    call.cancel()
+    await client.until_empty()
+    with pytest.raises(StaleStampError):
+        await client.push(lease, prompt(10))
+
+
+async def test_a_deadline_frees_the_slot(client: Client) -> None:
+    history = history_to_proto(prompt(10), (), LONG)
+    call = client.stub.Stream(generate_pb2.StreamRequest(request_id="r", history=history), timeout=0.05)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await client.until_empty()
+
+
+async def test_aborting_a_lease_ends_its_stream(client: Client) -> None:
+    lease = await client.reserve(10, 40)
+    call = client.open(prompt(10), ref=lease.ref)
+    reading = asyncio.create_task(read(call))
+    await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+    await client.kv.abort(lease.ref)
+    (event,) = await reading
+    assert (event.finish, event.error.split(":")[0]) == (FinishReason.ERROR, "StaleStampError")
+
+
+async def test_a_full_group_refuses_leases_and_waiters(client: Client) -> None:
+    leases = [await client.reserve(4, 40) for _ in range(3)]
+    with pytest.raises(ResourceExhaustedError, match="fewer than 1 of 3 slots"):
+        await client.reserve(4, 40)
+    waiting = [client.open(prompt(5)) for _ in range(2)]
+    await eventually(client.num_streams, lambda number: number == 2, within_s=10)
+    with pytest.raises(ResourceExhaustedError, match="2 requests wait"):
+        await read(client.open(prompt(5)))
+    for lease in leases:
+        await client.kv.abort(lease.ref)
+    for call in waiting:
+        assert len(ids_in(await read(call))) == 8
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "params", "text"),
+    [
+        ((), SHORT, "prompt_ids is empty"),
+        ((1, 2, 97), SHORT, "prompt_ids holds 97: .* end at 96"),
+        ((2**31,), SHORT, "prompt_ids holds 2147483648"),
+        ((1, 2), dataclasses.replace(SHORT, max_tokens=499), "max_tokens = 499 .* at most 500"),
+    ],
+)
+async def test_bad_input_is_refused_by_name_and_limit(
+    client: Client, prompt_ids: tuple[int, ...], params: SamplingParams, text: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=text):
+        await read(client.open(prompt_ids, params))
+
+
+async def test_a_bad_sampling_field_is_refused(client: Client) -> None:
+    message = generate_pb2.StreamRequest(request_id="r", history=history_to_proto((1,), (), SHORT))
+    message.history.sampling.temperature = -1
+    with pytest.raises(InvalidArgumentError, match=r"sampling.temperature = -1.0"):
+        await read(client.stub.Stream(message))
+
+
+async def test_a_request_without_a_name_is_refused(client: Client) -> None:
+    message = generate_pb2.StreamRequest(history=history_to_proto((1,), (), SHORT))
+    with pytest.raises(InvalidArgumentError, match="request_id is empty"):
+        await read(client.stub.Stream(message))
+
+
+async def test_a_lease_that_never_was_is_stale(client: Client) -> None:
+    lease = await client.reserve(4, 40)
+    await client.kv.abort(lease.ref)
+    with pytest.raises(StaleStampError):
+        await read(client.open(prompt(4), ref=lease.ref))
+
+
+async def test_kv_of_another_model_is_refused(client: Client) -> None:
+    other = dataclasses.replace(client.decoder.layout, model_fingerprint="other")
+    async with make_channel(f"127.0.0.1:{client.server.port}") as channel:
+        with pytest.raises(LayoutMismatchError):
+            await KvPushClient(channel, other).reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0))
+
+
+async def test_status_says_what_is_held(client: Client) -> None:
+    await client.reserve(4, 40, ttl_s=0.2)
+    status = await client.status()
+    assert (status.num_slots, status.num_free, status.num_leased) == (3, 2, 1)
+    assert status.num_bytes_held == 40 * client.decoder.layout.token_bytes
+    assert status.layout_fingerprint == client.decoder.layout.fingerprint
+    assert status.version == __version__
+    await client.until_empty()  # nobody renewed it
+
+
+async def test_status_steps_grow(client: Client) -> None:
+    before = (await client.status()).num_steps
+    await read(client.open(prompt(5)))
+    assert (await client.status()).num_steps >= before + 8
+
+
+async def test_a_server_that_stops_ends_running_streams() -> None:
+    async with serving() as client:
+        reading = asyncio.create_task(read(client.open(prompt(5), LONG)))
+        await eventually(client.num_streams, lambda number: number == 1, within_s=10)
+        await client.server.stop()
+        with pytest.raises(UnavailableError):
+            await reading
+        with pytest.raises(UnavailableError):
+            await client.status()
+
+
+async def test_a_port_in_use_is_a_config_error(client: Client) -> None:
+    with pytest.raises(ConfigError, match=f"127.0.0.1:{client.server.port}"):
+        await GenerationServer.start(
+            client.decoder,
+            letter_tokenizer(),
+            CONFIG,
+            clock=SystemClock(),
+            host="127.0.0.1",
+            port=client.server.port,
+        )
+
+
+async def test_commit_with_the_wrong_first_token_harms_no_other(client: Client) -> None:
+    lease = await client.reserve(10, 40)
+    good = asyncio.create_task(read(client.open(prompt(30))))
+    call = client.open(prompt(10), ref=lease.ref)
+    await client.push(lease, prompt(10))
+    await client.kv.commit(lease.ref, [SampledToken(1_000_000)])
+    (event,) = await read(call)
+    assert event.finish is FinishReason.ERROR
+    assert ids_in(await good) == reference_ids(client.decoder, prompt(30), SHORT)

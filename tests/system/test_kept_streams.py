@@ -1,0 +1,335 @@
+"""What an orchestrator that died leaves behind: streams run on for a while, and the next one takes them over."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+from baton.errors import InvalidArgumentError, NotFoundError
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, TokenEvent
+from baton.v1 import common_pb2, generate_pb2, kv_pb2
+from baton.v1.generate_pb2_grpc import GenerationGroupStub
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from generate_workers.servicer import GenerationServer
+from tests.support.eventually import eventually
+from tests.support.generation import prompt, reference_ids
+from tests.support.orchestrators import HOST, Relay, relay
+from tests.support.tiny_tokenizer import text_of
+from transport.channel import make_channel
+from transport.proto_types import event_from_proto, history_to_proto
+from transport.status import translate_rpc_errors
+
+if TYPE_CHECKING:
+    from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub
+    from baton.v1.kv_pb2_grpc import KvReceiverAsyncStub
+
+PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=11, ignore_eos=True)
+LONG = replace(PARAMS, max_tokens=360)
+CHOICES = replace(PARAMS, n=3)
+IDS = prompt(30)
+KEEP_S = 30.0
+
+
+class Group:
+    """A generation group, as orchestrators speak to it."""
+
+    def __init__(self, channel: grpc.aio.Channel, server: GenerationServer) -> None:
+        self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
+        self._receiver: KvReceiverAsyncStub = KvReceiverStub(channel)
+        self._server = server
+
+    def open(self, params: SamplingParams, number: int = 1, keep_s: float = KEEP_S, **fields: Any) -> "Reader":
+        history = history_to_proto(IDS, (), params)
+        fields.setdefault("request_id", "r")
+        request = generate_pb2.StreamRequest(history=history, keep_s=keep_s, number=number, **fields)
+        return Reader(self._stub.Stream(request, timeout=60))
+
+    async def reserve(self, layout_fingerprint: str) -> common_pb2.LeaseRef:
+        request = kv_pb2.ReserveRequest(
+            request_id="r",
+            num_tokens=len(IDS),
+            capacity_tokens=len(IDS) + PARAMS.max_tokens,
+            ttl_s=30,
+            layout_fingerprint=layout_fingerprint,
+        )
+        return (await self._receiver.Reserve(request)).ref
+
+    async def num_streams(self) -> int:
+        return self._server.engine.status().num_streams
+
+    def take_over(
+        self,
+        params: SamplingParams,
+        outputs: Sequence[Sequence[int]],
+        number: int = 2,
+        prompt_ids: Sequence[int] = IDS,
+        name: str = "r",
+    ) -> "Reader":
+        known = [common_pb2.Output(token_ids=output) for output in outputs]
+        history = history_to_proto(prompt_ids, (), params)
+        takeover = generate_pb2.Takeover(outputs=known)
+        request = generate_pb2.StreamRequest(request_id=name, history=history, number=number, takeover=takeover)
+        return Reader(self._stub.Stream(request, timeout=60))
+
+    async def cancel(self, number: int) -> None:
+        await self._stub.Cancel(generate_pb2.CancelRequest(number=number))
+
+    async def kept(self) -> dict[str, int]:
+        status = await self._stub.GetStatus(generate_pb2.GenerationStatusRequest())
+        return {each.request_id: each.num_slots for each in status.kept}
+
+    async def num_kept(self) -> int:
+        return len((await self._stub.GetStatus(generate_pb2.GenerationStatusRequest())).kept)
+
+    async def num_held(self) -> int:
+        status = await self._stub.GetStatus(generate_pb2.GenerationStatusRequest())
+        return status.num_slots - status.num_free
+
+    async def until_kept(self, num_slots: int) -> None:
+        await eventually(self.kept, lambda kept: kept == {"r": num_slots}, within_s=5)
+
+
+class Reader:
+    """One call's events."""
+
+    def __init__(self, call: "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]") -> None:
+        self._call = call
+        self.events: list[TokenEvent] = []
+
+    async def read(self, num_events: int) -> None:
+        with translate_rpc_errors():
+            while len(self.events) < num_events:
+                message = await self._call.read()
+                assert isinstance(message, generate_pb2.TokenEvent)
+                self.events.append(event_from_proto(message))
+
+    async def drain(self) -> None:
+        with translate_rpc_errors():
+            while isinstance(message := await self._call.read(), generate_pb2.TokenEvent):
+                self.events.append(event_from_proto(message))
+
+    def lose(self) -> None:
+        """As the death of its reader does."""
+        self._call.cancel()
+
+    def output(self, choice: int = 0) -> list[int]:
+        tokens = [event.token for event in self.events if event.choice == choice]
+        return [token.token_id for token in tokens if token is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Relay]:
+    async with relay(num_slots=6) as made:
+        yield made
+        await made.until_empty()
+
+
+@pytest.fixture
+async def group(running: Relay) -> AsyncIterator[Group]:
+    async with make_channel(f"{HOST}:{running.groups[0].port}") as channel:
+        yield Group(channel, running.groups[0])
+
+
+async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Group) -> None:
+    first = group.open(PARAMS)
+    await first.read(5)
+    first.lose()
+    await group.until_kept(1)
+    known = first.output()
+    second = group.take_over(PARAMS, [known])
+    await second.drain()
+    whole = reference_ids(running.decoder, IDS, PARAMS)
+    assert known + second.output() == whole
+    assert [event.index for event in second.events] == list(range(5, 40))
+    assert first.text + second.text == text_of(whole)
+    assert await group.kept() == {}
+
+
+async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: Relay, group: Group) -> None:
+    first = group.open(PARAMS)
+    await first.read(2)
+    first.lose()
+    await group.until_kept(0)  # it has run to its end
+    assert await group.num_held() == 0
+    second = group.take_over(PARAMS, [first.output()[:1]])
+    await second.drain()
+    assert first.output()[:1] + second.output() == reference_ids(running.decoder, IDS, PARAMS)
+
+
+async def test_every_choice_goes_on_after_its_own_tokens(running: Relay, group: Group) -> None:
+    first = group.open(CHOICES)
+    await first.read(9)
+    first.lose()
+    known = [first.output(0), first.output(1)[:1], []]
+    await eventually(group.kept, lambda kept: "r" in kept, within_s=5)
+    second = group.take_over(CHOICES, known)
+    await second.drain()
+    for choice in range(3):
+        whole = reference_ids(running.decoder, IDS, CHOICES.of_choice(choice))
+        assert known[choice] + second.output(choice) == whole
+
+
+async def test_a_stream_that_was_read_to_its_end_is_forgotten(group: Group) -> None:
+    first = group.open(PARAMS)
+    await first.read(1)
+    first.lose()
+    await group.until_kept(0)
+    second = group.take_over(PARAMS, [first.output()])
+    await second.drain()
+    assert second.events[-1].finish is not None
+    whole = [*first.output(), *second.output()]
+    assert len(whole) == 40
+    with pytest.raises(NotFoundError):
+        await group.take_over(PARAMS, [whole], number=3).drain()
+
+
+async def test_a_reader_that_knows_all_tokens_hears_that_they_are_all(running: Relay, group: Group) -> None:
+    first = group.open(PARAMS)
+    await first.read(1)
+    first.lose()
+    await group.until_kept(0)
+    second = group.take_over(PARAMS, [reference_ids(running.decoder, IDS, PARAMS)])
+    await second.drain()
+    assert [(event.index, event.token, event.finish) for event in second.events] == [(40, None, FinishReason.LENGTH)]
+
+
+async def test_nobody_came(group: Group) -> None:
+    first = group.open(LONG, keep_s=0.2)
+    await first.read(3)
+    first.lose()
+    await eventually(group.num_held, lambda held: held == 0, within_s=5)
+    assert await group.kept() == {}
+    with pytest.raises(NotFoundError, match="has no stream here"):
+        await group.take_over(LONG, [first.output()]).drain()
+
+
+async def test_a_stream_that_is_not_to_be_kept_ends_with_its_call(group: Group) -> None:
+    first = group.open(LONG, keep_s=0)
+    await first.read(3)
+    first.lose()
+    await eventually(group.num_held, lambda held: held == 0, within_s=1)
+
+
+async def test_a_stream_that_has_no_token_yet_ends_with_its_call(running: Relay, group: Group) -> None:
+    lease = await group.reserve(running.decoder.layout.fingerprint)
+    first = group.open(PARAMS, lease=lease)
+    await eventually(group.num_streams, lambda number: number == 1, within_s=5)
+    first.lose()
+    await eventually(group.num_held, lambda held: held == 0, within_s=1)
+    assert await group.kept() == {}
+
+
+@pytest.mark.parametrize("reading", [True, False])
+async def test_cancel_ends_it_at_once(group: Group, reading: bool) -> None:
+    first = group.open(LONG, number=4)
+    await first.read(3)
+    if not reading:
+        first.lose()
+        await group.until_kept(1)
+    await group.cancel(number=3)  # another stream's
+    assert await group.num_held() == 1
+    await group.cancel(number=4)
+    await eventually(group.num_held, lambda held: held == 0, within_s=1)
+    assert await group.kept() == {}
+
+
+async def test_a_stream_that_is_read_is_not_taken_over(group: Group) -> None:
+    first = group.open(LONG)
+    await first.read(3)
+    with pytest.raises(NotFoundError):
+        await group.take_over(LONG, [first.output()]).drain()
+    await first.read(6)
+    await group.cancel(number=1)
+
+
+@pytest.mark.parametrize("wrong", ["output", "params", "prompt", "name", "choices"])
+async def test_only_the_same_stream_is_taken_over(group: Group, wrong: str) -> None:
+    first = group.open(LONG, number=5)
+    await first.read(3)
+    first.lose()
+    await group.until_kept(1)
+    output = [first.output()[0] + 1] if wrong == "output" else first.output()
+    outputs = [output, output] if wrong == "choices" else [output]
+    params = replace(LONG, seed=12) if wrong == "params" else LONG
+    prompt_ids = IDS[:-1] if wrong == "prompt" else IDS
+    with pytest.raises(NotFoundError):
+        await group.take_over(params, outputs, 6, prompt_ids, "s" if wrong == "name" else "r").drain()
+    assert await group.kept() == {"r": 1}  # its reader may still come
+    await group.cancel(number=5)
+
+
+async def test_two_clients_may_choose_the_same_request_id(running: Relay, group: Group) -> None:
+    other = replace(PARAMS, seed=99)
+    first, second = group.open(PARAMS, number=1), group.open(other, number=2)
+    await first.read(2)
+    await second.read(2)
+    first.lose()
+    second.lose()
+    await eventually(group.num_kept, lambda number: number == 2, within_s=5)
+    for params, lost, number in ((other, second, 3), (PARAMS, first, 4)):
+        rest = group.take_over(params, [lost.output()], number)
+        await rest.drain()
+        assert lost.output() + rest.output() == reference_ids(running.decoder, IDS, params)
+
+
+@pytest.mark.parametrize("keep_s", [-1.0, float("nan"), 1e9])
+async def test_a_bad_time_is_refused(group: Group, keep_s: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="keep_s"):
+        await group.open(PARAMS, keep_s=keep_s).drain()
+
+
+async def test_the_next_orchestrator_goes_on_without_a_prefill(running: Relay, group: Group) -> None:
+    request = running.request(IDS, PARAMS)
+    first = group.open(PARAMS, request_id=request.request_id)  # as an orchestrator that is about to die
+    await first.read(4)
+    first.lose()
+    await eventually(group.kept, lambda kept: request.request_id in kept, within_s=5)
+    request.outputs.append(common_pb2.Output(token_ids=first.output()[:3]))
+    answer = await running.ask(request)
+    assert first.output()[:3] + answer.token_ids == reference_ids(running.decoder, IDS, PARAMS)
+    assert answer.finished is not None
+    assert answer.finished.usage.num_attempts == 1
+    assert [rank.engine.status().num_jobs_done for rank in running.ranks] == [0, 0]
+
+
+async def test_what_is_kept_is_not_leaked_until_it_expires(running: Relay, group: Group) -> None:
+    first = group.open(LONG, keep_s=3.0)
+    await first.read(3)
+    running.group_gates[0].shut()  # it holds its slot all the time
+    first.lose()
+    await group.until_kept(1)
+
+    async def leaked_while_kept() -> tuple[int, bool]:
+        state = await running.state()
+        return max(each.num_leaked for each in state.groups), bool(await group.kept())
+
+    seen: list[int] = []
+    for _ in range(1000):
+        leaked, kept = await leaked_while_kept()
+        if not kept:
+            break
+        seen.append(leaked)
+    assert seen and not any(seen)
+    running.group_gates[0].open()
+
+
+async def test_a_lost_orchestrator_s_request_that_nobody_kept_starts_anew(running: Relay) -> None:
+    request = running.request(IDS, CHOICES)
+    outputs = [reference_ids(running.decoder, IDS, CHOICES.of_choice(choice)) for choice in range(3)]
+    for output, num_known in zip(outputs, (5, 0, 40), strict=True):
+        request.outputs.append(common_pb2.Output(token_ids=output[:num_known]))
+    call, seen = running.open(request), []
+    async for message in call:
+        if message.HasField("token") and message.token.HasField("token"):
+            seen.append((message.token.choice, message.token.index, message.token.token.token_id))
+    for choice, (output, num_known) in enumerate(zip(outputs, (5, 0, 40), strict=True)):
+        expected = [(choice, index, token_id) for index, token_id in enumerate(output) if index >= num_known]
+        assert [each for each in seen if each[0] == choice] == expected
+    assert sum(rank.engine.status().num_jobs_done for rank in running.ranks) == 4  # a prefill for each of the two

@@ -1,0 +1,95 @@
+"""The whole relay over real processes: tokens equal one process's, KV arrives early, nothing is left behind."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+import torch
+
+from baton.sampling_params import SamplingParams
+from modeling.decoder import Decoder
+from modeling.weights import load_decoder
+from tests.support.eventually import eventually
+from tests.support.reference import check_equal_tokens
+from tests.support.relays import Relay, ask, jobs_in_flight, local_relay, slots_in_use
+from tests.support.texts import passage_ids
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def relay(smollm2: Path) -> AsyncIterator[Relay]:
+    async with local_relay(smollm2, num_ranks=3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def decoder(smollm2: Path) -> Decoder:
+    return load_decoder(smollm2, dtype="float32")
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 37, 700])
+async def test_greedy_tokens_equal_one_process(relay: Relay, decoder: Decoder, smollm2: Path, num_tokens: int) -> None:
+    prompt = passage_ids(smollm2, num_tokens)
+    answer = await ask(relay, prompt, GREEDY)
+    assert len(answer.token_ids) == GREEDY.max_tokens
+    check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
+
+
+async def test_sampled_tokens_equal_one_process_alone_and_among_others(
+    relay: Relay, decoder: Decoder, smollm2: Path
+) -> None:
+    prompts = [passage_ids(smollm2, 20 + 7 * index, start=50 * index) for index in range(16)]
+    together = await asyncio.gather(*(ask(relay, prompt, SAMPLED) for prompt in prompts))
+    alone = await ask(relay, prompts[3], SAMPLED)
+    assert alone.token_ids == together[3].token_ids
+    for prompt, answer in zip(prompts, together, strict=True):
+        check_equal_tokens(decoder, prompt, answer.token_ids, SAMPLED)
+
+
+async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 600)
+    answer = await ask(relay, prompt, GREEDY)
+    ranks = answer.timings.ranks
+    chunk_bytes = 200 * decoder.layout.token_bytes
+    assert [rank.num_bytes_pushed for rank in ranks] == [chunk_bytes] * 3
+    assert [rank.num_bytes_sent for rank in ranks] == [chunk_bytes, 2 * chunk_bytes, 0]
+    chain_end_ns = answer.tokens[0].unix_ns
+    assert ranks[0].push_start_ns < ranks[0].layers[1].end_ns
+    assert all(rank.push_start_ns < chain_end_ns for rank in ranks)
+    assert ranks[0].push_end_ns < chain_end_ns
+
+
+async def test_a_closed_stream_frees_everything(relay: Relay, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 400)
+    running = asyncio.create_task(ask(relay, prompt, SamplingParams(max_tokens=2000, ignore_eos=True)))
+    await eventually(lambda: slots_in_use(relay), lambda held: held[0] == 1, within_s=10)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0), within_s=2)
+    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0], within_s=2)
+
+
+async def test_nothing_is_held_when_all_is_quiet(relay: Relay) -> None:
+    await eventually(lambda: slots_in_use(relay), lambda held: held == (0, 0), within_s=2)
+    await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0], within_s=2)
+
+
+async def test_one_rank_and_no_rank_give_the_same_text(relay: Relay, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 90)
+    expected = await ask(relay, prompt, SAMPLED)
+    for num_ranks in (0, 1):
+        async with local_relay(smollm2, num_ranks=num_ranks) as other:
+            answer = await ask(other, prompt, SAMPLED)
+        assert answer.text == expected.text
+
+
+async def test_reference_itself_can_fail(decoder: Decoder, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 30)
+    with torch.inference_mode(), pytest.raises(AssertionError, match="differ"):
+        check_equal_tokens(decoder, prompt, [5] * 24, GREEDY)

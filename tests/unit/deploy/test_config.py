@@ -1,0 +1,40 @@
+"""The local relay's configuration refuses what cannot work, by name."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from deploy.config import LocalConfig, WorkerConfig
+from generate_workers.engine import EngineConfig
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_ranks", -1),
+        ("num_ranks", 65),
+        ("dtype", "float8"),
+        ("num_slots", 0),
+        ("generate_threads", -1),
+        ("heartbeat_s", 0.0),
+        ("dead_after_s", 0.5),
+        ("max_attempts", 0),
+    ],
+)
+def test_bad_field_is_named(field: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{field} = "):
+        LocalConfig(Path("model"), **{field: value})
+
+
+def test_worker_config_survives_json() -> None:
+    worker = LocalConfig(Path("model"), prefill_threads=3).worker("prefill", 1)
+    assert WorkerConfig.from_json(worker.to_json()) == worker
+    assert worker.num_threads == 3
+
+
+def test_the_engine_s_own_defaults_are_the_same() -> None:
+    engine, local = EngineConfig(), LocalConfig(Path("model"))
+    assert (engine.num_slots, engine.max_slot_tokens) == (local.num_slots, local.max_slot_tokens)
+    assert engine.max_prefill_tokens_per_step == local.max_prefill_tokens_per_step

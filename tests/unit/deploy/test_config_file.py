@@ -1,0 +1,112 @@
+"""What a user writes becomes a configuration, or one line that says what is wrong with it."""
+
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from deploy.cluster_config import ClusterConfig, Section
+from deploy.config_file import format_config, load_config
+
+
+def sections() -> list[type[Section]]:
+    """Every section of the configuration, the whole included."""
+    annotations = [field.annotation for field in ClusterConfig.model_fields.values()]
+    return [ClusterConfig, *(each for each in annotations if isinstance(each, type) and issubclass(each, Section))]
+
+
+def test_without_file_or_assignments_all_is_default() -> None:
+    assert load_config(None) == ClusterConfig()
+
+
+def test_assignments_win_over_the_file_and_later_ones_over_earlier(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('name = "mine"\n[prefill]\nnum_ranks = 3\nnum_threads = 2\n')
+    config = load_config(path, ["prefill.num_ranks=4", "prefill.num_ranks=5"])
+    assert (config.name, config.prefill.num_ranks, config.prefill.num_threads) == ("mine", 5, 2)
+
+
+@pytest.mark.parametrize(
+    ("assignment", "value"),
+    [
+        ("model.name=/models/my model", "/models/my model"),
+        ('model.name="quoted"', "quoted"),
+        ("model.name = spaced", "spaced"),
+    ],
+)
+def test_a_bare_word_is_a_string(assignment: str, value: str) -> None:
+    assert load_config(None, [assignment]).model.name == value
+
+
+def test_whole_numbers_are_taken_for_seconds() -> None:
+    assert load_config(None, ["supervision.dead_after_s=9"]).supervision.dead_after_s == 9.0
+
+
+@pytest.mark.parametrize(
+    ("assignment", "text"),
+    [
+        ("prefill.num_rank=3", "prefill.num_rank is no key: use one of num_groups, num_ranks"),
+        ("nothing.num_rank=3", "nothing is no key: use one of name"),
+        ("prefill=3", "prefill = 3 is wrong: prefill is a section"),
+        ("name.part=x", "name = {'part': 'x'} is wrong: input should be a valid string"),
+        ("prefill.num_ranks=two", "prefill.num_ranks = 'two' is wrong: input should be a valid integer"),
+        ("prefill.num_ranks=2.0", "prefill.num_ranks = 2.0 is wrong: input should be a valid integer"),
+        ("generate.num_slots=true", "generate.num_slots = True is wrong: input should be a valid integer"),
+        ("generate.num_slots=0", "generate.num_slots = 0 is wrong: input should be greater than or equal to 1"),
+        ("orchestrator.port=70000", "orchestrator.port = 70000 is wrong: input should be less than or equal to 65535"),
+        ("model.dtype=fp8", "model.dtype = 'fp8' is wrong: input should be 'bfloat16' or 'float32'"),
+        ("name=a b", "name = 'a b' is wrong"),
+        ("supervision.dead_after_s=0.5", "supervision: dead_after_s = 0.5 is out of range: use more than heartbeat_s"),
+        ("supervision.heartbeat_s=nan", "supervision.heartbeat_s = nan is wrong"),
+        ("prefill.cores=[[0]]", "prefill: cores has 1 lists: give one for each of the 2 ranks, or none"),
+        ("prefill.cores=[[0],[]]", "prefill: cores has an empty list"),
+        ("generate.cores=[[-1]]", "generate.cores.0.0 = -1 is wrong"),
+        ("no assignment", "--set 'no assignment' is no assignment: write it as section.field=value"),
+        (".a=1", "is no assignment"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_it(assignment: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [assignment])
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(b"a = = 1", "is not TOML"), (b'a = "\xff"', "is not UTF-8 (byte 5)")],
+)
+def test_a_file_that_is_no_toml_is_named(tmp_path: Path, content: bytes, text: str) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match="config file .*cluster.toml") as caught:
+        load_config(path)
+    assert text in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent.toml cannot be read \(No such file"):
+        load_config(tmp_path / "absent.toml")
+
+
+def test_the_printed_configuration_is_read_back_as_it_was(tmp_path: Path) -> None:
+    assignments = ["prefill.cores=[[0],[1, 2]]", "model.cache=/a b", "supervision.heartbeat_s=0.25", "ray.address=h:1"]
+    config = load_config(None, assignments)
+    path = tmp_path / "printed.toml"
+    path.write_text(format_config(config))
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
+def test_every_value_is_described(section: type[Section]) -> None:
+    values = {name for name, field in section.model_fields.items() if field.annotation not in sections()}
+    assert values
+    assert all(section.model_fields[name].description for name in values)
+
+
+def test_each_worker_is_told_its_own_cores() -> None:
+    config = load_config(None, ["prefill.num_groups=2", "prefill.cores=[[0],[1],[2],[3]]", "generate.cores=[[4, 5]]"])
+    folder = Path("model")
+    assert config.worker(folder, "prefill", 1, 0).cores == (2,)
+    assert config.worker(folder, "generate", 0, 0).cores == (4, 5)
+    assert config.worker(folder, "prefill", 1, 1).name == "prefill-1.1"

@@ -1,0 +1,111 @@
+"""The doctor sees what would keep a cluster from running, and says what would help."""
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from baton.errors import ConfigError
+from deploy.config_file import load_config
+from deploy.doctor import (
+    Machine,
+    Verdict,
+    check_compiler,
+    check_cores,
+    check_memory,
+    check_model,
+    check_port,
+    check_shm,
+    examine,
+    inspect_machine,
+    require,
+    weight_bytes,
+)
+
+MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of 6 weights, whole as far as files go."""
+    save_file({"a": np.zeros((2, 2), np.float16), "b": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def test_weights_are_counted_as_they_will_be_loaded(folder: Path) -> None:
+    assert (weight_bytes(folder, "bfloat16"), weight_bytes(folder, "float32")) == (12, 24)
+
+
+def test_a_truncated_weights_file_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ConfigError, match="model.safetensors is no safetensors file"):
+        weight_bytes(folder, "float32")
+
+
+def test_a_model_that_lacks_files_fails(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    finding = check_model(load_config(None), folder)
+    assert finding.verdict is Verdict.FAILED
+    assert "lacks tokenizer.json" in finding.text
+
+
+def test_a_pinned_core_that_is_absent_fails() -> None:
+    finding = check_cores(load_config(None, ["orchestrator.cores=[0, 7]"]), MACHINE)
+    assert finding.verdict is Verdict.FAILED
+    assert "[7]" in finding.text
+
+
+def test_more_workers_than_cores_is_a_warning_only() -> None:
+    assert check_cores(load_config(None), MACHINE).verdict is Verdict.WARNING
+    assert check_cores(load_config(None, ["prefill.num_ranks=1"]), MACHINE).verdict is Verdict.OK
+
+
+def test_workers_that_do_not_fit_into_memory_fail(folder: Path) -> None:
+    config = load_config(None, ["prefill.num_ranks=3"])
+    assert check_memory(config, folder, MACHINE).verdict is Verdict.OK
+    finding = check_memory(config, folder, replace(MACHINE, available_bytes=2**30))
+    assert finding.verdict is Verdict.FAILED
+    assert "2.0 GiB for 4 workers" in finding.text
+
+
+def test_an_object_store_that_does_not_fit_fails() -> None:
+    assert check_shm(load_config(None, ["ray.object_store_mib=1024"]), MACHINE).verdict is Verdict.OK
+    assert check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE).verdict is Verdict.FAILED
+
+
+def test_no_compiler_is_a_warning_only() -> None:
+    assert check_compiler(replace(MACHINE, compiler=None)).verdict is Verdict.WARNING
+
+
+def test_a_port_in_use_fails_and_port_0_never() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}"]))
+    assert finding.verdict is Verdict.FAILED
+    assert check_port(load_config(None, ["orchestrator.port=0"])).verdict is Verdict.OK
+
+
+def test_a_host_of_another_machine_fails() -> None:
+    assert check_port(load_config(None, ["orchestrator.host=192.0.2.77"])).verdict is Verdict.FAILED
+
+
+def test_failed_findings_are_raised_by_name(folder: Path) -> None:
+    config = load_config(None, ["orchestrator.port=0"])
+    require(examine(config, folder, MACHINE))
+    with pytest.raises(ConfigError, match="/dev/shm: 0 MiB free"):
+        require(examine(config, folder, replace(MACHINE, shm_bytes=0)))
+
+
+def test_a_cluster_elsewhere_is_not_judged_by_this_machine(folder: Path) -> None:
+    config = load_config(None, ["orchestrator.port=0", "ray.address=10.0.0.1:6379"])
+    require(examine(config, folder, replace(MACHINE, shm_bytes=0, available_bytes=0)))
+
+
+def test_this_machine_can_be_inspected() -> None:
+    machine = inspect_machine()
+    assert machine.cores
+    assert machine.available_bytes > 0

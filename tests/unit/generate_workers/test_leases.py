@@ -1,0 +1,74 @@
+"""A slot's states: the table of transitions is the whole truth, and the ledger balances."""
+
+import pytest
+
+from baton.ids import SlotId, Stamp
+from baton.types import LeaseRef, TokenRange
+from generate_workers.leases import TRANSITIONS, Claim, Slot, SlotLedger, SlotMove, SlotState
+from tests.support.slot_tables import LAYOUT, poisoned_buffer
+from transport.coverage import Coverage
+
+
+def claimed_slot(move: SlotMove) -> Slot:
+    slot = Slot(SlotId(0))
+    buffer = poisoned_buffer(LAYOUT, TokenRange(0, 4))
+    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), buffer, Coverage(2, 4), 4, 5.0, 5.0), move)
+    return slot
+
+
+def test_every_state_can_be_left_and_be_reached() -> None:
+    assert {state for state, _ in TRANSITIONS} == set(SlotState)
+    assert set(TRANSITIONS.values()) == set(SlotState)
+
+
+def test_every_move_is_used() -> None:
+    assert {move for _, move in TRANSITIONS} == set(SlotMove)
+
+
+def test_only_an_empty_quarantine_or_a_freed_claim_leads_to_free() -> None:
+    moves = {move for (_, move), target in TRANSITIONS.items() if target is SlotState.FREE}
+    assert moves == {SlotMove.FREE, SlotMove.EMPTY}
+
+
+def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
+    slot = claimed_slot(SlotMove.LEASE)
+    with pytest.raises(AssertionError, match="cannot activate while leased"):
+        slot.advance(SlotMove.ACTIVATE)
+    assert slot.state is SlotState.LEASED
+
+
+def test_a_claim_without_writers_ends_at_once() -> None:
+    slot = claimed_slot(SlotMove.OCCUPY)
+    slot.end()
+    assert (slot.state, slot.claim) == (SlotState.FREE, None)
+
+
+def test_memory_is_held_until_the_last_writer_leaves() -> None:
+    slot = claimed_slot(SlotMove.LEASE)
+    slot.num_writers = 2
+    slot.end()
+    assert not slot.leave()
+    assert (slot.state.value, slot.claim is None) == ("quarantined", False)
+    assert slot.leave()
+    assert (slot.state.value, slot.claim is None) == ("free", True)
+
+
+def test_a_writer_that_leaves_a_living_claim_frees_nothing() -> None:
+    slot = claimed_slot(SlotMove.LEASE)
+    slot.num_writers = 1
+    assert not slot.leave()
+    assert slot.state is SlotState.LEASED
+
+
+@pytest.mark.parametrize(
+    ("ledger", "balances"),
+    [
+        (SlotLedger(4, 4, 0, 0, 0, 0), True),
+        (SlotLedger(4, 1, 1, 1, 1, 64), True),
+        (SlotLedger(4, 1, 1, 1, 0, 64), False),
+        (SlotLedger(4, 4, 0, 0, 0, 64), False),
+        (SlotLedger(4, 3, 1, 0, 0, 0), False),
+    ],
+)
+def test_ledger_counts_each_slot_once_and_memory_with_it(ledger: SlotLedger, balances: bool) -> None:
+    assert ledger.balances is balances

@@ -1,0 +1,232 @@
+"""A random walk over everything that can happen to slots, checked against a model a few lines long."""
+
+import asyncio
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
+from hypothesis.strategies import integers, sampled_from
+
+from baton.clock import ManualClock
+from baton.errors import IncompletePushError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.types import LeaseRef, TokenRange
+from generate_workers.leases import SlotLedger, Standing
+from generate_workers.slots import SlotTable, SlotWriter
+from tests.support.slot_tables import FIRST, LAYOUT, lease, make_slots
+
+NUM_SLOTS = 3
+NUM_TOKENS = 4
+CAPACITY = 8
+PIECE = memoryview(bytes(NUM_TOKENS * LAYOUT.row_bytes))
+STANDINGS = {
+    "leased": Standing.PENDING,
+    "committed": Standing.READY,
+    "active": Standing.RUNNING,
+    "abandoned": Standing.ABANDONED,
+    "expired": Standing.EXPIRED,
+    "gone": Standing.GONE,
+}
+
+
+@dataclass(eq=False)
+class Life:
+    """What the model knows of one claim."""
+
+    ref: LeaseRef
+    state: str
+    ttl_s: float
+    deadline_s: float
+    layers: set[int] = field(default_factory=set)
+    writers: list[tuple[AbstractContextManager[SlotWriter], SlotWriter]] = field(default_factory=list)
+
+    @property
+    def is_present(self) -> bool:
+        return self.state not in ("expired", "gone")
+
+    @property
+    def is_row(self) -> bool:
+        return self.state in ("active", "abandoned")
+
+
+class SlotWalk(RuleBasedStateMachine):
+    """Every rule does one thing to the table and to the model; both must agree on what came of it."""
+
+    lives = Bundle("lives")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = ManualClock(start_s=100.0)
+        self.slots: SlotTable = make_slots(self.clock, num_slots=NUM_SLOTS)
+        self.all: list[Life] = []
+        self.loop = asyncio.new_event_loop()
+
+    def teardown(self) -> None:
+        """Whatever happened, everything can be given back."""
+        self.slots.expire()
+        for life in self.all:
+            if life.is_row:
+                self.slots.release(life.ref)
+            self.slots.abort(life.ref)
+            while life.writers:
+                life.writers.pop()[0].__exit__(None, None, None)
+        self.loop.close()
+        assert self.slots.ledger().is_empty
+
+    @rule(target=lives, ttl_s=sampled_from([2.0, 5.0]))
+    def reserve(self, ttl_s: float) -> object:
+        if not self._num_free():
+            with pytest.raises(ResourceExhaustedError):
+                lease(self.slots, NUM_TOKENS, CAPACITY, ttl_s)
+            return multiple()
+        return self._born(lease(self.slots, NUM_TOKENS, CAPACITY, ttl_s).ref, "leased", ttl_s)
+
+    @rule(target=lives)
+    def occupy(self) -> object:
+        num_free = self._num_free()
+        seats = self.slots.occupy(CAPACITY)
+        assert (seats is not None) == (num_free > 0)
+        return multiple() if seats is None else self._born(seats[0].ref, "active", float("inf"))
+
+    @rule(life=lives)
+    def open_writer(self, life: Life) -> None:
+        opening = self.slots.open_push(life.ref)
+        if self._refused(life):
+            with pytest.raises(self._refusal(life)):
+                opening.__enter__()
+        else:
+            life.writers.append((opening, opening.__enter__()))
+            self._touch(life)
+
+    @rule(life=lives)
+    def close_writer(self, life: Life) -> None:
+        if life.writers:
+            life.writers.pop(0)[0].__exit__(None, None, None)
+
+    @rule(life=lives, layer=integers(0, LAYOUT.num_layers - 1))
+    def write(self, life: Life, layer: int) -> None:
+        if not life.writers or life.ttl_s == float("inf"):
+            return
+        write = life.writers[0][1].write
+        if self._refused(life):
+            with pytest.raises(self._refusal(life)):
+                write(layer, TokenRange(0, NUM_TOKENS), PIECE)
+        else:
+            assert write(layer, TokenRange(0, NUM_TOKENS), PIECE) is (layer not in life.layers)
+            life.layers.add(layer)
+            self._touch(life)
+
+    @rule(life=lives, ttl_s=sampled_from([1.0, 10.0]))
+    def renew(self, life: Life, ttl_s: float) -> None:
+        if life.ttl_s == float("inf"):
+            return
+        if self._refused(life):
+            with pytest.raises(self._refusal(life)):
+                self.slots.renew(life.ref, ttl_s)
+        else:
+            self.slots.renew(life.ref, ttl_s)
+            life.ttl_s = ttl_s
+            self._touch(life)
+
+    @rule(life=lives)
+    def commit(self, life: Life) -> None:
+        if life.ttl_s == float("inf"):
+            return
+        committing = self.slots.commit(life.ref, [FIRST], wait_s=0)
+        if self._refused(life):
+            with pytest.raises(self._refusal(life)):
+                self.loop.run_until_complete(committing)
+        elif len(life.layers) < LAYOUT.num_layers:
+            with pytest.raises(IncompletePushError):
+                self.loop.run_until_complete(committing)
+        else:
+            assert self.loop.run_until_complete(committing) == NUM_TOKENS * LAYOUT.token_bytes
+            if life.state == "leased":
+                life.state = "committed"
+                self._touch(life)
+
+    @rule(life=lives)
+    def activate(self, life: Life) -> None:
+        self._expire()
+        if life.state == "committed":
+            assert [seat.first for seat in self.slots.activate(life.ref)] == [FIRST]
+            life.state = "active"
+
+    @rule(life=lives)
+    def release(self, life: Life) -> None:
+        if life.is_row:
+            self.slots.release(life.ref)
+            life.state = "gone"
+
+    @rule(life=lives)
+    def abort(self, life: Life) -> None:
+        self._expire()
+        self.slots.expire()
+        self.slots.abort(life.ref)
+        if life.is_row:
+            life.state = "abandoned"
+        elif life.is_present:
+            life.state = "gone"
+
+    @rule(seconds=sampled_from([0.5, 1.0, 3.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    @invariant()
+    def the_ledger_is_the_model(self) -> None:
+        self.slots.expire()
+        self._expire()
+        states = [life.state for life in self.all]
+        num_quarantined = sum(not life.is_present and bool(life.writers) for life in self.all)
+        num_leased = states.count("leased") + states.count("committed")
+        num_active = sum(life.is_row for life in self.all)
+        num_free = NUM_SLOTS - num_leased - num_active - num_quarantined
+        num_bytes = (NUM_SLOTS - num_free) * CAPACITY * LAYOUT.token_bytes
+        ledger = self.slots.ledger()
+        assert ledger == SlotLedger(NUM_SLOTS, num_free, num_leased, num_active, num_quarantined, num_bytes)
+        assert ledger.balances
+
+    @invariant()
+    def every_lease_stands_as_the_model_says(self) -> None:
+        self.slots.expire()
+        self._expire()
+        for life in self.all:
+            assert self.slots.standing(life.ref) is STANDINGS[life.state]
+
+    @invariant()
+    def no_two_lives_share_a_stamp_or_a_taken_slot(self) -> None:
+        assert len({life.ref.stamp for life in self.all}) == len(self.all)
+        taken = [life.ref.slot for life in self.all if life.is_present or life.writers]
+        assert len(set(taken)) == len(taken)
+
+    def _born(self, ref: LeaseRef, state: str, ttl_s: float) -> Life:
+        life = Life(ref, state, ttl_s, self.clock.now_s() + ttl_s)
+        for other in self.all:
+            if other.ref.slot == ref.slot and other.state == "expired":
+                other.state = "gone"  # the slot remembers only its last life
+        self.all.append(life)
+        return life
+
+    def _touch(self, life: Life) -> None:
+        life.deadline_s = self.clock.now_s() + life.ttl_s
+
+    def _expire(self) -> None:
+        for life in self.all:
+            if life.state in ("leased", "committed") and life.deadline_s <= self.clock.now_s():
+                life.state = "expired"
+
+    def _num_free(self) -> int:
+        self._expire()
+        return NUM_SLOTS - sum(life.is_present or bool(life.writers) for life in self.all)
+
+    def _refused(self, life: Life) -> bool:
+        self._expire()
+        return not life.is_present
+
+    def _refusal(self, life: Life) -> type[Exception]:
+        return LeaseExpiredError if life.state == "expired" else StaleStampError
+
+
+TestSlotWalk = SlotWalk.TestCase
+TestSlotWalk.settings = settings(max_examples=150, stateful_step_count=50, deadline=None, derandomize=True)

@@ -1,0 +1,106 @@
+"""The controller without gRPC: events in order and one end, whatever ends it. Its faults: tests/faults."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, TokenEvent
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.lifecycle import Event, Finished, Started
+from tests.support.generation import prompt, reference_ids
+from tests.support.orchestrators import CLOCK, HASTY, Relay, relay
+
+SPEC = GenerateSpec(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
+LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Relay]:
+    async with relay(num_slots=1, config=replace(HASTY, max_queued=1)) as made:
+        yield made
+        await made.until_empty()
+
+
+async def events_of(controller: Controller, spec: GenerateSpec) -> list[Event]:
+    return [event async for event in controller.generate(spec)]
+
+
+async def test_a_stream_starts_brings_tokens_and_finishes(running: Relay) -> None:
+    started, *tokens, finished = await events_of(running.server.controller, SPEC)
+    assert started == Started(SPEC.request_id, num_prompt_tokens=20, seed=4)
+    ids = [event.token.token_id for event in tokens if isinstance(event, TokenEvent) and event.token is not None]
+    assert ids == reference_ids(running.decoder, SPEC.prompt_ids, SPEC.params)
+    assert isinstance(finished, Finished)
+    assert (finished.reasons, finished.error) == ((FinishReason.LENGTH,), None)
+    ends = [event.finish for event in tokens if isinstance(event, TokenEvent)]
+    assert ends == [None] * (len(ids) - 1) + [FinishReason.LENGTH]
+
+
+async def test_a_closed_stream_is_cancelled_everywhere(running: Relay) -> None:
+    async with aclosing(running.server.controller.generate(LONG)) as events:
+        assert isinstance(await anext(events), Started)
+        assert isinstance(await anext(events), TokenEvent)
+    assert (await running.server.controller.state()).num_running == 0
+
+
+async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: Relay) -> None:
+    controller = running.server.controller
+    events = controller.generate(LONG)
+    await anext(events)  # Started is there without waiting for the task
+    await events.aclose()
+    assert (await controller.state()).num_running == 0
+
+
+async def test_a_passed_deadline_is_the_end(running: Relay) -> None:
+    *_, finished = await events_of(running.server.controller, replace(LONG, deadline_s=CLOCK.now_s()))
+    assert isinstance(finished, Finished)
+    assert finished.reasons == (FinishReason.DEADLINE,)
+    assert isinstance(finished.error, DeadlineExceededError)
+
+
+async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: Relay) -> None:
+    told = asyncio.Event()
+    controller = Controller(running.members, CLOCK, HASTY, on_failure=told.set)
+    controller.start()
+    running.members.update(replace(running.view(), generation=()))
+    *_, finished = await events_of(controller, SPEC)
+    await controller.close()
+    assert isinstance(finished, Finished)
+    assert (finished.reasons, type(finished.error).__mro__[1]) == ((FinishReason.ERROR,), UnavailableError)
+    assert told.is_set()
+    running.members.update(running.view())
+
+
+async def test_a_full_queue_refuses_before_the_start(running: Relay) -> None:
+    controller = running.server.controller
+    async with aclosing(controller.generate(LONG)) as first, aclosing(controller.generate(LONG)) as second:
+        await anext(first)
+        await anext(second)
+        with pytest.raises(ResourceExhaustedError):
+            await anext(controller.generate(LONG))
+
+
+async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: Relay) -> None:
+    controller = Controller(running.members, CLOCK, HASTY)
+    controller.start()
+    events = controller.generate(LONG)
+    await anext(events)
+    reading = asyncio.create_task(drained(events))
+    await controller.close()
+    finished = await reading
+    assert isinstance(finished, Finished)
+    assert isinstance(finished.error, UnavailableError)
+    with pytest.raises(UnavailableError, match="shutting down"):
+        await anext(controller.generate(SPEC))
+    await controller.close()
+
+
+async def drained(events: AsyncIterator[Event]) -> Event:
+    """A stream's last event."""
+    return [event async for event in events][-1]

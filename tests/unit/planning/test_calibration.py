@@ -1,0 +1,93 @@
+"""Calibrations: fitted from points, saved whole, and refused with file, field and remedy when something is wrong."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from planning.calibration import Calibration, calibrate, load, save
+from planning.cost_model import Kernel, Link
+from planning.model_shape import SHAPES
+
+SHAPE = SHAPES["smollm2-135m"]
+PREFILL = tuple((float(n), 0.02 + 2e-4 * n + 5e-8 * n * n) for n in (256, 512, 1024, 2048))
+MESSAGES = tuple((float(size), 1e-4 + size / 2e9) for size in (1e4, 1e6, 1e8))
+
+
+def calibration() -> Calibration:
+    return calibrate(
+        "smollm2-135m", "2 x CPU", SHAPE, kernel=Kernel.CAUSAL, prefill_points=PREFILL, link_points=MESSAGES
+    )
+
+
+def test_points_become_costs() -> None:
+    cost = calibration().cost
+    assert cost.num_layers == 30 and cost.kv_bytes == 768
+    assert cost.linear_s * 30 == pytest.approx(2e-4, rel=1e-3)
+    assert cost.pair_s * 30 / 2 == pytest.approx(5e-8, rel=1e-3)
+    assert cost.fixed_s * 30 == pytest.approx(0.02, rel=1e-3)
+    assert cost.link.latency_s == pytest.approx(1e-4, rel=1e-3)
+    assert cost.link.bandwidth == pytest.approx(2e9, rel=1e-3)
+    assert cost.head_s == pytest.approx(cost.linear_s * SHAPE.head_flops / SHAPE.linear_flops)
+
+
+@pytest.mark.parametrize("push", [None, Link(1e-3, 1e9), Link()])
+def test_calibration_survives_the_file(tmp_path: Path, push: Link | None) -> None:
+    made = calibration()
+    made = dataclasses.replace(made, cost=dataclasses.replace(made.cost, push=push, issue_s=1e-3, copy_s=1e-9))
+    save(made, tmp_path / "machine.json")
+    assert load(tmp_path / "machine.json") == made
+
+
+def test_fingerprint_is_of_model_and_machine_and_not_of_measurements() -> None:
+    made = calibration()
+    again = dataclasses.replace(made, prefill_points=PREFILL[:2])
+    assert again.fingerprint == made.fingerprint and len(made.fingerprint) == 16
+    others = [
+        dataclasses.replace(made, model="other"),
+        dataclasses.replace(made, hardware="4 x CPU"),
+        dataclasses.replace(made, kernel=Kernel.DENSE),
+        dataclasses.replace(made, shape=SHAPES["llama-7b"]),
+    ]
+    assert len({made.fingerprint, *(other.fingerprint for other in others)}) == 5
+
+
+def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """The object with one field replaced, or left out for ..."""
+    first, _, rest = path.partition(".")
+    if rest:
+        return {**data, first: changed(data[first], rest, value)}
+    return {name: each for name, each in {**data, first: value}.items() if each is not ...}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        ("schema", 0, "schema = 0, and this version reads 1: write the file anew"),
+        ("kind", ..., "is no baton-calibration file"),
+        ("model", "", "model = '' is no text: give a name"),
+        ("hardware", ..., "hardware = None is no text"),
+        ("kernel", "sparse", "kernel = 'sparse' is unknown: use dense or causal"),
+        ("shape", 3, "shape = 3 is no object"),
+        ("shape.ffn", ..., "shape: ffn is missing"),
+        ("cost.linear_s", "fast", "cost: linear_s = 'fast' is no number: give one"),
+        ("cost.pair_s", ..., "cost: pair_s = None is no number"),
+        ("cost.fixed_s", -1, "fixed_s = -1.0 is out of range"),
+        ("link", ..., "link = None is no object"),
+        ("link.bandwidth", 0, "bandwidth = 0.0 is out of range"),
+        ("push", {"latency_s": True, "bandwidth": 1}, "push: latency_s = True is no number"),
+        ("prefill_points", [[1]], "prefill_points is no list of pairs"),
+        ("link_points", None, "link_points is no list of pairs"),
+        ("hardware", "9 x CPU", "fingerprint does not match"),
+    ],
+)
+def test_wrong_files_name_file_field_and_remedy(tmp_path: Path, path: str, value: Any, text: str) -> None:
+    file = tmp_path / "machine.json"
+    save(calibration(), file)
+    file.write_text(json.dumps(changed(json.loads(file.read_text()), path, value)))
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert text in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)

@@ -1,0 +1,60 @@
+"""Shapes: sizes that are known from the models themselves, and errors that name the field."""
+
+from typing import Any
+
+import pytest
+
+from baton.errors import ConfigError
+from planning.model_shape import SHAPES, ModelShape, shape_from, shape_of
+
+FIELDS = {
+    "num_layers": 2, "hidden": 8, "num_heads": 4, "num_kv_heads": 2, "head_dim": 2, "ffn": 16, "vocab": 100,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    {"llama-7b": 6.7, "llama-13b": 13.0, "llama-30b": 32.5, "falcon-1b": 1.3, "falcon-7b": 6.9}.items(),
+)
+def test_weights_add_up_to_the_model(name: str, billions: float) -> None:
+    """Layers, embedding, and a head where it is not the embedding (Falcon ties them)."""
+    shape = shape_of(name)
+    vocabularies = 1 if "falcon" in name else 2
+    total = shape.num_layers * shape.layer_weights + vocabularies * shape.vocab * shape.hidden
+    assert total / 1e9 == pytest.approx(billions, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"), [("llama-7b", 16384), ("llama-3.1-8b", 4096), ("llama-7b-mqa", 512), ("smollm2-135m", 768)]
+)
+def test_kv_bytes_of_a_token_in_a_layer(name: str, num_bytes: int) -> None:
+    assert shape_of(name).kv_bytes == num_bytes
+
+
+def test_projections_are_a_quarter_of_llama_7b() -> None:
+    assert shape_of("llama-7b").project_share == pytest.approx(0.2487, abs=1e-4)
+
+
+def test_shape_from_fields() -> None:
+    assert shape_from(FIELDS, "here") == ModelShape(2, 8, 4, 2, 2, 16, 100)
+    assert not shape_from({**FIELDS, "gated": False}, "here").gated
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"ffn": None}, "here: ffn is missing"),
+        ({"depth": 3}, "here: depth is no field"),
+        ({"hidden": 0}, "hidden = 0"),
+        ({"num_heads": 3}, "num_heads = 3 is no multiple"),
+    ],
+)
+def test_wrong_shapes_name_the_field(change: dict[str, Any], text: str) -> None:
+    fields = {name: value for name, value in {**FIELDS, **change}.items() if value is not None}
+    with pytest.raises(ConfigError, match=text):
+        shape_from(fields, "here")
+
+
+def test_unknown_models_list_the_known() -> None:
+    with pytest.raises(ConfigError, match=", ".join(SHAPES)):
+        shape_of("gpt-5")

@@ -1,0 +1,309 @@
+"""A chain computes what one process computes: KV of every layer, and the first token."""
+
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from modeling.decoder import Decoder
+from modeling.kv_buffers import KvBuffer
+from prefill_workers.chain import ChainJob
+from prefill_workers.job import Job
+from prefill_workers.relay import Relay
+from tests.support.chains import (
+    ChainGroup,
+    KeepingOutlet,
+    Run,
+    cached_prefix,
+    largest_error,
+    poisoned_buffer,
+    random_chunks,
+    random_tokens,
+    reference,
+    reference_token,
+    until,
+)
+from tests.support.link_groups import torch_connects
+from tests.support.tiny_models import random_decoder
+
+HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+def decoder_of(heads: str = "gqa", *, dtype: str = "float32", num_layers: int = 3) -> Decoder:
+    return random_decoder(num_layers=num_layers, num_kv_heads=HEADS[heads], dtype=dtype, seed=len(heads))
+
+
+def run_chain(group: ChainGroup, seed: int, *, prefix_tokens: int = 0, num_tokens: int = 60) -> Run:
+    """A random prompt over all ranks in random chunks, to its end."""
+    rng = random.Random(seed)
+    ids = random_tokens(rng, num_tokens, group.decoder)
+    chunks = random_chunks(rng, TokenRange(prefix_tokens, num_tokens), len(group.engines))
+    prefix = (lambda: cached_prefix(group.decoder, ids, prefix_tokens)) if prefix_tokens else None
+    run = group.submit(group.prepare(ids, chunks, prefix=prefix))
+    run.reports()
+    return run
+
+
+def assert_equal_to_reference(decoder: Decoder, run: Run) -> None:
+    kv, _ = reference(decoder, run.job.token_ids)
+    assert largest_error(run.kv(decoder.layout), kv) <= 1e-5
+    assert run.first_token() == reference_token(decoder, run.job)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_kv_and_first_token_equal_one_process(heads: str, num_ranks: int) -> None:
+    decoder = decoder_of(heads)
+    with ChainGroup(decoder, num_ranks) as group:
+        for seed in range(6):
+            assert_equal_to_reference(decoder, run_chain(group, seed))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+def test_with_a_cached_prefix(heads: str, num_ranks: int) -> None:
+    decoder = decoder_of(heads)
+    with ChainGroup(decoder, num_ranks) as group:
+        for prefix_tokens in (1, 16, 50):
+            assert_equal_to_reference(decoder, run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens))
+
+
+def test_chunks_of_one_token_each() -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, 4) as group:
+        chunks = [TokenRange(n, n + 1) for n in range(4)]
+        assert_equal_to_reference(decoder, group.submit(group.prepare([5, 6, 7, 8], chunks)))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 17])
+def test_one_token_at_either_end(num_tokens: int) -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(num_tokens), num_tokens + 2, decoder)
+    chunks = [TokenRange(0, 1), TokenRange(1, num_tokens + 1), TokenRange(num_tokens + 1, num_tokens + 2)]
+    with ChainGroup(decoder, 3) as group:
+        assert_equal_to_reference(decoder, group.submit(group.prepare(ids, chunks)))
+
+
+def test_model_of_one_layer() -> None:
+    decoder = decoder_of(num_layers=1)
+    with ChainGroup(decoder, 3) as group:
+        assert_equal_to_reference(decoder, run_chain(group, 0))
+
+
+def test_sliding_window_shorter_than_a_chunk() -> None:
+    decoder = random_decoder(num_layers=3, window=8)
+    with ChainGroup(decoder, 3) as group:
+        for seed in range(4):
+            assert_equal_to_reference(decoder, run_chain(group, seed))
+
+
+@pytest.mark.parametrize("ranks", [(0, 2), (1,), (1, 2), (0, 1, 2)])
+def test_chain_over_some_of_the_ranks(ranks: tuple[int, ...]) -> None:
+    decoder = decoder_of()
+    rng = random.Random(sum(ranks))
+    ids = random_tokens(rng, 30, decoder)
+    with ChainGroup(decoder, 3) as group:
+        chunks = random_chunks(rng, TokenRange(0, 30), len(ranks))
+        run = group.submit(group.prepare(ids, chunks, ranks=ranks))
+        assert_equal_to_reference(decoder, run)
+        assert [report.rank for report in run.reports()] == list(ranks)
+
+
+def test_resumed_prompt_is_prompt_and_output() -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(1), 40, decoder)
+    params = SamplingParams(temperature=0.8, seed=11, repetition_penalty=1.2)
+    with ChainGroup(decoder, 2) as group:
+        chunks = [TokenRange(0, 25), TokenRange(25, 40)]
+        run = group.submit(group.prepare(ids[:33], chunks, output_ids=ids[33:], params=params))
+        assert_equal_to_reference(decoder, run)
+
+
+def test_first_token_is_sampled_as_asked() -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(2), 20, decoder)
+    params = SamplingParams(temperature=1.5, seed=3, logprobs=2)
+    with ChainGroup(decoder, 2) as group:
+        run = group.submit(group.prepare(ids, [TokenRange(0, 9), TokenRange(9, 20)], params=params))
+        first, expected = run.first_token(), reference_token(decoder, run.job)
+    assert first.token_id == expected.token_id
+    assert first.logprob == pytest.approx(expected.logprob, abs=1e-3)
+    assert [top.token_id for top in first.top] == [top.token_id for top in expected.top]
+
+
+def test_every_choice_gets_a_first_token_of_its_own() -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(2), 20, decoder)
+    params = SamplingParams(temperature=3.0, seed=5, n=4)
+    with ChainGroup(decoder, 2) as group:
+        run = group.submit(group.prepare(ids, [TokenRange(0, 9), TokenRange(9, 20)], params=params))
+        run.first_token()
+        firsts = run.outlets[run.job.ranks[-1]].finishes[0]
+    expected = [reference_token(decoder, replace(run.job, params=params.of_choice(choice))) for choice in range(4)]
+    assert [token.token_id for token in firsts] == [token.token_id for token in expected]
+    assert len({token.token_id for token in firsts}) > 1
+
+
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+def test_unwritten_memory_never_surfaces(prefix_tokens: int) -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, 3, make_buffer=poisoned_buffer) as group:
+        for seed in range(5):
+            assert_equal_to_reference(decoder, run_chain(group, seed, prefix_tokens=prefix_tokens))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_bfloat16_is_as_close_to_float32_as_one_process_is(num_ranks: int) -> None:
+    decoder, exact = decoder_of(dtype="bfloat16"), decoder_of()
+    chain_error, single_error = torch.zeros(()), torch.zeros(())
+    with ChainGroup(decoder, num_ranks) as group:
+        for seed in range(8):
+            run = run_chain(group, seed)
+            expected, _ = reference(exact, run.job.token_ids)
+            single, _ = reference(decoder, run.job.token_ids)
+            chain_error += (run.kv(decoder.layout) - expected).square().mean()
+            single_error += (single - expected).square().mean()
+    assert 0 < chain_error.sqrt() <= 1.1 * single_error.sqrt()
+
+
+@pytest.mark.parametrize("changed_rank", [0, 1, 2])
+def test_token_changes_nothing_before_it(changed_rank: int) -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(5), 30, decoder)
+    chunks = [TokenRange(0, 12), TokenRange(12, 13), TokenRange(13, 30)]
+    position = chunks[changed_rank].start
+    changed = [*ids[:position], (ids[position] + 1) % decoder.config.vocab_size, *ids[position + 1 :]]
+    with ChainGroup(decoder, 3) as group:
+        before = group.submit(group.prepare(ids, chunks))
+        after = group.submit(group.prepare(changed, chunks))
+        assert_equal_to_reference(decoder, after)
+        before.reports()
+    for rank in range(3):
+        same = before.outlets[Rank(rank)].at_push == after.outlets[Rank(rank)].at_push
+        assert same == (rank < changed_rank)
+
+
+@pytest.mark.parametrize(("prefix_tokens", "num_ranks"), [(0, 1), (0, 2), (0, 4), (16, 3)])
+def test_bytes_on_links_are_each_rank_s_end_times_layers(prefix_tokens: int, num_ranks: int) -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, num_ranks) as group:
+        run = run_chain(group, 3, prefix_tokens=prefix_tokens)
+        passed = [(chunk.end - prefix_tokens) * decoder.layout.token_bytes for chunk in run.job.chunks[:-1]]
+        assert group.payload_bytes() == sum(passed)
+        assert [report.num_bytes_sent for report in run.reports()] == [*passed, 0]
+
+
+def test_one_message_a_layer_and_rank() -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, 3) as group:
+        run_chain(group, 3)
+        num_layers = decoder.config.num_layers
+        assert [[header.layer for header in sent] for sent in group.sent] == [[*range(num_layers)]] * 2 + [[]]
+
+
+def test_early_ranks_kv_leaves_before_the_chain_ends() -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(5), 20, decoder)
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare(ids, [TokenRange(0, 10), TokenRange(10, 20)])
+        group.submit(run, order=[0])
+        run.outlets[Rank(0)].wait_pushed(decoder.config.num_layers)  # rank 1 does not even have the job
+        group.submit(run, order=[1])
+        assert_equal_to_reference(decoder, run)
+
+
+def test_report_times_every_layer() -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, 2) as group:
+        for report in run_chain(group, 0).reports():
+            starts = [layer.start_unix_ns for layer in report.layers]
+            assert len(report.layers) == decoder.config.num_layers
+            assert starts == sorted(starts)
+            assert all(layer.start_unix_ns <= layer.end_unix_ns for layer in report.layers)
+            assert (report.run.start_unix_ns, report.run.end_unix_ns) == (starts[0], report.layers[-1].end_unix_ns)
+
+
+def test_wait_is_reported_by_the_rank_that_waited() -> None:
+    decoder = decoder_of()
+    ids = random_tokens(random.Random(5), 20, decoder)
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare(ids, [TokenRange(0, 10), TokenRange(10, 20)])
+        group.submit(run, order=[1])
+        until(lambda: group.engines[1].status().progress == 1)  # it has done what it can
+        group.submit(run, order=[0])
+        first, second = run.reports()
+    assert first.wait_s == 0.0
+    assert second.wait_s > 0.0
+
+
+COLLECTIVES = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier broadcast "
+    "broadcast_object_list gather gather_object monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter "
+    "scatter_object_list"
+).split()
+GROUP_COLLECTIVES = (
+    "allgather allgather_coalesced allgather_into_tensor_coalesced allreduce allreduce_coalesced alltoall "
+    "alltoall_base barrier broadcast gather monitored_barrier reduce reduce_scatter reduce_scatter_tensor_coalesced "
+    "scatter"
+).split()
+
+
+def test_no_collective_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a collective was called")
+
+    for name in COLLECTIVES:
+        monkeypatch.setattr(dist, name, refuse)
+    for owner in (dist.ProcessGroup, dist.ProcessGroupGloo):
+        present = [name for name in GROUP_COLLECTIVES if hasattr(owner, name)]
+        assert len(present) >= 8, "torch has renamed its collectives"
+        for name in present:
+            monkeypatch.setattr(owner, name, refuse)
+    decoder = decoder_of()
+    with ChainGroup(decoder, 3, connects=torch_connects) as group:
+        for seed in range(3):
+            assert_equal_to_reference(decoder, run_chain(group, seed))
+        assert group.payload_bytes() > 0
+
+
+class TickingClock:
+    """Every reading takes a second."""
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+
+    def now_s(self) -> float:
+        self._now_s += 1.0
+        return self._now_s
+
+    def unix_ns(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "factor"), [(((0, 4), (4, 36)), 1.0), (((0, 32), (32, 64)), 1.0), (((0, 95), (95, 96)), 127 / 33)]
+)
+def test_patience_grows_with_the_largest_chunk_in_front(chunks: tuple[tuple[int, int], ...], factor: float) -> None:
+    decoder, clock = decoder_of(), TickingClock()
+    ranges = tuple(TokenRange(*chunk) for chunk in chunks)
+    ids = [1] * ranges[-1].end
+    job = Job(JobId(1), Epoch(1), RequestId("r"), 1, (Rank(0), Rank(1)), ranges, ids)
+    buffer = KvBuffer(decoder.layout, TokenRange(0, ranges[-1].end))
+    relay = Relay(job, Rank(1), buffer, clock=clock, lock=threading.Condition(), send=lambda *message: None)
+    chain_job = ChainJob(job, KeepingOutlet(), relay, buffer=buffer, decoder=decoder, clock=clock)
+    with torch.inference_mode():
+        chain_job.turn()
+    assert chain_job.slowest_turn_s == 1.0
+    assert chain_job.expected_turn_s == pytest.approx(factor)
+    assert chain_job.starved

@@ -1,0 +1,300 @@
+"""Engines serve jobs in flight together, settle each exactly once, and outlive every failure."""
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from baton.clock import SystemClock
+from baton.errors import (
+    ChainError,
+    InvalidArgumentError,
+    JobAbortedError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    StaleStampError,
+)
+from baton.ids import Epoch, JobId, Rank
+from baton.types import KvLayout, TokenRange
+from modeling.decoder import Decoder
+from modeling.kv_buffers import KvBuffer
+from prefill_workers.engine import PrefillEngine
+from tests.support.chains import (
+    WAIT_S,
+    ChainGroup,
+    KeepingOutlet,
+    Run,
+    assert_right,
+    poisoned_buffer,
+    random_run,
+    submit_shuffled,
+)
+from tests.support.link_groups import in_process_connects, torch_connects
+from tests.support.tiny_models import random_decoder
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return random_decoder(num_layers=4)
+
+
+# Jobs in flight together.
+
+
+@pytest.mark.parametrize("num_jobs", [2, 5])
+def test_jobs_submitted_in_any_order_on_any_rank_never_mix(decoder: Decoder, num_jobs: int) -> None:
+    with ChainGroup(decoder, 3, make_buffer=poisoned_buffer) as group:
+        for seed in range(20):
+            rng = random.Random(seed)
+            runs = [random_run(group, rng, rng.randint(4, 30)) for _ in range(num_jobs)]
+            submit_shuffled(group, runs, rng)
+            for run in runs:
+                assert_right(group, run)
+
+
+def test_submissions_from_many_threads(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 3) as group, ThreadPoolExecutor(8) as pool:
+        runs = [random_run(group, random.Random(seed)) for seed in range(30)]
+        list(pool.map(group.submit, runs))
+        for run in runs:
+            assert_right(group, run)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cancels_at_any_time_on_any_rank_touch_no_other_job(decoder: Decoder, seed: int) -> None:
+    rng = random.Random(seed)
+    num_jobs = rng.choice([2, 5])
+    connects = torch_connects if seed % 5 == 0 else in_process_connects
+    with ChainGroup(decoder, 3, connects=connects, make_buffer=poisoned_buffer) as group:
+        runs = [random_run(group, rng) for _ in range(num_jobs)]
+        victims = rng.sample(runs, rng.randint(1, num_jobs))
+        for victim in victims:
+            cancel_at_some_push(group, victim, rng)
+        submit_shuffled(group, runs, rng, victims)
+        for run in runs:
+            if run in victims:
+                assert_resolved(run)
+            else:
+                assert_right(group, run)
+        group.wait_idle()
+        assert_right(group, group.submit(random_run(group, rng)))  # links are in step
+
+
+def cancel_at_some_push(group: ChainGroup, run: Run, rng: random.Random) -> None:
+    """Cancels on some rank when some rank pushes some layer."""
+    victim = rng.choice(run.job.ranks)
+    trigger, layer = rng.choice(run.job.ranks), rng.randrange(group.decoder.config.num_layers)
+
+    def cancel(pushed: int) -> None:
+        if pushed == layer:
+            group.engines[victim].cancel(run.job.number)
+
+    run.outlets[trigger] = KeepingOutlet(cancel)
+
+
+def assert_resolved(run: Run) -> None:
+    """Each rank ended once: with its report, cancelled, or told by an earlier rank."""
+    for rank, future in run.futures.items():
+        error, outlet = future.exception(WAIT_S), run.outlets[rank]
+        assert isinstance(error, RequestCancelledError | JobAbortedError | None)
+        assert outlet.aborts == ([] if error is None else [error])
+        assert len(outlet.finishes) == 1 or error is not None
+
+
+def test_lowest_number_goes_first(decoder: Decoder) -> None:
+    order: list[JobId] = []
+    gate, holding = threading.Event(), threading.Event()
+
+    def hold(rank: Rank, layer: int) -> None:
+        holding.set()
+        assert gate.wait(WAIT_S)
+
+    with ChainGroup(decoder, 1) as group:
+        chunks = [TokenRange(0, 2)]
+        blocker = group.submit(group.prepare([1, 2], chunks, on_push=hold))
+        assert holding.wait(WAIT_S)
+        runs = [group.prepare([1, 2], chunks) for _ in range(3)]
+        for run in runs:
+            number = run.job.number
+            run.outlets[Rank(0)] = KeepingOutlet(lambda layer, number=number: order.append(number))  # type: ignore[misc]
+        for run in reversed(runs):
+            group.submit(run)
+        gate.set()
+        for run in [blocker, *runs]:
+            run.reports()
+    assert order == sorted(order)
+
+
+def test_job_that_waits_lets_others_run(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 2) as group:
+        waiting = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(waiting, order=[1])
+        alone = group.submit(group.prepare([4, 5], [TokenRange(0, 2)], ranks=[1]))
+        assert_right(group, alone)
+        assert not waiting.futures[Rank(1)].done()
+        group.submit(waiting, order=[0])
+        assert_right(group, waiting)
+
+
+# Cancels and failures of one job.
+
+
+def test_cancel_ends_a_waiting_job(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(run, order=[1])
+        group.engines[1].cancel(run.job.number)
+        assert isinstance(run.error(1), RequestCancelledError)
+        assert run.outlets[Rank(1)].aborts == [run.error(1)]
+
+
+def test_cancel_is_told_to_the_ranks_behind(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 3) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(n, n + 1) for n in range(3)])
+        group.submit(run, order=[1, 2])
+        group.engines[1].cancel(run.job.number)
+        assert isinstance(run.error(1), RequestCancelledError)
+        assert isinstance(run.error(2), JobAbortedError)
+
+
+def test_cancel_may_carry_its_reason(decoder: Decoder) -> None:
+    reason = StaleStampError("the slot was leased anew")
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(run, order=[1])
+        group.engines[1].cancel(run.job.number, reason)
+        group.engines[1].cancel(run.job.number)
+        assert run.error(1) is reason
+
+
+def test_cancel_of_what_is_not_there_is_ignored(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 1) as group:
+        run = group.submit(group.prepare([1, 2], [TokenRange(0, 2)]))
+        run.reports()
+        group.engines[0].cancel(run.job.number)
+        group.engines[0].cancel(JobId(999))
+        assert_right(group, group.submit(group.prepare([1, 2], [TokenRange(0, 2)])))
+
+
+def test_rank_in_front_of_a_cancelled_one_finishes(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(run, order=[1])
+        group.engines[1].cancel(run.job.number)
+        run.error(1)
+        group.submit(run, order=[0])
+        assert run.futures[Rank(0)].result(WAIT_S).num_bytes_sent > 0
+
+
+def test_refused_push_fails_the_job_with_its_error(decoder: Decoder) -> None:
+    refusal = StaleStampError("stamp 3 is stale")
+
+    def refuse(rank: Rank, layer: int) -> None:
+        if (rank, layer) == (0, 1):
+            raise refusal
+
+    with ChainGroup(decoder, 2) as group:
+        chunks = [TokenRange(0, 2), TokenRange(2, 3)]
+        run = group.submit(group.prepare([1, 2, 3], chunks, on_push=refuse))
+        assert run.error(0) is refusal
+        assert isinstance(run.error(1), JobAbortedError)
+        assert_right(group, group.submit(group.prepare([1, 2, 3], chunks)))
+
+
+def test_failed_turn_fails_its_job_alone(decoder: Decoder) -> None:
+    def fail(rank: Rank, layer: int) -> None:
+        raise MemoryError("no more")
+
+    with ChainGroup(decoder, 1) as group:
+        run = group.submit(group.prepare([1, 2], [TokenRange(0, 2)], on_push=fail))
+        error = run.error(0)
+        assert isinstance(error, ChainError)
+        assert isinstance(error.__cause__, MemoryError)
+        assert_right(group, group.submit(group.prepare([1, 2], [TokenRange(0, 2)])))
+
+
+def test_outlet_that_fails_to_abort_leaves_the_engine_alive(decoder: Decoder) -> None:
+    class Stubborn(KeepingOutlet):
+        def abort(self, error: BaseException) -> None:
+            raise OSError("cannot")
+
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        run.outlets[Rank(1)] = Stubborn()
+        group.submit(run, order=[1])
+        group.engines[1].cancel(run.job.number)
+        assert isinstance(run.error(1), RequestCancelledError)
+        assert_right(group, group.submit(group.prepare([1, 2], [TokenRange(0, 2)], ranks=[1])))
+
+
+def test_future_cannot_be_cancelled(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(run, order=[1])
+        assert not run.futures[Rank(1)].cancel()
+        group.submit(run, order=[0])
+        assert_right(group, run)
+
+
+# What is refused at once.
+
+
+def test_second_job_of_one_number_is_refused(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare([1, 2, 3], [TokenRange(0, 2), TokenRange(2, 3)])
+        group.submit(run, order=[1])
+        with pytest.raises(InvalidArgumentError, match="already being served"):
+            group.engines[1].submit(run.job, KeepingOutlet())
+        group.submit(run, order=[0])
+        assert_right(group, run)
+
+
+def test_number_is_served_once(decoder: Decoder) -> None:
+    with ChainGroup(decoder, 1) as group:
+        run = group.submit(group.prepare([1, 2], [TokenRange(0, 2)]))
+        run.reports()
+        with pytest.raises(JobAbortedError, match="no longer served"):
+            group.engines[0].submit(run.job, KeepingOutlet())
+
+
+def test_too_many_jobs_are_refused(decoder: Decoder) -> None:
+    engine = PrefillEngine(decoder, SystemClock(), max_jobs=1)
+    connects = in_process_connects(2)
+    try:
+        with ThreadPoolExecutor(1) as pool, ChainGroup(decoder, 2) as other:
+            met = pool.submit(other.engines[0].start_epoch, Epoch(2), Rank(0), 2, connects[0])
+            engine.start_epoch(Epoch(2), Rank(1), 2, connects[1])
+            met.result(WAIT_S)
+            other.epoch = Epoch(2)
+            chunks = [TokenRange(0, 2), TokenRange(2, 3)]
+            engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingOutlet())
+            with pytest.raises(ResourceExhaustedError, match="1 jobs are in flight"):
+                engine.submit(other.prepare([1, 2, 3], chunks).job, KeepingOutlet())
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranks", "message"),
+    [([1, 97], [0], "token id 97"), ([1] * 600, [0], "at most 512"), ([1, 2], [1], "ranks"), ([1, 2], [7], "ranks")],
+)
+def test_job_that_cannot_run_here_is_refused(decoder: Decoder, ids: list[int], ranks: list[int], message: str) -> None:
+    with ChainGroup(decoder, 2) as group:
+        run = group.prepare(ids, [TokenRange(0, len(ids))], ranks=ranks)
+        with pytest.raises(InvalidArgumentError, match=message):
+            group.engines[0].submit(run.job, KeepingOutlet())
+
+
+def test_lack_of_memory_is_told(decoder: Decoder) -> None:
+    def fail(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with ChainGroup(decoder, 1, make_buffer=fail) as group, pytest.raises(ResourceExhaustedError, match="no memory"):
+        group.submit(group.prepare([1, 2], [TokenRange(0, 2)]))

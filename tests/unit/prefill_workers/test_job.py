@@ -1,0 +1,65 @@
+"""A job says consistently who computes what."""
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.types import KvLayout, TokenRange
+from modeling.kv_buffers import KvBuffer
+from prefill_workers.job import Job
+
+LAYOUT = KvLayout("model", 1, 1, 2, "float32")
+
+
+def make(
+    ranks: tuple[int, ...] = (0, 1),
+    chunks: tuple[tuple[int, int], ...] = ((0, 3), (3, 5)),
+    num_prompt: int = 4,
+    num_output: int = 1,
+    prefix: KvBuffer | None = None,
+) -> Job:
+    return Job(
+        JobId(1),
+        Epoch(1),
+        RequestId("r"),
+        1,
+        tuple(Rank(rank) for rank in ranks),
+        tuple(TokenRange(*chunk) for chunk in chunks),
+        range(num_prompt),
+        range(100, 100 + num_output),
+        prefix=prefix,
+    )
+
+
+def test_prompt_is_prompt_then_output() -> None:
+    assert make().token_ids == [0, 1, 2, 3, 100]
+
+
+def test_nothing_is_cached_without_a_prefix() -> None:
+    assert make().cached == TokenRange(0, 0)
+
+
+def test_what_lies_before_the_first_chunk_is_cached() -> None:
+    job = make(chunks=((2, 3), (3, 5)), prefix=KvBuffer(LAYOUT, TokenRange(0, 3)))
+    assert job.cached == TokenRange(0, 2)
+
+
+@pytest.mark.parametrize("ranks", [(), (1, 0), (0, 0), (0, 1, 2), (0,)])
+def test_ranks_are_ascending_and_as_many_as_chunks(ranks: tuple[int, ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match="job 1: (ranks|chunks)"):
+        make(ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    "chunks",
+    [((0, 3), (4, 5)), ((0, 3), (2, 5)), ((0, 3), (3, 4)), ((0, 3), (3, 6)), ((0, 5), (5, 5)), ((1, 3), (3, 5))],
+)
+def test_chunks_cover_the_prompt(chunks: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(InvalidArgumentError, match="job 1: chunks"):
+        make(chunks=chunks)
+
+
+@pytest.mark.parametrize("held", [TokenRange(0, 1), TokenRange(1, 3)])
+def test_prefix_must_hold_all_that_is_cached(held: TokenRange) -> None:
+    with pytest.raises(InvalidArgumentError, match="cached tokens"):
+        make(chunks=((2, 3), (3, 5)), prefix=KvBuffer(LAYOUT, held))

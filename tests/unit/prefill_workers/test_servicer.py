@@ -1,0 +1,260 @@
+"""A prefill group over gRPC: KV goes to a real receiver, errors keep their class, a cancelled call ends its job."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+import torch
+from torch.distributed import TCPStore
+
+from baton import __version__
+from baton.clock import SystemClock
+from baton.errors import (
+    BatonError,
+    EpochEndedError,
+    InvalidArgumentError,
+    LinkBrokenError,
+    UnavailableError,
+)
+from baton.ids import Stamp
+from baton.sampling_params import SamplingParams
+from baton.types import Lease, LeaseRef, TokenRange
+from baton.v1 import prefill_pb2
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from modeling.decoder import Decoder
+from prefill_workers.servicer import PrefillServer, job_from_proto
+from tests.support.chains import largest_error, reference
+from tests.support.eventually import eventually
+from tests.support.kv_loopback import Loopback, loopback
+from tests.support.tiny_models import random_decoder
+from transport.channel import make_channel
+from transport.proto_types import history_to_proto, lease_to_proto, range_to_proto
+from transport.status import translate_rpc_errors
+
+if TYPE_CHECKING:
+    from baton.v1.prefill_pb2_grpc import PrefillRankAsyncStub
+
+HOST = "127.0.0.1"
+IDS = tuple(range(3, 33))
+CHUNKS = (TokenRange(0, 13), TokenRange(13, 30))
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Ranks:
+    """Two ranks behind their servers, and a receiver of KV."""
+
+    decoder: Decoder
+    servers: list[PrefillServer]
+    stubs: "list[PrefillRankAsyncStub]"
+    receiver: Loopback
+    store: TCPStore
+    epoch: int = 0
+    jobs: int = field(default=0)
+
+    async def start_epoch(self, ranks: Sequence[int] = (0, 1), timeout_s: float = TIMEOUT_S) -> None:
+        self.epoch += 1
+        requests = [
+            prefill_pb2.StartEpochRequest(
+                epoch=self.epoch, rank=rank, num_ranks=2, store=f"{HOST}:{self.store.port}", timeout_s=timeout_s
+            )
+            for rank in ranks
+        ]
+        with translate_rpc_errors():
+            await asyncio.gather(*(self.stubs[request.rank].StartEpoch(request) for request in requests))
+
+    async def lease(self) -> Lease:
+        return dataclasses.replace(await self.receiver.reserve(len(IDS)), endpoint=self.receiver.endpoint)
+
+    def job(self, lease: Lease, *, params: SamplingParams | None = None) -> prefill_pb2.PrefillJob:
+        self.jobs += 1
+        return prefill_pb2.PrefillJob(
+            epoch=self.epoch,
+            job=self.jobs,
+            request_id="r",
+            attempt=1,
+            ranks=[0, 1],
+            chunks=[range_to_proto(chunk) for chunk in CHUNKS],
+            history=history_to_proto(IDS[:25], IDS[25:], params or SamplingParams()),
+            lease=lease_to_proto(lease),
+        )
+
+    async def run(self, rank: int, job: prefill_pb2.PrefillJob) -> prefill_pb2.PrefillReport:
+        with translate_rpc_errors():
+            return await self.stubs[rank].Run(job, timeout=TIMEOUT_S)
+
+    async def status(self, rank: int) -> prefill_pb2.PrefillStatus:
+        return await self.stubs[rank].GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=TIMEOUT_S)
+
+
+@asynccontextmanager
+async def two_ranks() -> AsyncIterator[Ranks]:
+    torch.set_num_threads(1)
+    decoder = random_decoder(num_layers=3)
+    async with AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(loopback(layout=decoder.layout))
+        servers = [await PrefillServer.start(decoder, clock=SystemClock(), host=HOST) for _ in range(2)]
+        channels = [await stack.enter_async_context(make_channel(f"{HOST}:{server.port}")) for server in servers]
+        store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
+        try:
+            yield Ranks(decoder, servers, [PrefillRankStub(channel) for channel in channels], receiver, store)
+        finally:
+            await asyncio.gather(*(server.stop() for server in servers))
+
+
+@pytest.fixture
+async def ranks() -> AsyncIterator[Ranks]:
+    async with two_ranks() as both:
+        await both.start_epoch()
+        yield both
+
+
+async def test_kv_arrives_in_the_slot_and_is_committed_with_the_first_token(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    job = ranks.job(lease)
+    await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+    expected, logits_V = reference(ranks.decoder, IDS)
+    rows = [ranks.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
+    kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
+    assert largest_error(kv.view(expected.shape), expected) <= 1e-5
+    first = ranks.receiver.sink.first(lease.ref)
+    assert first is not None
+    assert first.token_id == int(logits_V.argmax())
+
+
+async def test_first_token_carries_its_logprobs(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    job = ranks.job(lease, params=SamplingParams(logprobs=2))
+    await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+    first = ranks.receiver.sink.first(lease.ref)
+    assert first is not None
+    assert first.logprob is not None
+    assert len(first.top) == 2
+
+
+async def test_report_says_what_was_computed_pushed_and_sent(ranks: Ranks) -> None:
+    job = ranks.job(await ranks.lease())
+    reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+    token_bytes = ranks.decoder.layout.token_bytes
+    assert [report.rank for report in reports] == [0, 1]
+    assert [report.num_bytes_pushed for report in reports] == [len(chunk) * token_bytes for chunk in CHUNKS]
+    assert [report.num_bytes_sent for report in reports] == [13 * token_bytes, 0]
+    for report in reports:
+        assert len(report.layers) == 3
+        assert report.run.start_unix_ns <= report.push.start_unix_ns <= report.push.end_unix_ns
+
+
+async def test_refused_push_ends_the_job_on_all_ranks(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    stale = dataclasses.replace(lease, ref=LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 7)))
+    job = ranks.job(stale)
+    errors = await asyncio.gather(ranks.run(0, job), ranks.run(1, job), return_exceptions=True)
+    # by its class, unless gRPC lost the receiver's status, as it may when that meets a write
+    assert all(isinstance(error, BatonError) for error in errors)
+    following = ranks.job(lease)
+    await asyncio.gather(ranks.run(0, following), ranks.run(1, following))
+
+
+async def test_receiver_that_is_not_there_is_unavailable(ranks: Ranks) -> None:
+    gone = dataclasses.replace(await ranks.lease(), endpoint=f"{HOST}:1")
+    job = ranks.job(gone)
+    errors = await asyncio.gather(ranks.run(0, job), ranks.run(1, job), return_exceptions=True)
+    assert isinstance(errors[0], UnavailableError)
+
+
+async def test_cancelled_call_ends_its_job_and_its_push(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    job = ranks.job(lease)
+    call = ranks.stubs[1].Run(job)
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+    call.cancel()
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 0, TIMEOUT_S)
+    await ranks.receiver.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_job_of_an_ended_epoch_is_refused(ranks: Ranks) -> None:
+    job = ranks.job(await ranks.lease())
+    await ranks.start_epoch()
+    with pytest.raises(EpochEndedError):
+        await ranks.run(0, job)
+
+
+async def test_next_epoch_ends_a_running_job(ranks: Ranks) -> None:
+    job = ranks.job(await ranks.lease())
+    running = asyncio.create_task(ranks.run(1, job))
+    await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+    await ranks.start_epoch()
+    with pytest.raises((EpochEndedError, LinkBrokenError)):
+        await running
+
+
+async def test_epoch_that_not_all_join_fails_and_is_told_by_status(ranks: Ranks) -> None:
+    with pytest.raises(LinkBrokenError, match="met not all 2 ranks"):
+        await ranks.start_epoch(ranks=[0], timeout_s=0.3)
+    status = await ranks.status(0)
+    assert status.epoch == 2
+    assert "met not all 2 ranks" in status.epoch_error
+    await ranks.start_epoch()
+    assert (await ranks.status(0)).epoch_error == ""
+
+
+async def test_status_tells_epoch_layout_and_version(ranks: Ranks) -> None:
+    status = await ranks.status(0)
+    assert (status.epoch, status.epoch_error, status.num_jobs) == (1, "", 0)
+    assert status.layout_fingerprint == ranks.decoder.layout.fingerprint
+    assert status.version == __version__
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value", "message"),
+    [("rank", 2, "rank = 2"), ("timeout_s", 0.0, "timeout_s"), ("store", "here", "store = 'here'")],
+)
+async def test_epoch_request_that_makes_no_sense(ranks: Ranks, field_name: str, value: object, message: str) -> None:
+    request = prefill_pb2.StartEpochRequest(epoch=9, rank=0, num_ranks=2, store=f"{HOST}:1", timeout_s=1.0)
+    setattr(request, field_name, value)
+    with pytest.raises(InvalidArgumentError, match=message), translate_rpc_errors():
+        await ranks.stubs[0].StartEpoch(request)
+
+
+async def test_lease_must_be_for_the_whole_prompt(ranks: Ranks) -> None:
+    short = dataclasses.replace(await ranks.lease(), num_tokens=29)
+    with pytest.raises(InvalidArgumentError, match=r"lease\.num_tokens = 29"):
+        await ranks.run(0, ranks.job(short))
+
+
+async def test_many_calls_at_once(ranks: Ranks) -> None:
+    lease = await ranks.lease()
+    jobs = [ranks.job(lease) for _ in range(8)]
+    reports = await asyncio.gather(*(ranks.run(rank, job) for job in jobs for rank in (1, 0)))
+    assert len(reports) == 16
+
+
+def test_job_takes_over_every_field() -> None:
+    message = prefill_pb2.PrefillJob(
+        epoch=4,
+        job=9,
+        request_id="r",
+        attempt=3,
+        ranks=[2],
+        chunks=[range_to_proto(TokenRange(0, 3))],
+        history=history_to_proto((1, 2), (3,), SamplingParams(seed=5)),
+    )
+    job = job_from_proto(message)
+    assert (job.epoch, job.number, job.request_id, job.attempt, job.ranks) == (4, 9, "r", 3, (2,))
+    assert (job.chunks, job.token_ids, job.params.seed, job.prefix) == ((TokenRange(0, 3),), [1, 2, 3], 5, None)
+
+
+async def test_server_stops_with_a_job_in_flight() -> None:
+    async with two_ranks() as ranks:
+        await ranks.start_epoch()
+        call = ranks.stubs[1].Run(ranks.job(await ranks.lease()))
+        await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+        await ranks.servers[1].stop()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call
+        await ranks.servers[1].stop()

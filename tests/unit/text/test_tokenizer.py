@@ -1,0 +1,168 @@
+"""text.tokenizer: loading, encoding, the chat template, and what a user is told when something is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidArgumentError, ModelError
+from tests.support.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
+from text.tokenizer import Tokenizer
+
+HELLO = [{"role": "user", "content": "hello"}]
+WITHOUT_TORCH = """
+import sys
+from pathlib import Path
+from tests.support.tokenizers import smollm_gguf
+from text.gguf_tokenizer import write_tokenizer
+from text.stream import TextStream
+from text.tokenizer import Tokenizer
+write_tokenizer(smollm_gguf(), Path(sys.argv[1]))
+tokenizer = Tokenizer.load(Path(sys.argv[1]))
+stream = TextStream.rebuild(tokenizer, ["x"], tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+stream.flush()
+sys.exit("torch was imported" if "torch" in sys.modules else 0)
+"""
+
+
+def test_nothing_in_text_imports_torch(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@given(text=st.text(st.characters(max_codepoint=0xFFFF, categories=["L", "N", "P", "Zs"], include_characters="\n\t")))
+def test_decode_undoes_encode(smollm: Tokenizer, text: str) -> None:
+    """Control characters and rare planes aside: the sample vocabulary lacks some bytes."""
+    assert smollm.decode(smollm.encode(text)) == text
+
+
+def test_encode_adds_bos_when_the_post_processor_does(sentencepiece: Tokenizer) -> None:
+    hello = sentencepiece_tokens().index("\u2581hello")
+    assert sentencepiece.encode("hello") == [1, hello]
+
+
+def test_encode_adds_no_bos_when_the_post_processor_does_not(smollm: Tokenizer) -> None:
+    assert smollm.decode(smollm.encode("hello")[:1]) == "hello"
+
+
+def test_special_tokens_in_text_become_their_ids(smollm: Tokenizer) -> None:
+    assert smollm.encode("<|im_start|>")[0] == 1
+
+
+def test_decode_skips_special_tokens(smollm: Tokenizer) -> None:
+    assert smollm.decode([1, *smollm.encode("hi"), 2]) == "hi"
+
+
+def test_decode_skips_ids_beyond_the_vocabulary(smollm: Tokenizer) -> None:
+    assert smollm.decode([*smollm.encode("hi"), smollm.vocab_size + 7]) == "hi"
+
+
+def test_vocab_size_counts_to_the_largest_id(smollm: Tokenizer, sentencepiece: Tokenizer) -> None:
+    assert smollm.vocab_size == 49152
+    assert sentencepiece.vocab_size == len(sentencepiece_tokens())
+
+
+def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path: Path) -> None:
+    core = sentencepiece_core()
+    core.enable_truncation(max_length=3)
+    core.enable_padding(length=8)
+    tokenizer = Tokenizer.load(write_folder(tmp_path, core))
+    assert len(tokenizer.encode("a" * 50)) > 40
+    assert len(tokenizer.encode("hello")) == 2
+
+
+def test_lone_surrogate_is_refused(smollm: Tokenizer) -> None:
+    with pytest.raises(InvalidArgumentError, match="prompt: not Unicode text: lone surrogate at character 2"):
+        smollm.encode("ab\ud800")
+
+
+def test_chat_is_rendered_by_the_models_template(smollm: Tokenizer) -> None:
+    system = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    text = f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    assert smollm.encode_chat(HELLO) == smollm.encode(text)
+
+
+def test_chat_template_may_be_in_the_config_file(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, sentencepiece_core(), chat_template=CHAT_TEMPLATE))
+    assert tokenizer.encode_chat(HELLO) == tokenizer.encode("<s>user: hello</s><s>assistant: ")[1:]
+
+
+def test_chat_gets_no_second_bos(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, sentencepiece_core(), chat_template=CHAT_TEMPLATE))
+    assert tokenizer.encode_chat(HELLO)[:2].count(1) == 1
+
+
+def test_model_without_chat_template_says_so(sentencepiece: Tokenizer) -> None:
+    assert not sentencepiece.has_chat_template
+    with pytest.raises(InvalidArgumentError, match="no chat template: send a text prompt or token ids"):
+        sentencepiece.encode_chat(HELLO)
+
+
+def test_what_the_template_refuses_is_the_users_error(tmp_path: Path) -> None:
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokenizer = Tokenizer.load(write_folder(tmp_path, sentencepiece_core(), chat_template=template))
+    with pytest.raises(InvalidArgumentError, match="refuses them: roles must alternate"):
+        tokenizer.encode_chat(HELLO)
+
+
+def test_a_broken_template_is_the_models_error(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_folder(tmp_path, sentencepiece_core(), chat_template="{% for x in %}"))
+    with pytest.raises(ModelError, match=r"chat template in .* is broken"):
+        tokenizer.encode_chat(HELLO)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ([], "messages is empty"),
+        ([{"role": "user"}], r"messages\[0\].content is None: use a string"),
+        ([{"role": "user", "content": "a"}, {"role": 7, "content": "b"}], r"messages\[1\].role is 7: use a string"),
+        ([{"role": "", "content": "a"}], r"messages\[0\].role is empty"),
+        ([{"role": "user", "content": "a", "name": "b"}], r"messages\[0\].name is unknown"),
+        ([{"role": "user", "content": "\udc00"}], "messages: not Unicode text"),
+    ],
+)
+def test_bad_messages_are_refused(smollm: Tokenizer, messages: Sequence[dict[str, Any]], message: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        smollm.encode_chat(messages)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json in .*nowhere: there is no such folder"):
+        Tokenizer.load(tmp_path / "nowhere")
+
+
+def test_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="fetch the model's tokenizer files"):
+        Tokenizer.load(tmp_path)
+
+
+def test_folder_with_only_a_sentencepiece_file_is_told_to_convert(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"\n")
+    with pytest.raises(ModelError, match=r"convert tokenizer\.model"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_broken_file_is_one_line(tmp_path: Path, smollm_folder: Path, name: str) -> None:
+    shutil.copytree(smollm_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text('{"half": ')
+    with pytest.raises(ModelError, match="cannot read the tokenizer in ") as caught:
+        Tokenizer.load(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, sentencepiece_core(), auto_map={"AutoTokenizer": [None, "evil.Evil"]})
+    (folder / "evil.py").write_text(f"open({json.dumps(str(tmp_path / 'ran'))}, 'w')\nclass Evil: pass\n")
+    Tokenizer.load(folder)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,377 @@
+import asyncio
+import math
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from baton.clock import ManualClock
+from baton.errors import (
+    BatonError,
+    ByteCountError,
+    ChecksumError,
+    IncompletePushError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+    LeaseExpiredError,
+    RangeError,
+    ResourceExhaustedError,
+    StaleStampError,
+)
+from baton.ids import Stamp
+from baton.types import LeaseRef, TokenRange
+from baton.v1 import common_pb2, kv_pb2
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from tests.support.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
+from transport.channel import MAX_MESSAGE_BYTES, make_channel
+from transport.kv_receiver import KvReceiverServicer
+from transport.status import translate_rpc_errors
+
+Spoil = Callable[[kv_pb2.KvPiece], None]
+
+
+@pytest.fixture
+async def loop() -> AsyncIterator[Loopback]:
+    async with loopback() as both_ends:
+        yield both_ends
+
+
+async def test_pushed_bytes_are_written_in_place(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    await loop.push([loop.piece(lease.ref, layer=1, tokens=TokenRange(2, 5))])
+    assert loop.sink.read(lease.ref, 1, WHOLE) == (
+        bytes(2 * LAYOUT.row_bytes) + rows(TokenRange(2, 5)) + bytes(3 * LAYOUT.row_bytes)
+    )
+
+
+async def test_reply_counts_pieces_bytes_and_duplicates(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    parts = WHOLE.split(3)
+    pieces = [loop.piece(lease.ref, layer, part) for layer in (0, 1) for part in parts]
+    reply = await loop.push([*pieces, pieces[0], pieces[4]])
+    assert (reply.num_pieces, reply.num_duplicates) == (8, 2)
+    assert reply.num_bytes == NUM_TOKENS * LAYOUT.token_bytes + (3 + 3) * LAYOUT.row_bytes
+
+
+async def test_empty_push_is_no_error(loop: Loopback) -> None:
+    assert await loop.push([]) == kv_pb2.PushReply()
+
+
+async def test_duplicate_changes_nothing(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    reply = await loop.push([loop.piece(lease.ref), loop.piece(lease.ref, seed=99)])
+    assert reply.num_duplicates == 1
+    assert loop.sink.read(lease.ref, 0, WHOLE) == rows(WHOLE)
+
+
+def spoil(change: Callable[[kv_pb2.KvPiece], object]) -> Spoil:
+    def spoiled(piece: kv_pb2.KvPiece) -> None:
+        change(piece)
+
+    return spoiled
+
+
+def flip_a_byte(piece: kv_pb2.KvPiece) -> None:
+    piece.payload = piece.payload[:9] + bytes((piece.payload[9] ^ 1,)) + piece.payload[10:]
+
+
+def set_tokens(start: int, end: int) -> Spoil:
+    return spoil(lambda piece: piece.header.tokens.CopyFrom(common_pb2.TokenRange(start=start, end=end)))
+
+
+def lengthen(piece: kv_pb2.KvPiece) -> None:
+    piece.payload += b"\0"
+
+
+def shorten(piece: kv_pb2.KvPiece) -> None:
+    piece.payload = piece.payload[:-1]
+
+
+def set_payload(payload: bytes) -> Spoil:
+    return spoil(lambda piece: setattr(piece, "payload", payload))
+
+
+def set_header(name: str, value: object) -> Spoil:
+    return spoil(lambda piece: setattr(piece.header, name, value))
+
+
+def set_lease(name: str, value: int) -> Spoil:
+    return spoil(lambda piece: setattr(piece.header.lease, name, value))
+
+
+REFUSED = [
+    pytest.param(set_lease("stamp", 2**64 - 1), StaleStampError, id="stale stamp"),
+    pytest.param(set_lease("slot", 2**32 - 1), StaleStampError, id="unknown slot"),
+    pytest.param(shorten, ByteCountError, id="payload too short"),
+    pytest.param(lengthen, ByteCountError, id="payload too long"),
+    pytest.param(set_payload(b""), ByteCountError, id="no payload"),
+    pytest.param(set_payload(bytes(MAX_MESSAGE_BYTES // 2)), ByteCountError, id="large payload"),
+    pytest.param(flip_a_byte, ChecksumError, id="flipped byte"),
+    pytest.param(set_header("checksum", 0), ChecksumError, id="no checksum"),
+    pytest.param(set_header("layout_fingerprint", "0123456789abcdef"), LayoutMismatchError, id="wrong fingerprint"),
+    pytest.param(set_header("layout_fingerprint", ""), LayoutMismatchError, id="no fingerprint"),
+    pytest.param(set_header("layer", 2), RangeError, id="layer out of range"),
+    pytest.param(set_header("layer", 2**32 - 1), RangeError, id="giant layer"),
+    pytest.param(set_tokens(NUM_TOKENS - 4, NUM_TOKENS + 4), RangeError, id="range beyond the lease"),
+    pytest.param(set_tokens(2**32 - 9, 2**32 - 1), RangeError, id="range far beyond the lease"),
+    pytest.param(set_tokens(8, 0), InvalidArgumentError, id="reversed range"),
+    pytest.param(set_tokens(0, 2**32 - 1), ByteCountError, id="giant range"),
+    pytest.param(spoil(lambda piece: piece.header.ClearField("tokens")), ByteCountError, id="no range"),
+    pytest.param(spoil(lambda piece: piece.header.ClearField("lease")), InvalidArgumentError, id="no lease"),
+    pytest.param(spoil(lambda piece: piece.ClearField("header")), InvalidArgumentError, id="no header"),
+]
+
+
+@pytest.mark.parametrize(("change", "error"), REFUSED)
+async def test_bad_piece_is_refused_and_harms_nothing(loop: Loopback, change: Spoil, error: type[BatonError]) -> None:
+    lease = await loop.reserve()
+    await loop.push([loop.piece(lease.ref, layer=0)])
+    bad = loop.piece(lease.ref, layer=1)
+    change(bad)
+    with pytest.raises(error) as caught:
+        await loop.push([bad])
+    assert type(caught.value) is error
+    assert loop.sink.read(lease.ref, 0, WHOLE) == rows(WHOLE)
+    assert loop.sink.read(lease.ref, 1, WHOLE) == bytes(len(WHOLE) * LAYOUT.row_bytes)
+    await loop.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_push_may_go_on_after_a_refused_piece(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    bad = loop.piece(lease.ref, layer=1)
+    flip_a_byte(bad)
+    with pytest.raises(ChecksumError):
+        await loop.push([loop.piece(lease.ref, layer=0), bad, loop.piece(lease.ref, layer=1)])
+    reply = await loop.push([loop.piece(lease.ref, layer=0), loop.piece(lease.ref, layer=1)])
+    assert reply.num_duplicates == 1
+    assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
+
+
+async def test_overlapping_piece_is_refused(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    pieces = [loop.piece(lease.ref), loop.piece(lease.ref, tokens=TokenRange(1, 3), seed=99)]
+    with pytest.raises(RangeError):
+        await loop.push(pieces)
+    assert loop.sink.read(lease.ref, 0, WHOLE) == rows(WHOLE)
+
+
+async def test_piece_for_another_lease_is_refused_in_the_same_push(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    other = LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 1))
+    with pytest.raises(InvalidArgumentError, match="one push per lease"):
+        await loop.push([loop.piece(lease.ref), loop.piece(other)])
+
+
+@pytest.mark.parametrize("frame", [b"\xff", b"\x0a\x05\x18", bytes(1000)])
+async def test_frame_that_is_no_piece_is_refused(loop: Loopback, frame: bytes) -> None:
+    lease = await loop.reserve()
+    with pytest.raises(InvalidArgumentError, match="is not a KvPiece"):
+        await loop.push_bytes([loop.piece(lease.ref).SerializeToString(), frame])
+    await loop.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_message_over_the_limit_is_refused(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    unlimited = (("grpc.max_send_message_length", -1),)
+    giant = loop.piece(lease.ref)
+    giant.payload = bytes(MAX_MESSAGE_BYTES + 1)
+    async with grpc.aio.insecure_channel(loop.endpoint, options=unlimited) as channel:
+        with pytest.raises(ResourceExhaustedError), translate_rpc_errors():
+            await KvReceiverStub(channel).Push(iter([loop.piece(lease.ref), giant]))
+    await loop.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_generated_stub_can_push(loop: Loopback) -> None:
+    """The codec on the server is a matter of speed: any client that speaks the proto is served."""
+    lease = await loop.reserve()
+    reply = await KvReceiverStub(loop.channel).Push(iter([loop.piece(lease.ref), loop.piece(lease.ref, layer=1)]))
+    assert reply.num_bytes == NUM_TOKENS * LAYOUT.token_bytes
+
+
+async def test_push_to_an_expired_lease_is_refused() -> None:
+    clock = ManualClock()
+    async with loopback(clock=clock) as loop:
+        lease = await loop.reserve(ttl_s=5)
+        clock.advance(6)
+        with pytest.raises(LeaseExpiredError):
+            await loop.push([loop.piece(lease.ref)])
+
+
+async def test_lease_that_expires_during_a_push_is_refused() -> None:
+    clock, more = ManualClock(), asyncio.Event()
+    async with loopback(clock=clock) as loop:
+        lease = await loop.reserve(ttl_s=5)
+
+        async def pieces() -> AsyncIterator[kv_pb2.KvPiece]:
+            yield loop.piece(lease.ref)
+            await more.wait()
+            yield loop.piece(lease.ref, layer=1)
+
+        push = asyncio.ensure_future(KvReceiverStub(loop.channel).Push(pieces()))
+        await loop.sink.writers_become(lease.ref.slot, 1)
+        clock.advance(6)
+        more.set()
+        with pytest.raises(LeaseExpiredError), translate_rpc_errors():
+            await push
+        await loop.sink.writers_become(lease.ref.slot, 0)
+
+
+RESERVE = {"num_tokens": 8, "capacity_tokens": 8, "ttl_s": 5.0, "layout_fingerprint": LAYOUT.fingerprint}
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("num_tokens", 0, InvalidArgumentError),
+        ("num_tokens", 9, InvalidArgumentError),
+        ("capacity_tokens", 2**32 - 1, InvalidArgumentError),
+        ("ttl_s", 0.0, InvalidArgumentError),
+        ("ttl_s", -1.0, InvalidArgumentError),
+        ("ttl_s", math.nan, InvalidArgumentError),
+        ("ttl_s", math.inf, InvalidArgumentError),
+        ("layout_fingerprint", "", LayoutMismatchError),
+        ("layout_fingerprint", "x" * 100_000, LayoutMismatchError),
+    ],
+)
+async def test_bad_reserve_is_refused(loop: Loopback, field: str, value: object, error: type[BatonError]) -> None:
+    request = kv_pb2.ReserveRequest(**(RESERVE | {field: value}))  # type: ignore[arg-type]
+    with pytest.raises(error), translate_rpc_errors():
+        await KvReceiverStub(loop.channel).Reserve(request)
+
+
+async def test_refused_reserve_takes_no_slot(loop: Loopback) -> None:
+    with pytest.raises(InvalidArgumentError), translate_rpc_errors():
+        await KvReceiverStub(loop.channel).Reserve(kv_pb2.ReserveRequest(**(RESERVE | {"ttl_s": 0.0})))  # type: ignore[arg-type]
+    assert (await loop.reserve()).num_tokens == NUM_TOKENS
+
+
+async def test_renew_refuses_a_bad_ttl(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    with pytest.raises(InvalidArgumentError, match="ttl_s"):
+        await loop.client.renew(lease.ref, math.nan)
+
+
+@pytest.mark.parametrize(
+    ("verb", "request_bytes"),
+    [
+        ("Renew", kv_pb2.RenewRequest(ttl_s=1).SerializeToString()),
+        ("Commit", kv_pb2.CommitRequest(first=[common_pb2.SampledToken(token_id=1)]).SerializeToString()),
+        ("Abort", b""),
+    ],
+)
+async def test_verb_without_a_lease_is_refused(loop: Loopback, verb: str, request_bytes: bytes) -> None:
+    method = loop.channel.unary_unary(f"/baton.v1.KvReceiver/{verb}", bytes, bytes)
+    with pytest.raises(InvalidArgumentError, match="lease"), translate_rpc_errors():
+        await method(request_bytes)
+
+
+async def test_commit_without_a_token_is_refused(loop: Loopback) -> None:
+    with pytest.raises(InvalidArgumentError, match="first"), translate_rpc_errors():
+        await KvReceiverStub(loop.channel).Commit(kv_pb2.CommitRequest(lease=common_pb2.LeaseRef()))
+
+
+async def test_commit_answers_before_its_deadline_with_what_is_missing(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    await loop.push([loop.piece(lease.ref), loop.piece(lease.ref, layer=1, tokens=TokenRange(0, 3))])
+    with pytest.raises(IncompletePushError, match=r"layer 1, tokens \[3, 8\)"):
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
+
+
+async def test_commit_without_a_deadline_waits_for_the_lease_at_most(loop: Loopback) -> None:
+    lease = await loop.reserve(ttl_s=1.0)
+    with pytest.raises(IncompletePushError, match=r"layer 0, tokens \[0, 8\)"):
+        await asyncio.wait_for(loop.client.commit(lease.ref, [FIRST]), 10)
+
+
+async def test_push_may_be_finished_after_an_early_commit(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    await loop.push([loop.piece(lease.ref)])
+    with pytest.raises(IncompletePushError):
+        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
+    await loop.push([loop.piece(lease.ref, layer=1, seed=5)])
+    assert await loop.client.commit(lease.ref, [FIRST]) == NUM_TOKENS * LAYOUT.token_bytes
+    assert loop.sink.read(lease.ref, 1, WHOLE) == rows(WHOLE, seed=5)
+
+
+async def test_commit_waits_for_the_last_byte(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    await loop.push([loop.piece(lease.ref)])
+    commit = asyncio.create_task(loop.client.commit(lease.ref, [FIRST], timeout_s=30))
+    done, _ = await asyncio.wait({commit}, timeout=0.1)
+    assert not done
+    await loop.push([loop.piece(lease.ref, layer=1)])
+    assert await commit == NUM_TOKENS * LAYOUT.token_bytes
+
+
+async def start_push(loop: Loopback, channel: grpc.aio.Channel, ref: LeaseRef) -> "asyncio.Future[kv_pb2.PushReply]":
+    """A push that has a writer inside the sink, and does not end by itself."""
+
+    async def pieces() -> AsyncIterator[kv_pb2.KvPiece]:
+        yield loop.piece(ref)
+        await asyncio.Event().wait()
+
+    push = asyncio.ensure_future(KvReceiverStub(channel).Push(pieces()))
+    await loop.sink.writers_become(ref.slot, 1)
+    return push
+
+
+async def test_writer_leaves_when_its_call_is_cancelled(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    push = await start_push(loop, loop.channel, lease.ref)
+    push.cancel()
+    await loop.sink.writers_become(lease.ref.slot, 0)
+
+
+async def test_writer_leaves_when_its_channel_is_closed(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    async with make_channel(loop.endpoint) as channel:
+        push = await start_push(loop, channel, lease.ref)
+    await loop.sink.writers_become(lease.ref.slot, 0)
+    await asyncio.gather(push, return_exceptions=True)
+
+
+PUSH_AND_HANG = """
+import sys
+import grpc
+def frames():
+    yield bytes.fromhex(sys.argv[2])
+    sys.stdin.read()
+with grpc.insecure_channel(sys.argv[1]) as channel:
+    channel.stream_unary("/baton.v1.KvReceiver/Push", bytes, bytes)(frames())
+"""
+
+
+async def test_writer_leaves_when_its_process_is_killed(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    frame = loop.piece(lease.ref).SerializeToString().hex()
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", PUSH_AND_HANG, loop.endpoint, frame, stdin=asyncio.subprocess.PIPE, cwd=Path.cwd()
+    )
+    try:
+        await loop.sink.writers_become(lease.ref.slot, 1, timeout_s=30)
+    finally:
+        process.kill()
+        await process.wait()
+    await loop.sink.writers_become(lease.ref.slot, 0)
+    assert loop.sink.read(lease.ref, 0, WHOLE) == rows(WHOLE)
+
+
+async def test_slot_is_not_leased_again_while_a_writer_is_inside(loop: Loopback) -> None:
+    lease = await loop.reserve()
+    push = await start_push(loop, loop.channel, lease.ref)
+    await loop.client.abort(lease.ref)
+    with pytest.raises(ResourceExhaustedError):
+        await loop.reserve()
+    push.cancel()
+    await loop.sink.writers_become(lease.ref.slot, 0)
+    assert (await loop.reserve()).ref != lease.ref
+
+
+def test_servicer_cannot_be_registered_without_its_codec() -> None:
+    """The generated registration would parse, and so copy, every payload: it must fail at once."""
+    from baton.v1.kv_pb2_grpc import add_KvReceiverServicer_to_server
+
+    with pytest.raises(AttributeError):
+        add_KvReceiverServicer_to_server(KvReceiverServicer(None), None)  # type: ignore[arg-type]

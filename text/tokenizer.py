@@ -1,0 +1,141 @@
+"""The model's own tokenizer and chat template, loaded from a Hugging Face folder without torch.
+
+First step of a request's way: prompt text or chat messages become token ids, at the front and in a generation group.
+The last one too: token ids become text again, by `detokenizer()`.
+
+A Tokenizer is read-only after `load`, so any thread may use it. `transformers.AutoTokenizer` would import torch;
+`TokenizersBackend`, the class that it chooses in the end, does not, and takes no code from the folder.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from baton.errors import InvalidArgumentError, ModelError
+from text.detokenizer import Detokenizer
+
+_MESSAGE_FIELDS = ("role", "content")
+
+
+class Tokenizer:
+    """Text to token ids and back. Make one with `load`."""
+
+    def __init__(self, backend: TokenizersBackend, folder: Path) -> None:
+        self._hf = backend
+        self._folder = folder
+        self._core = backend.backend_tokenizer
+        self._core.no_truncation()  # a tokenizer.json may carry its training's limits; a cut prompt is not the prompt
+        self._core.no_padding()
+        self._special_ids = frozenset(
+            token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
+        )
+        self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
+
+    @classmethod
+    def load(cls, folder: Path) -> Self:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template; no network, no code from the folder.
+
+        Takes about a second the first time in a process. Raises ModelError.
+        """
+        if not (folder / "tokenizer.json").is_file():
+            raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
+        try:
+            backend = TokenizersBackend.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            return cls(backend, folder)
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise ModelError(
+                f"cannot read the tokenizer in {folder}: {_one_line(error)}; fetch its tokenizer files again"
+            ) from error
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest token id; the model's own vocabulary may be padded beyond it."""
+        return self._vocab_size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `encode_chat` can work."""
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with a beginning-of-sequence token iff the tokenizer's own post-processor adds one.
+
+        Special tokens spelled out in the text are special. Raises InvalidArgumentError.
+        """
+        return self._encode(text, "prompt", add_special_tokens=True)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
+
+        A message has a `role` and a `content`. The template writes all special tokens itself. Raises
+        InvalidArgumentError for bad messages and for a model without a template, ModelError for a broken template.
+        """
+        _check_messages(messages)
+        if not self.has_chat_template:
+            raise InvalidArgumentError(
+                f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"
+            )
+        return self._encode(self._render([dict(message) for message in messages]), "messages", add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens and ids without a token leave none, broken UTF-8 becomes U+FFFD."""
+        return self._core.decode(ids, skip_special_tokens=True)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental `decode`, for one stream."""
+        return Detokenizer(self.decode, self._is_silent)
+
+    def _is_silent(self, token_id: int) -> bool:
+        return token_id in self._special_ids or self._core.id_to_token(token_id) is None
+
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        try:
+            text = self._hf.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except TemplateSyntaxError as error:
+            raise ModelError(
+                f"the chat template in {self._folder} is broken: {_one_line(error)}; correct its chat_template"
+            ) from error
+        except (TemplateError, TypeError, ValueError) as error:  # templates refuse what they do not support
+            raise InvalidArgumentError(
+                f"messages: the model's chat template refuses them: {_one_line(error)}; correct roles and their order"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+    def _encode(self, text: str, field: str, *, add_special_tokens: bool) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidArgumentError(
+                f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
+            ) from error
+        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+
+
+def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+    if not messages:
+        raise InvalidArgumentError("messages is empty: send at least one message")
+    for index, message in enumerate(messages):
+        for name in _MESSAGE_FIELDS:
+            if not isinstance(message.get(name), str):
+                raise InvalidArgumentError(f"messages[{index}].{name} is {message.get(name)!r:.40}: use a string")
+        if not message["role"]:
+            raise InvalidArgumentError(f"messages[{index}].role is empty: use a role such as 'user'")
+        for name in message:
+            if name not in _MESSAGE_FIELDS:
+                raise InvalidArgumentError(f"messages[{index}].{name!s:.40} is unknown: use role and content only")
+
+
+def _remedy(folder: Path) -> str:
+    if not folder.is_dir():
+        return "there is no such folder; check the path"
+    if (folder / "tokenizer.model").is_file():
+        return "convert tokenizer.model with transformers' AutoTokenizer(...).save_pretrained(...)"
+    return "fetch the model's tokenizer files too"
+
+
+def _one_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]

@@ -1,0 +1,78 @@
+"""Which pieces of a sequence's KV have arrived. Pure bookkeeping, no memory of its own; any single thread.
+
+Step 7 of a request's way (DESIGN.md, section 4): commit needs every byte, and a piece may come twice.
+"""
+
+from bisect import bisect_right
+from enum import Enum
+
+from baton.errors import RangeError
+from baton.types import TokenRange
+
+
+class Added(Enum):
+    """What a piece was to the coverage."""
+
+    NEW = "new"
+    DUPLICATE = "duplicate"
+    """Equal to an earlier piece."""
+
+
+class Coverage:
+    """The pieces (layer, token range) that are in, of tokens [0, num_tokens) in `num_layers` layers.
+
+    Pieces of one layer never overlap: the i-th lies in [starts[i], ends[i]), ascending.
+    """
+
+    def __init__(self, num_layers: int, num_tokens: int) -> None:
+        self._num_tokens = num_tokens
+        self._starts: list[list[int]] = [[] for _ in range(num_layers)]
+        self._ends: list[list[int]] = [[] for _ in range(num_layers)]
+        self._num_missing = num_layers * num_tokens
+
+    @property
+    def complete(self) -> bool:
+        """Every token of every layer is in."""
+        return self._num_missing == 0
+
+    def add(self, layer: int, tokens: TokenRange) -> Added:
+        """Notes a piece. Raises RangeError, and notes nothing, when it is empty, lies outside, or overlaps an
+        earlier piece without being equal to it."""
+        self._check_bounds(layer, tokens)
+        starts, ends = self._starts[layer], self._ends[layer]
+        index = bisect_right(starts, tokens.start)
+        if index and starts[index - 1] == tokens.start and ends[index - 1] == tokens.end:
+            return Added.DUPLICATE
+        for other in range(max(index - 1, 0), min(index + 1, len(starts))):
+            if starts[other] < tokens.end and tokens.start < ends[other]:
+                raise RangeError(
+                    f"tokens [{tokens.start}, {tokens.end}) of layer {layer} overlap the earlier piece "
+                    f"[{starts[other]}, {ends[other]}): push the same pieces, or disjoint ones"
+                )
+        starts.insert(index, tokens.start)
+        ends.insert(index, tokens.end)
+        self._num_missing -= len(tokens)
+        return Added.NEW
+
+    def first_missing(self) -> tuple[int, TokenRange] | None:
+        """The first layer that lacks tokens and the first range it lacks; None when complete."""
+        for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
+            position = 0
+            for start, end in zip(starts, ends, strict=True):
+                if start > position:
+                    return layer, TokenRange(position, start)
+                position = end
+            if position < self._num_tokens:
+                return layer, TokenRange(position, self._num_tokens)
+        return None
+
+    def _check_bounds(self, layer: int, tokens: TokenRange) -> None:
+        if not 0 <= layer < len(self._starts):
+            raise RangeError(f"layer {layer} does not exist: the lease has {len(self._starts)} layers, from 0")
+        if not len(tokens):
+            raise RangeError(f"tokens [{tokens.start}, {tokens.end}) are none: push ranges of at least one token")
+        if tokens.end > self._num_tokens:
+            raise RangeError(
+                f"tokens [{tokens.start}, {tokens.end}) of layer {layer} lie outside the lease of "
+                f"{self._num_tokens} tokens: reserve as many as are pushed"
+            )

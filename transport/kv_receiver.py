@@ -1,0 +1,169 @@
+"""Receives KV: checks each pushed piece and hands it to a sink; the four lease verbs go to the sink as well.
+
+Steps 3, 6 and 7 of a request's way (DESIGN.md, section 4). Runs on the process's asyncio loop: a piece is at most a few
+MiB, so that checking and copying it there costs less than handing it to a thread.
+"""
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import ExitStack
+from typing import Any
+
+import grpc
+import xxhash
+
+from baton.errors import (
+    ByteCountError,
+    ChecksumError,
+    InvalidArgumentError,
+    LayoutMismatchError,
+)
+from baton.ids import RequestId
+from baton.types import KvLayout, LeaseRef
+from baton.v1 import common_pb2, kv_pb2
+from transport.kv_frame import Piece, decode_piece
+from transport.kv_sink import KvSink, PushTarget, ReserveSpec
+from transport.proto_types import lease_ref_from_proto, lease_to_proto, range_from_proto, sampled_from_proto
+
+__all__ = ["KvReceiverServicer", "KvSink", "PushTarget", "ReserveSpec"]
+
+_NamesLease = kv_pb2.RenewRequest | kv_pb2.KvPieceHeader | kv_pb2.CommitRequest | kv_pb2.AbortRequest
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = "baton.v1.KvReceiver"
+MAX_TTL_S = 3600.0
+"""The longest lease that may be asked for: a lost one must not hold its slot for ever."""
+MAX_REPLY_S = 0.5
+"""Seconds of a Commit's deadline that are kept, at most, for its answer to reach the caller."""
+
+
+class KvReceiverServicer:
+    """Serves baton.v1.KvReceiver over a sink; register it with `add_to`, on a server made by transport.channel (which
+    turns the errors raised here into statuses). Holds no state of its own beyond the running calls."""
+
+    def __init__(self, sink: KvSink) -> None:
+        self._sink = sink
+
+    def add_to(self, server: grpc.aio.Server) -> None:
+        """Registers the five methods, Push with the codec that does not copy payloads. Before the server starts."""
+        handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
+            "Reserve": grpc.unary_unary_rpc_method_handler(
+                self.reserve, kv_pb2.ReserveRequest.FromString, common_pb2.Lease.SerializeToString
+            ),
+            "Renew": grpc.unary_unary_rpc_method_handler(
+                self.renew, kv_pb2.RenewRequest.FromString, kv_pb2.RenewReply.SerializeToString
+            ),
+            "Push": grpc.stream_unary_rpc_method_handler(self.push, decode_piece, kv_pb2.PushReply.SerializeToString),
+            "Commit": grpc.unary_unary_rpc_method_handler(
+                self.commit, kv_pb2.CommitRequest.FromString, kv_pb2.CommitReply.SerializeToString
+            ),
+            "Abort": grpc.unary_unary_rpc_method_handler(
+                self.abort, kv_pb2.AbortRequest.FromString, kv_pb2.AbortReply.SerializeToString
+            ),
+        }
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+
+    async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
+        """Claims a slot for KV of the sink's own layout."""
+        self._check_layout(request.layout_fingerprint)
+        return lease_to_proto(self._sink.reserve(_reserve_spec(request)))
+
+    async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
+        """Extends a lease."""
+        self._sink.renew(_lease_ref(request), _checked_ttl(request.ttl_s))
+        return kv_pb2.RenewReply()
+
+    async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
+        """Writes one writer's pieces until its stream ends or a piece is refused. However the call ends, the writer is
+        counted while it runs, and not after."""
+        reply = kv_pb2.PushReply()
+        with ExitStack() as stack:
+            writer: _Writer | None = None
+            async for header, payload in pieces:
+                ref = _lease_ref(header)
+                self._check_layout(header.layout_fingerprint)
+                if writer is None:
+                    writer = _Writer(ref, self._sink.layout, stack.enter_context(self._sink.open_push(ref)))
+                is_new = writer.write(ref, header, payload)
+                reply.num_bytes += payload.nbytes
+                reply.num_pieces += 1
+                reply.num_duplicates += not is_new
+        return reply
+
+    async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
+        """Waits for the last byte a little less long than the caller does, so that it hears what is missing."""
+        if not request.first:
+            raise InvalidArgumentError("first is missing: commit carries each choice's first token")
+        firsts = [sampled_from_proto(token) for token in request.first]
+        num_bytes = await self._sink.commit(_lease_ref(request), firsts, _wait_s(context))
+        return kv_pb2.CommitReply(num_bytes=num_bytes)
+
+    async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
+        """Ends a lease; a lease that is no more is no error."""
+        self._sink.abort(_lease_ref(request))
+        return kv_pb2.AbortReply()
+
+    def _check_layout(self, fingerprint: str) -> None:
+        own = self._sink.layout.fingerprint
+        if fingerprint != own:
+            raise LayoutMismatchError(
+                f"the sender's KV layout is {fingerprint[:32]!r}, this receiver's is {own!r}: "
+                "run the same model and dtype on both sides"
+            )
+
+
+class _Writer:
+    """One Push call: checks a piece against the layout and its own header, then writes it."""
+
+    def __init__(self, ref: LeaseRef, layout: KvLayout, target: PushTarget) -> None:
+        self._ref = ref
+        self._layout = layout
+        self._target = target
+
+    def write(self, ref: LeaseRef, header: kv_pb2.KvPieceHeader, payload: memoryview) -> bool:
+        """Returns whether the piece was new."""
+        if ref != self._ref:
+            raise InvalidArgumentError(f"a piece for {ref} in a push to {self._ref}: open one push per lease")
+        tokens = range_from_proto(header.tokens)
+        where = f"layer {header.layer}, tokens [{tokens.start}, {tokens.end}) of slot {ref.slot}"
+        expected = len(tokens) * self._layout.row_bytes
+        if payload.nbytes != expected:
+            raise ByteCountError(f"{where}: {payload.nbytes} bytes instead of {expected}: push the piece again, whole")
+        if xxhash.xxh3_64_intdigest(payload) != header.checksum:
+            raise ChecksumError(f"{where}: the payload was damaged on its way: push the piece again")
+        return self._target.write(header.layer, tokens, payload)
+
+
+def _lease_ref(message: _NamesLease) -> LeaseRef:
+    if not message.HasField("lease"):
+        raise InvalidArgumentError(f"{type(message).__name__}.lease is missing: name the slot and its stamp")
+    return lease_ref_from_proto(message.lease)
+
+
+def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
+    if not 1 <= request.num_tokens <= request.capacity_tokens:
+        raise InvalidArgumentError(
+            f"num_tokens = {request.num_tokens} with capacity_tokens = {request.capacity_tokens}: "
+            "reserve at least 1 token, and capacity for all of them"
+        )
+    return ReserveSpec(
+        request_id=RequestId(request.request_id),
+        attempt=request.attempt,
+        num_tokens=request.num_tokens,
+        capacity_tokens=request.capacity_tokens,
+        ttl_s=_checked_ttl(request.ttl_s),
+        num_choices=request.num_choices if request.HasField("num_choices") else 1,
+    )
+
+
+def _checked_ttl(ttl_s: float) -> float:
+    if not 0 < ttl_s <= MAX_TTL_S:  # also false for NaN
+        raise InvalidArgumentError(f"ttl_s = {ttl_s} is out of range: use more than 0, at most {MAX_TTL_S:g} seconds")
+    return ttl_s
+
+
+def _wait_s(context: Context) -> float:
+    remaining_s = context.time_remaining()
+    if remaining_s is None:
+        return math.inf
+    return remaining_s - min(MAX_REPLY_S, remaining_s / 4)

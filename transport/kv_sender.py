@@ -1,0 +1,269 @@
+"""Sends KV: the lease verbs, and pushes fed from another thread, one encoded piece at a time.
+
+Steps 3 and 6 of a request's way (DESIGN.md, section 4). Everything runs on the process's asyncio loop, except the
+methods of PushSession that are marked thread-safe: the engine calls those.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import xxhash
+
+from baton.clock import Clock, SystemClock
+from baton.errors import ByteCountError, RequestCancelledError
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.v1 import kv_pb2
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from transport.kv_frame import Piece, encode_piece
+from transport.kv_receiver import SERVICE
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import lease_from_proto, lease_ref_to_proto, range_to_proto, sampled_to_proto
+from transport.status import SentStatus, from_rpc_error, translate_rpc_errors
+
+logger = logging.getLogger(__name__)
+
+MAX_PIECE_BYTES = 2**20
+"""Payload of one piece, at most (but at least one token): large enough for throughput, small enough that a loop which
+checks and copies pieces still serves its other calls promptly."""
+
+_PushCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
+
+
+@dataclass(frozen=True)
+class PushSummary:
+    """What one push moved."""
+
+    num_bytes: int
+    """Payload, duplicates included; the receiver counted the same."""
+    num_pieces: int
+    first_unix_ns: int
+    """When the first piece was offered."""
+    last_unix_ns: int
+    """When the receiver had acknowledged the last."""
+    num_duplicates: int = 0
+    """Pieces that the receiver had already."""
+
+
+class KvPushClient:
+    """The sending side of one KvReceiver. Its calls raise what the receiver raised (transport.status)."""
+
+    def __init__(
+        self, channel: grpc.aio.Channel, layout: KvLayout, *, clock: Clock | None = None, timeout_s: float = 10.0
+    ) -> None:
+        """`timeout_s` bounds each lease verb, in seconds, except commit, which may have to wait for other writers."""
+        self._stub = KvReceiverStub(channel)
+        self._push = channel.stream_unary(
+            f"/{SERVICE}/Push", request_serializer=_serialize, response_deserializer=kv_pb2.PushReply.FromString
+        )
+        self._layout = layout
+        self._clock = clock or SystemClock()
+        self._timeout_s = timeout_s
+
+    async def reserve(self, spec: ReserveSpec) -> Lease:
+        """Claims a slot; raises ResourceExhaustedError when none is free, LayoutMismatchError when KV is stored
+        differently there."""
+        request = kv_pb2.ReserveRequest(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            num_tokens=spec.num_tokens,
+            capacity_tokens=spec.capacity_tokens,
+            ttl_s=spec.ttl_s,
+            layout_fingerprint=self._layout.fingerprint,
+            num_choices=spec.num_choices,
+        )
+        with translate_rpc_errors():
+            return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
+
+    async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Lets the lease live `ttl_s` seconds from now."""
+        with translate_rpc_errors():
+            request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
+            await self._stub.Renew(request, timeout=self._timeout_s)
+
+    async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
+        """Completes the lease with each choice's first token; returns the bytes that its slot holds. Waits until every
+        writer's bytes are in, at most `timeout_s` seconds and the lease's ttl, then raises IncompletePushError; may be
+        called again."""
+        with translate_rpc_errors():
+            tokens = [sampled_to_proto(token) for token in firsts]
+            request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
+            reply = await self._stub.Commit(request, timeout=timeout_s)
+            return reply.num_bytes
+
+    async def abort(self, ref: LeaseRef) -> None:
+        """Frees the slot, if the lease still holds it; may be called again."""
+        with translate_rpc_errors():
+            request = kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref))
+            await self._stub.Abort(request, timeout=self._timeout_s)
+
+    def open_push(self, lease: Lease) -> "PushSession":
+        """Starts a push; the caller ends it with `finish`, `fail` or `cancel`. On the loop."""
+        return PushSession(self._push, lease.ref, self._layout, self._clock)
+
+
+class PushSession:
+    """One stream of pieces into one lease.
+
+    Offered memory is read when its turn comes, and must stay as it is until the session has ended. gRPC's flow control
+    bounds what is encoded and not yet sent. Owner of all state: the loop; other threads append to `_offers`, and set
+    `_finished` and `_wake_due`, each of which is one atomic step.
+    """
+
+    def __init__(
+        self,
+        push: "grpc.aio.StreamUnaryMultiCallable[Piece, kv_pb2.PushReply]",
+        ref: LeaseRef,
+        layout: KvLayout,
+        clock: Clock,
+    ) -> None:
+        self._ref = ref
+        self._layout = layout
+        self._clock = clock
+        self._loop = asyncio.get_running_loop()
+        self._offers: deque[tuple[int, TokenRange, memoryview]] = deque()
+        self._wake = asyncio.Event()
+        self._wake_due = False
+        self._finished = False
+        self._ended = False
+        self._failure: BaseException | None = None
+        self._first_unix_ns: int | None = None
+        self._num_bytes = 0
+        self._num_pieces = 0
+        self._result: asyncio.Future[PushSummary] = self._loop.create_future()
+        self._result.add_done_callback(lambda result: result.exception())  # a failure may go unasked for
+        self._task = self._loop.create_task(self._run(push()))
+
+    def offer(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Queues the bytes of `tokens` in `layer`; thread-safe, never blocks, copies nothing. `data` (contiguous) must
+        not change until the session has ended. Dropped once it has: `result` says why."""
+        assert data.nbytes == len(tokens) * self._layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
+        assert not self._finished or self._ended, "offer after finish"
+        if self._ended:
+            return
+        if self._first_unix_ns is None:
+            self._first_unix_ns = self._clock.unix_ns()
+        self._offers.append((layer, tokens, data))
+        self._wake_up()
+
+    def finish(self) -> None:
+        """No more pieces will be offered; thread-safe. May be called again."""
+        self._finished = True
+        self._wake_up()
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the stream at once; `result` raises `error`. Thread-safe; does nothing once the session has ended."""
+        self._on_loop(lambda: self._stop(error))
+
+    def cancel(self) -> None:
+        """As `fail`, with RequestCancelledError."""
+        self.fail(RequestCancelledError(f"the push to slot {self._ref.slot} was cancelled"))
+
+    async def result(self) -> PushSummary:
+        """Waits for the receiver's acknowledgement of everything; raises its error, or what ended the session.
+        Cancelling the wait leaves the session alone. May be called again."""
+        return await asyncio.shield(self._result)
+
+    def _wake_up(self) -> None:
+        # Many offers, one wake-up: the loop clears `_wake_due` before it looks at the offers, never after.
+        if not self._wake_due:
+            self._wake_due = True
+            self._on_loop(self._wake.set)
+
+    def _on_loop(self, function: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(function)
+        except RuntimeError:
+            if not self._loop.is_closed():  # else the session ended with its loop
+                raise
+
+    def _stop(self, error: BaseException) -> None:
+        if not self._ended and self._failure is None:
+            self._failure = error
+            self._task.cancel()
+
+    async def _run(self, call: _PushCall) -> None:
+        """The session's task: whatever happens becomes the result, the call ends, and offered memory is let go."""
+        call.add_done_callback(lambda _: self._wake.set())
+        try:
+            self._result.set_result(await self._push(call))
+        except asyncio.CancelledError:
+            # Not raised on: this is the task's end, and a kept traceback would keep offered memory alive.
+            stopped = RequestCancelledError(f"the push to slot {self._ref.slot} ended with its process's loop")
+            self._result.set_exception(self._failure or stopped)
+        except Exception as error:  # noqa: BLE001 - `result` raises it
+            self._result.set_exception(error)
+        finally:
+            self._ended = True
+            self._offers.clear()
+            call.cancel()
+
+    async def _push(self, call: _PushCall) -> PushSummary:
+        sent = SentStatus(call)
+        try:
+            await self._write_offers(call)
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
+            logger.debug("the receiver ended a push: %s", ended)  # its status, below, says why
+        try:
+            reply = await call
+        except grpc.aio.AioRpcError as error:
+            status = sent.of(error)
+            if status.code() is not grpc.StatusCode.OK:
+                raise from_rpc_error(status) from error
+            raise self._miscount("fewer, and ended the push") from error
+        if (reply.num_bytes, reply.num_pieces) != (self._num_bytes, self._num_pieces) or not self._finished:
+            raise self._miscount(f"{reply.num_pieces} of {reply.num_bytes}")
+        return self._summary(reply)
+
+    def _miscount(self, answer: str) -> ByteCountError:
+        return ByteCountError(
+            f"slot {self._ref.slot}: sent {self._num_pieces} pieces of {self._num_bytes} bytes, but the receiver "
+            f"counted {answer}: push again"
+        )
+
+    async def _write_offers(self, call: _PushCall) -> None:
+        while not call.done():
+            self._wake.clear()
+            self._wake_due = False
+            finished = self._finished  # read before the offers: what was offered before finish is among them
+            while self._offers:
+                await self._write(call, *self._offers.popleft())
+            if finished:
+                await call.done_writing()
+                return
+            await self._wake.wait()
+
+    async def _write(self, call: _PushCall, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        row_bytes = self._layout.row_bytes
+        rows = data.cast("B")
+        for part in tokens.split(max(MAX_PIECE_BYTES // row_bytes, 1)):
+            payload = rows[(part.start - tokens.start) * row_bytes : (part.end - tokens.start) * row_bytes]
+            await call.write((self._header(layer, part, payload), payload))
+            self._num_bytes += payload.nbytes
+            self._num_pieces += 1
+
+    def _header(self, layer: int, tokens: TokenRange, payload: memoryview) -> kv_pb2.KvPieceHeader:
+        return kv_pb2.KvPieceHeader(
+            lease=lease_ref_to_proto(self._ref),
+            layout_fingerprint=self._layout.fingerprint,
+            layer=layer,
+            tokens=range_to_proto(tokens),
+            checksum=xxhash.xxh3_64_intdigest(payload),
+        )
+
+    def _summary(self, reply: kv_pb2.PushReply) -> PushSummary:
+        now_ns = self._clock.unix_ns()
+        return PushSummary(
+            num_bytes=self._num_bytes,
+            num_pieces=self._num_pieces,
+            first_unix_ns=now_ns if self._first_unix_ns is None else self._first_unix_ns,
+            last_unix_ns=now_ns,
+            num_duplicates=reply.num_duplicates,
+        )
+
+
+def _serialize(piece: Piece) -> bytes:
+    return encode_piece(*piece)

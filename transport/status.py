@@ -1,0 +1,132 @@
+"""Errors across the wire, on asyncio servers and calls; the table is in baton.status.
+
+Servers made by `transport.channel.make_server` carry StatusInterceptor, so that a servicer's method simply raises;
+callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side.
+"""
+
+import inspect
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from contextlib import aclosing
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeVar, cast
+
+import grpc
+from grpc import StatusCode
+
+from baton.errors import BatonError
+from baton.status import encode_error
+from baton.status import from_rpc_error as from_rpc_error
+from baton.status import translate_rpc_errors as translate_rpc_errors
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: BatonError) -> NoReturn:
+    """Ends the call with the error's status; raises grpc's AbortError, which the servicer must let pass."""
+    await context.abort(*encode_error(error))
+    raise AssertionError("abort returned")
+
+
+_FAILED_WRITE = "Internal error from Core"
+"""The text of the status that grpc.aio makes of a failed write."""
+
+
+class SentStatus:
+    """The status that the other side sent to a call with a request stream; made before the first write.
+
+    A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was
+    sent, and the later of the two is raised (grpc issue 36066). The first is seen here.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._first: grpc.aio.AioRpcError | None = None
+        call.add_done_callback(lambda _: self._keep(call))
+
+    def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
+        """The true status of a call that raised this one; its code may be OK."""
+        return raised if self._first is None or self._first.details() == _FAILED_WRITE else self._first
+
+    def _keep(self, call: grpc.aio.Call) -> None:
+        code, text = _present(call.code()), _present(call.details())
+        self._first = grpc.aio.AioRpcError(code, grpc.aio.Metadata(), _present(call.trailing_metadata()), text)
+
+
+def _present(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        return cast(T, stop.value)
+    raise AssertionError("a call that is done has its status")
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a servicer's asynchronous method raises into a status: BatonErrors by the table, anything else
+    into INTERNAL, with the traceback in the server's log."""
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
+    ) -> Any:
+        handler = await continuation(details)
+        if handler is None:
+            return None  # no such method: grpc answers UNIMPLEMENTED
+        kind = _KINDS[handler.request_streaming, handler.response_streaming]
+        make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
+        method = _guard(getattr(handler, kind), details.method)
+        return make_handler(method, handler.request_deserializer, handler.response_serializer)
+
+
+_KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
+    {
+        (False, False): "unary_unary",
+        (False, True): "unary_stream",
+        (True, False): "stream_unary",
+        (True, True): "stream_stream",
+    }
+)
+"""grpc's name of a method's kind, by (request is a stream, reply is a stream)."""
+
+Method = Callable[[Any, Any], Any]
+
+
+def _guard(method: Method, name: str) -> Method:
+    if inspect.isasyncgenfunction(method):
+        return _guard_stream(method, name)
+    if inspect.iscoroutinefunction(method):
+        return _guard_reply(method, name)
+    return method  # generated code's answer for a method that the servicer does not have: UNIMPLEMENTED
+
+
+def _guard_reply(method: Method, name: str) -> Method:
+    async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+        try:
+            return await method(request, context)
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            await _abort(context, error, name)
+
+    return guarded
+
+
+def _guard_stream(method: Method, name: str) -> Method:
+    async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
+        try:
+            async with aclosing(method(request, context)) as replies:
+                async for reply in replies:
+                    yield reply
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            await _abort(context, error, name)
+
+    return guarded
+
+
+async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", error: Exception, name: str) -> NoReturn:
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    if isinstance(error, BatonError):
+        await abort_with(context, error)
+    logger.error("%s failed", name, exc_info=error)
+    await context.abort(StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback")
+    raise AssertionError("abort returned")
