@@ -19,7 +19,7 @@ from baton.clock import Clock, SystemClock
 from baton.proto_types import cluster_state_from_proto, model_from_proto
 from baton.requests import Source, check_deadline, make_request
 from baton.results import ClusterState, ModelInfo
-from baton.resume import Reconnect, StreamState
+from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
 from baton.streams import AsyncCall, AsyncStream, Call, Stream
@@ -36,7 +36,7 @@ class Client:
         self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
     ) -> None:
         """`target` is the server's host:port."""
-        self._target = target
+        self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
         self._channel = grpc.insecure_channel(target, options=channel_options(Keepalive()))
@@ -69,7 +69,7 @@ class Client:
         source = Source(prompt, messages, token_ids)
         request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
         check_deadline(deadline_s)
-        state = StreamState(request, self._target, self._reconnect, self._clock, deadline_s=deadline_s)
+        state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
         return Stream(state, functools.partial(self._open, tuple((metadata or {}).items())))
 
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
@@ -106,7 +106,7 @@ class AsyncClient:
         self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
     ) -> None:
         """`target` is the server's host:port."""
-        self._target = target
+        self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
         self._channel = grpc.aio.insecure_channel(target, options=channel_options(Keepalive()))
@@ -130,7 +130,7 @@ class AsyncClient:
         source = Source(prompt, messages, token_ids)
         request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
         check_deadline(deadline_s)
-        state = StreamState(request, self._target, self._reconnect, self._clock, deadline_s=deadline_s)
+        state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
         return AsyncStream(state, functools.partial(self._open, tuple((metadata or {}).items())))
 
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:

@@ -31,9 +31,10 @@ class Reconnect:
     """How long a client tries to reach a server that is away."""
 
     num_connects: int = 3
-    """Attempts to get a request taken, before its error is raised (>= 1)."""
+    """Attempts to get a request taken by a server that never answered this client, before its error is raised (>= 1)."""
     num_resumes: int = 20
-    """Attempts in a row, without a new token, to take up a stream that was lost (>= 0)."""
+    """Attempts in a row, without a new token, to take up a stream that was lost, or a request that was not yet taken by
+    a server that has answered before (>= 0)."""
     first_delay_s: float = 0.1
     """Seconds before the second attempt; doubles with each attempt."""
     max_delay_s: float = 5.0
@@ -53,13 +54,23 @@ class _Output:
     finish: FinishReason | None = None
 
 
+@dataclass
+class Server:
+    """A server as one client knows it; shared by the client's streams."""
+
+    target: str
+    """host:port."""
+    was_reached: bool = False
+    """It answered a request: one that cannot be reached now is away and comes back, and is no wrong address."""
+
+
 class StreamState:
     """Owner: the stream that reads the calls, in one thread; only `fail` may be called from others."""
 
     def __init__(
         self,
         request: orchestrator_pb2.GenerateRequest,
-        target: str,
+        server: Server,
         reconnect: Reconnect,
         clock: Clock,
         *,
@@ -72,7 +83,7 @@ class StreamState:
         self.timings: Timings | None = None
         self._request = orchestrator_pb2.GenerateRequest()
         self._request.CopyFrom(request)
-        self._target = target
+        self._server = server
         self._reconnect = reconnect
         self._clock = clock
         self._random = random.Random()  # spreads retries; no token depends on it
@@ -112,6 +123,7 @@ class StreamState:
         """Takes a call's next message, None for its end; returns what there is to show. Raises what is wrong with it:
         hand that to `call_failed`."""
         kind = None if message is None else message.WhichOneof("event")
+        self._server.was_reached |= message is not None
         if message is None:
             self._accept_end()
         elif kind == "started":
@@ -134,7 +146,7 @@ class StreamState:
         if not self._may_try_again(error):
             self.fail(self._told(error))
         elif self._end_s is not None and self._clock.now_s() + delay_s >= self._end_s:
-            self.fail(DeadlineExceededError(f"deadline passes while {self._target} is away: {error}"))
+            self.fail(DeadlineExceededError(f"deadline passes while {self._server.target} is away: {error}"))
         else:
             self.num_resumes += self._started is not None
             return delay_s
@@ -186,11 +198,11 @@ class StreamState:
     def _accept_token(self, message: generate_pb2.TokenEvent) -> TokenEvent | None:
         event = event_from_proto(message)
         if event.choice >= len(self._outputs):
-            raise BatonError(f"{self._target} sent choice {event.choice} of {len(self._outputs)}: report this")
+            raise BatonError(f"{self._server.target} sent choice {event.choice} of {len(self._outputs)}: report this")
         output = self._outputs[event.choice]
         num_tokens = len(output.tokens)
         if event.index > num_tokens:
-            raise BatonError(f"{self._target} left out output tokens {num_tokens} to {event.index - 1}: report this")
+            raise BatonError(f"{self._server.target} left out output tokens {num_tokens} to {event.index - 1}: report this")
         if event.token is not None and event.index < num_tokens:  # a token that is here already
             event = replace(event, index=event.index + 1, token=None, text="")
         if output.finish is not None or (event.token is None and event.finish is None):
@@ -206,25 +218,27 @@ class StreamState:
     def _accept_finished(self, message: orchestrator_pb2.Finished) -> None:
         if not self._has_all:
             raise VersionMismatchError(
-                f"{self._target} finished a request whose choices have not all ended: run one version of Baton on "
+                f"{self._server.target} finished a request whose choices have not all ended: run one version of Baton on "
                 "all sides"
             )
         self.usage, self.timings = usage_from_proto(message.usage), timings_from_proto(message.timings)
 
     def _accept_end(self) -> None:
         if self.usage is None:
-            raise UnavailableError(f"{self._target} ended the stream without its last message")
+            raise UnavailableError(f"{self._server.target} ended the stream without its last message")
         self.is_over = True
         for output in self._outputs:
             error = None if output.finish is None else _ERROR_OF.get(output.finish)
             if error is not None and output.finish is not None and self._failure is None:
-                self._failure = error(f"{self._target} ended request {self.request_id}: {output.finish.value}")
+                self._failure = error(f"{self._server.target} ended request {self.request_id}: {output.finish.value}")
 
     def _may_try_again(self, error: BatonError) -> bool:
         if self._has_all:
             return False
-        if self._started is None:
-            return isinstance(error, UnavailableError) and self._num_failed < self._reconnect.num_connects
+        if self._started is None and not isinstance(error, UnavailableError):
+            return False
+        if not self._server.was_reached:
+            return self._num_failed < self._reconnect.num_connects
         away = isinstance(error, UnavailableError | ResourceExhaustedError)
         return away and self._num_failed <= self._reconnect.num_resumes
 
@@ -232,7 +246,7 @@ class StreamState:
         if not isinstance(error, UnavailableError):
             return error
         told = UnavailableError(
-            f"{self._target} cannot be reached, or cannot serve ({self._num_failed} attempts): {error}; "
+            f"{self._server.target} cannot be reached, or cannot serve ({self._num_failed} attempts): {error}; "
             "check that a Baton server runs there"
         )
         told.__cause__ = error

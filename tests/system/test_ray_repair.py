@@ -143,9 +143,9 @@ def test_streams_survive_a_lost_orchestrator(
     victim = listener(cluster.target)
     streams = _running(client, answers)
     os.kill(victim, with_signal)
-    *short, long = _collect(streams, answers)
-    assert all(each.num_resumes for each in (*short, long))
+    *short, _ = _collect(streams, answers)
     for each in short:  # they ran on meanwhile: nothing was prefilled again
+        assert each.num_resumes
         assert each.timings is not None and each.timings.ranks == ()
     until_settled(client)
     assert listener(cluster.target) != victim

@@ -5,7 +5,7 @@ import pytest
 from baton.clock import ManualClock
 from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError, UnavailableError
 from baton.requests import Source, make_request
-from baton.resume import DEADLINE_GRACE_S, Reconnect, StreamState
+from baton.resume import DEADLINE_GRACE_S, Reconnect, Server, StreamState
 from baton.types import FinishReason
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 
@@ -15,7 +15,7 @@ RECONNECT = Reconnect(num_connects=2, num_resumes=3, first_delay_s=1.0, max_dela
 
 def state_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState:
     request = make_request(Source("Once"), None, {}, request_id="r")
-    return StreamState(request, "host:1", RECONNECT, clock, deadline_s=deadline_s)
+    return StreamState(request, Server("host:1"), RECONNECT, clock, deadline_s=deadline_s)
 
 
 def started_at(clock: ManualClock, deadline_s: float | None = None) -> StreamState:
@@ -41,6 +41,15 @@ def test_attempts_to_be_taken_are_bounded() -> None:
     assert state.call_failed(LOST) is not None
     assert state.call_failed(LOST) is None
     assert state.is_over and "(2 attempts)" in str(failure_of(state))
+
+
+def test_a_server_that_answered_before_is_waited_for_before_a_request_is_taken() -> None:
+    server, clock = Server("host:1"), ManualClock()
+    first, second = (StreamState(make_request(Source("Once"), None, {}), server, RECONNECT, clock) for _ in range(2))
+    first.accept(orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m")))
+    delays = [second.call_failed(LOST) for _ in range(4)]
+    assert None not in delays[:3] and delays[3] is None
+    assert second.output().num_resumes == 0  # it is asked again, not resumed
 
 
 def test_attempts_to_resume_are_bounded() -> None:
@@ -100,7 +109,7 @@ def token(choice: int, index: int, end: bool = False) -> orchestrator_pb2.Genera
 
 def several(n: int) -> StreamState:
     request = make_request(Source("Once"), None, {"n": n, "seed": 3}, request_id="r")
-    state = StreamState(request, "host:1", RECONNECT, ManualClock())
+    state = StreamState(request, Server("host:1"), RECONNECT, ManualClock())
     state.accept(orchestrator_pb2.GenerateEvent(started=orchestrator_pb2.Started(request_id="r", model="m", seed=3)))
     return state
 
