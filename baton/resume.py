@@ -31,7 +31,8 @@ class Reconnect:
     """How long a client tries to reach a server that is away."""
 
     num_connects: int = 3
-    """Attempts to get a request taken by a server that never answered this client, before its error is raised (>= 1)."""
+    """Attempts to get a request taken, by a server that never answered this client, before its error is raised
+    (>= 1)."""
     num_resumes: int = 20
     """Attempts in a row, without a new token, to take up a stream that was lost, or a request that was not yet taken by
     a server that has answered before (>= 0)."""
@@ -202,7 +203,9 @@ class StreamState:
         output = self._outputs[event.choice]
         num_tokens = len(output.tokens)
         if event.index > num_tokens:
-            raise BatonError(f"{self._server.target} left out output tokens {num_tokens} to {event.index - 1}: report this")
+            raise BatonError(
+                f"{self._server.target} left out output tokens {num_tokens} to {event.index - 1}: report this"
+            )
         if event.token is not None and event.index < num_tokens:  # a token that is here already
             event = replace(event, index=event.index + 1, token=None, text="")
         if output.finish is not None or (event.token is None and event.finish is None):
@@ -218,8 +221,8 @@ class StreamState:
     def _accept_finished(self, message: orchestrator_pb2.Finished) -> None:
         if not self._has_all:
             raise VersionMismatchError(
-                f"{self._server.target} finished a request whose choices have not all ended: run one version of Baton on "
-                "all sides"
+                f"{self._server.target} finished a request whose choices have not all ended: run one version of Baton "
+                "on all sides"
             )
         self.usage, self.timings = usage_from_proto(message.usage), timings_from_proto(message.timings)
 
