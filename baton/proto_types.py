@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
-from baton.results import ClusterState, GroupState, Interval, ModelInfo, RankTiming, Timings, Usage
+from baton.results import (
+    ClusterState,
+    GroupState,
+    Interval,
+    ModelInfo,
+    RankTiming,
+    Timings,
+    Usage,
+    WidthChoice,
+    WidthOption,
+)
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
@@ -163,6 +173,8 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
             push_end_ns=rank.push_end_ns,
             num_bytes_pushed=rank.num_bytes_pushed,
             num_bytes_sent=rank.num_bytes_sent,
+            num_messages_sent=rank.num_messages_sent,
+            send_s=rank.send_s,
             layers=[
                 prefill_pb2.TimeSpan(start_unix_ns=layer.start_ns, end_unix_ns=layer.end_ns) for layer in rank.layers
             ],
@@ -176,6 +188,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
         first_token_ns=timings.first_token_ns,
         finished_ns=timings.finished_ns,
         ranks=ranks,
+        width=None if timings.width is None else _width_to_proto(timings.width),
     )
 
 
@@ -198,10 +211,36 @@ def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
                 push_end_ns=each.push_end_ns,
                 num_bytes_pushed=each.num_bytes_pushed,
                 num_bytes_sent=each.num_bytes_sent,
+                num_messages_sent=each.num_messages_sent,
+                send_s=each.send_s,
                 layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in each.layers),
             )
             for each in message.ranks
         ),
+        width=_width_from_proto(message.width) if message.HasField("width") else None,
+    )
+
+
+def _width_to_proto(choice: WidthChoice) -> orchestrator_pb2.WidthChoice:
+    return orchestrator_pb2.WidthChoice(
+        width=choice.width,
+        num_ranks=choice.num_ranks,
+        num_ahead=choice.num_ahead,
+        num_jobs=choice.num_jobs,
+        options=[
+            orchestrator_pb2.WidthOption(width=each.width, own_s=each.own_s, others_s=each.others_s)
+            for each in choice.options
+        ],
+    )
+
+
+def _width_from_proto(message: orchestrator_pb2.WidthChoice) -> WidthChoice:
+    return WidthChoice(
+        width=message.width,
+        num_ranks=message.num_ranks,
+        num_ahead=message.num_ahead,
+        num_jobs=message.num_jobs,
+        options=tuple(WidthOption(each.width, each.own_s, each.others_s) for each in message.options),
     )
 
 

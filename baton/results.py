@@ -43,6 +43,53 @@ class RankTiming:
     """KV passed on to the next rank."""
     layers: tuple[Interval, ...]
     """One a layer: compute, waits included."""
+    num_messages_sent: int = 0
+    """That these bytes went in."""
+    send_s: float = 0.0
+    """Seconds in which they were on their way; 0 on the last rank."""
+
+
+@dataclass(frozen=True)
+class WidthOption:
+    """A number of ranks that a request could have had, with what was predicted for it when it was placed."""
+
+    width: int
+    own_s: float
+    """Seconds to the prompt's end, those included in which its ranks serve others first."""
+    others_s: float
+    """Seconds that it would cost other prompts, in sum: those in flight, and as many yet to come."""
+
+    @property
+    def cost_s(self) -> float:
+        """What is to be least."""
+        return self.own_s + self.others_s
+
+
+@dataclass(frozen=True)
+class WidthChoice:
+    """How many ranks a request got, and why: of `options`, the one that costs least."""
+
+    width: int
+    num_ranks: int
+    """Of the group."""
+    num_ahead: int
+    """Jobs of the group that were to be served first, of those in flight."""
+    num_jobs: int
+    """Jobs of the group in flight."""
+    options: tuple[WidthOption, ...]
+    """The chosen one included."""
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Seconds from placement to the prompt's end; None when the chosen width is not among the options."""
+        return next((option.own_s for option in self.options if option.width == self.width), None)
+
+    @property
+    def reason(self) -> str:
+        """One line for people."""
+        options = ", ".join(f"{each.width}: {each.own_s:.3f} + {each.others_s:.3f}" for each in self.options)
+        place = f"{self.width} of {self.num_ranks} ranks behind {self.num_ahead} of {self.num_jobs} jobs"
+        return f"{place}; predicted seconds, own + others', by width: {options}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +104,8 @@ class Timings:
     first_token_ns: int
     finished_ns: int
     ranks: tuple[RankTiming, ...]
+    width: WidthChoice | None = None
+    """Why it was these ranks; None when the generation group prefilled by itself."""
 
     @property
     def time_to_first_token_s(self) -> float | None:

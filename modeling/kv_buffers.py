@@ -3,9 +3,11 @@
 S cached tokens, G kv heads, H head dim, L layers. Steps 5 to 8 of a request's way (DESIGN.md, section 4).
 """
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,6 +17,9 @@ from baton.types import KvLayout, TokenRange
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """torch's dtype by the name that KvLayout carries."""
+
+OUT_OF_MEMORY = (MemoryError, RuntimeError)
+"""What numpy and torch raise when a buffer's memory cannot be had."""
 
 
 @dataclass(frozen=True)
@@ -42,16 +47,27 @@ class KvRows:
 class KvBuffer:
     """The KV of tokens `tokens` of one sequence, in all layers: one tensor `[L, S, 2, G, H]`.
 
-    Memory is taken when the buffer is made and given back when the last view of it is gone; on the CPU a large
-    buffer's pages are committed only when written. Not thread-safe by itself: concurrent writers must write
-    different token ranges, and a range is read only after it was written.
+    Memory is taken when the buffer is made, unless it is `over` memory that is there, and given back when the last view
+    of it is gone; on the CPU a large buffer's pages are committed only when written. Not thread-safe by itself:
+    concurrent writers must write different token ranges, and a range is read only after it was written.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, device: torch.device | str = "cpu") -> None:
+        """Raises what is in OUT_OF_MEMORY."""
         self.layout = layout
         self.tokens = tokens
-        shape = (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
-        self.data = _empty(shape, TORCH_DTYPES[layout.dtype], torch.device(device))
+        self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype], torch.device(device))
+
+    @classmethod
+    def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
+        """A buffer whose data is `memory`: writable, of exactly the buffer's bytes, and held until the last view of the
+        buffer is gone."""
+        assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
+        self = cls.__new__(cls)
+        self.layout = layout
+        self.tokens = tokens
+        self.data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
+        return self
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +108,47 @@ class KvBuffer:
             self.span(layer, tokens).copy_(other.span(layer, tokens))
 
 
+MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
+
+
+class LayerBuffers:
+    """The KV of tokens `tokens` of one sequence, in those layers that somebody is busy with.
+
+    A layer has memory from the first call for it until it is released; what is released serves the next layer. So
+    there is never more than the layers that were in use at once, however many come. Not thread-safe.
+    """
+
+    def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
+        self._layout = dataclasses.replace(layout, num_layers=1)
+        self._tokens = tokens
+        self._make_buffer = make_buffer
+        self._held: dict[int, KvBuffer] = {}
+        self._free: list[KvBuffer] = []
+
+    @property
+    def num_buffers(self) -> int:
+        """For how many layers there is memory."""
+        return len(self._held) + len(self._free)
+
+    def span(self, layer: int, tokens: TokenRange) -> Tensor:
+        """View `[len(tokens), 2, G, H]`, contiguous; takes the layer's memory if need be, and raises what is in
+        OUT_OF_MEMORY."""
+        return self._buffer(layer).span(0, tokens)
+
+    def rows(self, layer: int, tokens: TokenRange) -> KvRows:
+        """What attention reads: views of K and V of `tokens` in `layer`."""
+        return self._buffer(layer).rows(0, tokens)
+
+    def release(self, layer: int) -> None:
+        """The layer, which has memory, needs it no more; nobody reads or writes its views any longer."""
+        self._free.append(self._held.pop(layer))
+
+    def _buffer(self, layer: int) -> KvBuffer:
+        if layer not in self._held:
+            self._held[layer] = self._free.pop() if self._free else self._make_buffer(self._layout, self._tokens)
+        return self._held[layer]
+
+
 @dataclass(frozen=True)
 class BufferSpan:
     """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row."""
@@ -104,6 +161,10 @@ class BufferSpan:
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         yield self.buffer.rows(layer, TokenRange(self.buffer.tokens.start, self.tokens.end))
+
+
+def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:
+    return (layout.num_layers, len(tokens), 2, layout.num_kv_heads, layout.head_dim)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -2,9 +2,9 @@
 
 Rank i owns the tokens [s, e) of the prompt. Per layer it
 
-  1. projects its own rows into the job's buffer, pushes them to the slot (they are final, and leave while the chain
+  1. projects its own rows into a buffer of the job, pushes them to the slot (they are final, and leave while the chain
      still runs), hands them to the relay, and attends to them: a causal square, for which nothing need have arrived;
-  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to them, in the buffer, merged with
+  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to them, where they lie, merged with
      1 by log-sum-exp, and completes the layer.
 
 A turn ends where 2 may have to wait: it is 2 of one layer and 1 of the next. Between turns the engine may serve other
@@ -46,7 +46,7 @@ class ChainJob:
     """
 
     def __init__(
-        self, job: Job, outlet: KvOutlet, relay: Relay, *, buffer: KvBuffer, decoder: Decoder, clock: Clock
+        self, job: Job, outlet: KvOutlet, relay: Relay, *, own_kv: KvBuffer, decoder: Decoder, clock: Clock
     ) -> None:
         self.job = job
         self.outlet = outlet
@@ -57,8 +57,8 @@ class ChainJob:
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
         """When the last turn ended, on the clock's now_s."""
-        self._buffer, self._decoder, self._clock = buffer, decoder, clock
-        self._span = BufferSpan(buffer, relay.own)
+        self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
+        self._span = BufferSpan(own_kv, relay.own)
         self._token_ids = job.token_ids[relay.own.start : relay.own.end]
         self._needs: int | None = None
         self._computed = False
@@ -112,7 +112,15 @@ class ChainJob:
         """What was done; once over."""
         run = TimeSpan(self._layer_spans[0].start_unix_ns, self._layer_spans[-1].end_unix_ns)
         place = self.job.chunks.index(self.relay.own)
-        return JobReport(self.job.ranks[place], run, tuple(self._layer_spans), self._wait_s, self.relay.num_bytes_sent)
+        return JobReport(
+            rank=self.job.ranks[place],
+            run=run,
+            layers=tuple(self._layer_spans),
+            wait_s=self._wait_s,
+            num_bytes_sent=self.relay.num_bytes_sent,
+            num_messages_sent=self.relay.num_sent,
+            send_s=self.relay.send_s,
+        )
 
     def _run(self) -> Generator[int]:
         """The computation: yields before each second half the layer whose earlier rows it needs."""
@@ -136,19 +144,20 @@ class ChainJob:
         """Attention of the chunk's last len(q_TNH) rows, and the rest of the layer: their hidden states."""
         job, relay = self.job, self.relay
         attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
-        attention.add(self._buffer.rows(layer, relay.own))
+        attention.add(self._own_kv.rows(layer, relay.own))
         yield layer
         if job.prefix is not None and len(job.cached):
             attention.add(job.prefix.rows(layer, job.cached))
         if len(relay.earlier):
-            attention.add(self._buffer.rows(layer, relay.earlier))
+            attention.add(relay.earlier_rows(layer))
+            relay.attended(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 
     def _push(self, layer: int) -> None:
         job = self.job
         if self.relay.source is None and job.prefix is not None and len(job.cached):
             self.outlet.push(layer, job.cached, job.prefix.export(layer, job.cached))
-        self.outlet.push(layer, self.relay.own, self._buffer.export(layer, self.relay.own))
+        self.outlet.push(layer, self.relay.own, self._own_kv.export(layer, self.relay.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
         """Each choice's token, all from the last position's logits."""

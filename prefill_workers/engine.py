@@ -3,15 +3,14 @@
 A step is: settle what is over, give one job one turn, or, when none can use it, wait until a message, a call, or a
 watchdog's deadline changes that. Everything else happens on other threads and is short: the servicer's calls register
 jobs and cancels, link threads receive, and pass on what is ready (relay.py). They only mark; the engine's thread alone
-computes, calls outlets, and resolves futures. One lock guards all bookkeeping; nobody computes, sends or receives while
-holding it.
+computes, calls outlets, and resolves futures. A second thread looks now and then whether the first still works. One
+lock guards all bookkeeping; nobody computes, sends or receives while holding it.
 
 Steps 4 to 6 of a request's way (DESIGN.md, section 4). Knows no gRPC: it sees the ports KvOutlet and Links.
 """
 
 import logging
 import threading
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -28,18 +27,17 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import Epoch, JobId, Rank
-from baton.types import KvLayout, TokenRange
+from baton.types import TokenRange
 from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
+from modeling.kv_buffers import OUT_OF_MEMORY, KvBuffer, LayerBuffers, MakeBuffer
 from prefill_workers.chain import ChainJob
 from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks
 from prefill_workers.relay import Relay
+from prefill_workers.turn_watch import TurnWatch, cpu_clock
 
 logger = logging.getLogger(__name__)
-
-MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,15 @@ class EngineStatus:
     """Grows with every turn taken and every message passed."""
     num_jobs_done: int
     """Jobs settled, in success or failure."""
+    stall: str = ""
+    """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
 
 
 class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
-    block. `watchdog_floor_s`: seconds without a sign of life from a peer that owes one before the epoch is ended, at
-    least. `max_jobs`: jobs in flight before more are refused. `make_buffer`: where the jobs' KV lies meanwhile."""
+    block. `watchdog_floor_s`: seconds without a sign of life from a peer that owes one before the epoch is ended, and
+    without work in a turn before this engine is said to hang, at least. `max_jobs`: jobs in flight before more are
+    refused. `make_buffer`: where the jobs' KV lies meanwhile."""
 
     def __init__(
         self,
@@ -82,13 +83,17 @@ class PrefillEngine:
         self._life: EpochLife | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
-        self._thread.start()
+        self._thread.start()  # it touches nothing but the lock before a job comes
+        self._turns = TurnWatch(clock, cpu_clock(self._thread), watchdog_floor_s)
+        self._has_left = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="prefill-watch")
+        self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
         """Ends the present epoch and joins the next, as `rank` of `num_ranks`. Blocks until all ranks have met.
 
-        Raises EpochEndedError for an epoch that is not above the last, UnavailableError while closing, and what
-        `connect` raises; no epoch lives then.
+        Raises EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and
+        what `connect` raises; no epoch lives then.
         """
         with self._starting:
             life = self._begin_life(epoch, rank, num_ranks)
@@ -141,7 +146,8 @@ class PrefillEngine:
                 return EngineStatus(Epoch(0), "no epoch has begun", 0, 0, 0)
             error = str(life.error or "") if life.links or life.error else "the ranks are meeting"
             tally = self._tally
-            return EngineStatus(life.epoch, error, len(life.sequencer), tally.progress, tally.num_jobs_done)
+            num_jobs = len(life.sequencer)
+            return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
         """Ends the epoch and the thread; waits up to `timeout_s` seconds for peers to close their links as well. May
@@ -151,8 +157,16 @@ class PrefillEngine:
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))
             self._changed.notify_all()
         self._thread.join()
+        self._has_left.set()
+        self._watcher.join()
         if self._life is not None and self._life.links is not None:
             self._life.links.wait_closed(timeout_s)
+
+    @property
+    def _stall(self) -> str:
+        if not self._thread.is_alive() and not self._closing:
+            return "the engine's thread has ended, see its log"
+        return self._turns.stall
 
     def _begin_life(self, epoch: Epoch, rank: Rank, num_ranks: int) -> EpochLife:
         with self._changed:
@@ -161,7 +175,9 @@ class PrefillEngine:
                 raise EpochEndedError(f"epoch {epoch} is not above {last.epoch}, the last: use a higher number")
             if last is not None:
                 last.end(EpochEndedError(f"epoch {last.epoch} is over: epoch {epoch} begins"))
-                self._changed.wait_for(lambda: not len(last.sequencer))
+                self._changed.wait_for(lambda: not len(last.sequencer) or self._stall)
+            if self._stall:
+                raise UnavailableError(f"this prefill rank hangs ({self._stall}): replace it")
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
             life = EpochLife(
@@ -186,23 +202,26 @@ class PrefillEngine:
             raise InvalidArgumentError(f"token id {highest}: the model knows ids below {config.vocab_size}")
 
     def _make(self, job: Job, outlet: KvOutlet, life: EpochLife) -> ChainJob:
-        tokens = TokenRange(job.cached.end, job.chunks[job.ranks.index(life.rank)].end)
+        layout, own = self.decoder.layout, job.chunks[job.ranks.index(life.rank)]
         try:
-            buffer = self._make_buffer(self.decoder.layout, tokens)
-        except RuntimeError as error:  # what torch raises when memory is short
-            raise ResourceExhaustedError(
-                f"job {job.number}: no memory for {len(tokens)} tokens: retry later"
-            ) from error
-        relay = Relay(job, life.rank, buffer, clock=self._clock, lock=self._changed, send=life.send)
-        chain_job = ChainJob(job, outlet, relay, buffer=buffer, decoder=self.decoder, clock=self._clock)
+            own_kv = self._make_buffer(layout, own)
+        except OUT_OF_MEMORY as error:
+            raise ResourceExhaustedError(f"job {job.number}: no memory for {len(own)} tokens: retry later") from error
+        earlier_kv = LayerBuffers(layout, TokenRange(job.cached.end, own.start), self._make_buffer)
+        relay = Relay(job, life.rank, own_kv, earlier_kv, clock=self._clock, lock=self._changed, send=life.send)
+        chain_job = ChainJob(job, outlet, relay, own_kv=own_kv, decoder=self.decoder, clock=self._clock)
         chain_job.future.set_running_or_notify_cancel()
         return chain_job
 
     def _serve(self) -> None:
         """The thread's life."""
-        with torch.inference_mode():
-            while self._step():
-                pass
+        try:
+            with torch.inference_mode():
+                while self._step():
+                    pass
+        finally:
+            with self._changed:
+                self._turns.end()
 
     def _step(self) -> bool:
         """Settles what is over, or gives one job a turn, or waits for a change. False: there is nothing more to do."""
@@ -217,13 +236,23 @@ class PrefillEngine:
                 self._changed.wait(patience_s)
         for ended in over:
             self._settle(ended)
-        if life is not None and job is not None:
+        if job is not None:
             self._turn(job)
-            life.tell_waiting(busy_with=job)
         return True
+
+    def _watch(self) -> None:
+        """The second thread's life."""
+        while not self._has_left.wait(self._turns.period_s):
+            with self._changed:
+                if self._turns.look() and self._life is not None:
+                    self._life.tell_waiting()
+                if self._stall:
+                    self._changed.notify_all()  # `_begin_life` does not wait for a thread that hangs
 
     def _turn(self, job: ChainJob) -> None:
         error: BatonError | None = None
+        with self._changed:
+            self._turns.begin(f"job {job.job.number}", max(job.job.layer_s, job.slowest_turn_s))
         try:
             job.turn()
         except BatonError as refused:
@@ -233,6 +262,7 @@ class PrefillEngine:
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")
             error.__cause__ = failure.with_traceback(None)
         with self._changed:
+            self._turns.end()
             self._tally.progress += 1
             if error is not None:
                 job.fail(error)

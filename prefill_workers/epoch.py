@@ -32,6 +32,10 @@ from prefill_workers.links import LinkHeader, Links, LinkStatus
 from prefill_workers.sequencer import Sequencer
 from prefill_workers.watchdog import Watchdog
 
+_DOUBT_S = 0.25
+"""Before a peer that is overdue is given up. A rank that stood still itself, on a crowded machine, finds all of its
+peers overdue at first: what they have sent lies unread, and its link threads get their turn now."""
+
 
 @dataclass
 class Tally:
@@ -69,7 +73,8 @@ class EpochLife:
         self._floor_s = floor_s
         self._tally = tally
         self._watchdog = Watchdog(clock, floor_s)
-        self._told_s = clock.now_s()
+        self._doubts = False
+        """A peer was overdue at the last look."""
 
     def open(self, links: Links) -> None:
         """All ranks have met. Raises the epoch's error when it has ended in the meantime; the links are closed then."""
@@ -122,29 +127,31 @@ class EpochLife:
             return None
         jobs = [job for job in self.sequencer.jobs if job.error is None]
         waits = [(job.relay.source, job.parked_s) for job in jobs if job.starved and job.relay.source is not None]
-        due = self._watchdog.first_due(waits, max((job.expected_turn_s for job in jobs), default=0.0))
+        # what was predicted, or, where the machine is slower than that, what was seen here
+        turns_s = (max(job.job.layer_s, job.expected_turn_s) for job in jobs)
+        due = self._watchdog.first_due(waits, max(turns_s, default=0.0))
         if due is None:
             return None
         patience_s = due.deadline_s - self._clock.now_s()
-        if patience_s <= 0:
-            self.end(
-                LinkStalledError(
-                    f"rank {due.peer} has shown rank {self.rank} no sign of life for {due.limit_s:.1f} s: "
-                    f"epoch {self.epoch} is over, retry in the next"
-                )
+        doubts, self._doubts = self._doubts, patience_s <= 0
+        if not self._doubts:
+            return patience_s
+        if not doubts:
+            return _DOUBT_S
+        self.end(
+            LinkStalledError(
+                f"rank {due.peer} has shown rank {self.rank} no sign of life for {due.limit_s:.1f} s: "
+                f"epoch {self.epoch} is over, retry in the next"
             )
-        return max(patience_s, 0.0)
+        )
+        return 0.0
 
-    def tell_waiting(self, busy_with: ChainJob) -> None:
-        """After a turn: from time to time, asks the ranks behind to have patience with the other jobs."""
-        now_s = self._clock.now_s()
+    def tell_waiting(self) -> None:
+        """While this rank works: asks the ranks behind to have patience with its jobs."""
         with self._changed:
-            if now_s - self._told_s < self._floor_s / 4:
-                return
-            self._told_s = now_s
             for job in self.sequencer.jobs:
                 target = job.relay.target
-                if job is not busy_with and target is not None and self._watchdog.is_idle(target):
+                if job.error is None and target is not None and self._watchdog.is_idle(target):
                     job.relay.alive()
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
@@ -174,7 +181,7 @@ class EpochLife:
             elif header.status is LinkStatus.ALIVE:
                 job.relay.alive()
             else:
-                job.relay.received()
+                job.relay.received(header)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
         with self._changed:

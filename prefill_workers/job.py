@@ -6,6 +6,7 @@ Step 4 of a request's way (DESIGN.md, section 4).
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf, isfinite
 from typing import Protocol
 
 from baton.errors import InvalidArgumentError
@@ -17,7 +18,7 @@ from modeling.kv_buffers import KvBuffer
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt at prefilling one request. All of its ranks get the same, each with its own copy of the prefix.
+    """One attempt at prefilling one request. All of its ranks get the same.
 
     `ranks[i]` computes `chunks[i]`. The chunks are consecutive and end with the prompt, which is `prompt_ids` followed
     by `output_ids`; what lies before the first chunk is cached, in `prefix`. Raises InvalidArgumentError otherwise.
@@ -36,10 +37,17 @@ class Job:
     params: SamplingParams = field(default_factory=SamplingParams)
     """Of all choices, which have the prompt in common."""
     prefix: KvBuffer | None = None
-    """KV of at least the tokens [0, chunks[0].start); never written. None when nothing is cached."""
+    """KV of at least the tokens [0, chunks[0].start), which every rank of a node reads from the same memory; never
+    written. None when nothing is cached."""
+    due_s: float = 0.0
+    """Unix seconds: of two jobs that could go on, the one due earlier does; of two due at once, the lower number."""
+    layer_s: float = 0.0
+    """Predicted seconds of the longest layer of any of the job's ranks; 0 when unknown."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
+        self._require(isfinite(self.due_s), "due_s", "use a time in unix seconds")
+        self._require(0 <= self.layer_s < inf, "layer_s", "use a time, or 0 when it is unknown")
         self._require(bool(ranks) and list(ranks) == sorted(set(ranks)), "ranks", "name ranks once each, ascending")
         self._require(len(chunks) == len(ranks), "chunks", f"give one for each of {len(ranks)} ranks")
         self._require(all(len(chunk) for chunk in chunks), "chunks", "give every rank at least one token")
@@ -106,3 +114,7 @@ class JobReport:
     """Seconds in which the job had nothing to do but wait for earlier ranks' KV, all layers."""
     num_bytes_sent: int
     """KV payload sent on to the next rank of the chain."""
+    num_messages_sent: int
+    """That these bytes went in."""
+    send_s: float
+    """Seconds in which they were on their way: each from when the link was free for it to its arrival."""

@@ -1,10 +1,10 @@
 """What passes between two ranks of a chain, and the port that passes it.
 
 A link is a FIFO of messages from one rank to another. A message is a fixed 64-byte header and, for DATA, one payload:
-the KV of one layer for all of a job's tokens from the end of its cached prefix to the end of the sender's chunk. Tags
-tell nothing apart: receivers take messages in the order in which they were sent, and each to its end. So a job that was
-given up is no abandoned send; it goes on as an in-band ABORT, and a message that nobody wants is received into scratch
-memory. Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
+the KV of one layer for some of a job's tokens, a piece (relay.py says which, and in what order). Tags tell nothing
+apart: receivers take messages in the order in which they were sent, and each to its end. So a job that was given up is
+no abandoned send; it goes on as an in-band ABORT, and a message that nobody wants is received into scratch memory.
+Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
 
 Steps 5 and 6 of a request's way (DESIGN.md, section 4). Implementations own their threads; see each.
 """

@@ -1,9 +1,13 @@
-"""In which order a group's jobs are served: by number, and nobody waits for one that waits.
+"""In which order a group's jobs are served: the one due first, and nobody waits for one that waits.
 
-A group's jobs are numbered, ascending, where they are handed out. On every rank a `Sequencer` gives each turn to the
-lowest number that can use it: a job that waits for an earlier rank's KV yields its turns until that has come. So jobs
-overtake only where a rank would else stand idle, submissions may arrive in any order, and with all messages first in,
-first out no cycle of waits can form.
+Whoever hands jobs out says when each is due and numbers them, ascending. On every rank a `Sequencer` gives each turn to
+the job due first that can use it, of two due at once to the lower number. A turn is a layer, so a short job that is due
+before a long one runs between two of its layers. A job that waits for an earlier rank's KV yields its turns until that
+has come: no rank stands idle while any job can go on, submissions may arrive in any order, and in whatever order, no
+cycle of waits can form, for a job waits only for lower ranks, and messages are sent without waiting.
+
+Dues bind no one and may have passed. What keeps long jobs from waiting for ever is that dues grow with the time of day:
+who is due later comes later (`orchestrator.widths` says how they are given out, and bounds how many overtake).
 
 Step 4 of a request's way (DESIGN.md, section 4). Pure; whoever owns one guards it.
 """
@@ -26,8 +30,8 @@ class Sequencer:
 
     @property
     def jobs(self) -> list[ChainJob]:
-        """All present jobs, by number."""
-        return [self._jobs[number] for number in sorted(self._jobs)]
+        """All present jobs, in the order in which they are served."""
+        return sorted(self._jobs.values(), key=lambda job: (job.job.due_s, job.job.number))
 
     def add(self, job: ChainJob) -> None:
         assert job.job.number not in self._jobs and not self.is_buried(job.job.number)

@@ -7,19 +7,22 @@ The calls' errors become statuses in the interceptor that transport.channel.make
 
 import asyncio
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
 from baton import __version__
 from baton.clock import Clock
-from baton.errors import BatonError, InvalidArgumentError, TransferError
+from baton.errors import BatonError, InvalidArgumentError, NotFoundError, TransferError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import Lease, SampledToken, TokenRange
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from modeling.decoder import Decoder
+from modeling.kv_buffers import KvBuffer
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, TimeSpan
+from prefill_workers.prefix_store import PrefixStore
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_sender import KvPushClient, PushSession, PushSummary
@@ -47,11 +50,13 @@ class PushOutlet:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine. `host`: address of the interface that the links use."""
+    """Serves baton.v1.PrefillRank over an engine. `host`: address of the interface that the links use. `prefixes`: the
+    node's, if it keeps any."""
 
-    def __init__(self, engine: PrefillEngine, host: str) -> None:
+    def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
         self._engine = engine
         self._host = host
+        self._prefixes = prefixes
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
@@ -63,7 +68,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
         """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
-        job = job_from_proto(request)
+        job = job_from_proto(request, self._open_prefix(request.prefix))
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
@@ -90,6 +95,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             num_jobs_done=status.num_jobs_done,
             layout_fingerprint=self._engine.decoder.layout.fingerprint,
             version=__version__,
+            stall=status.stall,
         )
 
     async def close(self) -> None:
@@ -114,6 +120,14 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             if not computed.done():
                 self._engine.cancel(job.number)
 
+    def _open_prefix(self, name: str) -> KvBuffer | None:
+        """Mapped as long as the job, or its push, needs it. Raises what PrefixStore.open raises."""
+        if not name:
+            return None
+        if self._prefixes is None:
+            raise NotFoundError(f"prefix = {name!r}: this rank has no prefix store: prefill without it")
+        return self._prefixes.open(name)
+
     def _channel(self, lease: Lease) -> grpc.aio.Channel:
         if lease.endpoint not in self._channels:
             self._channels[lease.endpoint] = make_channel(lease.endpoint)
@@ -131,14 +145,22 @@ class PrefillServer:
 
     @classmethod
     async def start(
-        cls, decoder: Decoder, *, clock: Clock, host: str, port: int = 0, watchdog_floor_s: float = 2.0
+        cls,
+        decoder: Decoder,
+        *,
+        clock: Clock,
+        host: str,
+        port: int = 0,
+        watchdog_floor_s: float = 2.0,
+        prefix_folder: Path | None = None,
     ) -> Self:
-        """Serves on host:port, and links over `host`; port 0 takes any free one. Raises ConfigError when it cannot
-        listen there."""
+        """Serves on host:port, and links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
+        `prefix_folder`. Raises ConfigError when it cannot listen there, or there is no such folder."""
+        prefixes = PrefixStore(prefix_folder, decoder.layout) if prefix_folder is not None else None
         server = make_server()
         bound = bind(server, host, port)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
-        servicer = PrefillRankServicer(engine, host)
+        servicer = PrefillRankServicer(engine, host, prefixes)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return cls(server, engine, servicer, bound)
@@ -168,8 +190,9 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
     )
 
 
-def job_from_proto(message: prefill_pb2.PrefillJob) -> Job:
-    """Raises InvalidArgumentError for ranks, chunks and a prompt that do not fit together."""
+def job_from_proto(message: prefill_pb2.PrefillJob, prefix: KvBuffer | None = None) -> Job:
+    """`prefix`: the one that the message names. Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix
+    that do not fit together."""
     history = history_from_proto(message.history)
     return Job(
         number=JobId(message.job),
@@ -181,6 +204,9 @@ def job_from_proto(message: prefill_pb2.PrefillJob) -> Job:
         prompt_ids=history.prompt_ids,
         output_ids=history.output_ids,
         params=history.params,
+        prefix=prefix,
+        due_s=message.due_s,
+        layer_s=message.layer_s,
     )
 
 
@@ -194,6 +220,8 @@ def report_to_proto(report: JobReport, push: PushSummary) -> prefill_pb2.Prefill
         push=prefill_pb2.TimeSpan(start_unix_ns=push.first_unix_ns, end_unix_ns=push.last_unix_ns),
         num_bytes_pushed=push.num_bytes,
         num_bytes_sent=report.num_bytes_sent,
+        num_messages_sent=report.num_messages_sent,
+        send_s=report.send_s,
     )
 
 

@@ -2,8 +2,9 @@
 
 A dead peer breaks its links at once; a stopped one is only silent. A peer is overdue when it has shown no sign of life
 for longer than the limit, while a message to it has not left or a job has nothing to do but wait for it. Signs of life:
-something came from it, or it took a message. A rank that is busy with other jobs sends ALIVE for those that wait, so
-silence does mean trouble.
+something came from it, or it took a message. A rank whose turn takes long, whatever the job, sends ALIVE to those that
+wait while it sees itself work (turn_watch.py); so silence does mean trouble, also where the prediction that the limit
+comes from was wrong, or is for another job than the one that the peer is busy with.
 
 Pure, with the clock passed in; whoever owns one guards it.
 """
@@ -14,9 +15,7 @@ from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.ids import Rank
-
-_TURNS = 4
-"""Expected turns that a peer may take before it is thought to have stopped."""
+from prefill_workers.turn_watch import limit_s
 
 
 @dataclass(frozen=True, order=True)
@@ -61,10 +60,10 @@ class Watchdog:
 
         The limit is a few times `turn_s`, the longest turn that is to be expected, and at least the floor.
         """
-        limit_s = max(self._floor_s, _TURNS * turn_s)
+        most_s = limit_s(self._floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]
         dues = (
-            Due(max(since_s, self._sign_s.get(peer, since_s)) + limit_s, peer, limit_s)
+            Due(max(since_s, self._sign_s.get(peer, since_s)) + most_s, peer, most_s)
             for peer, since_s in [*owing, *waits]
         )
         return min(dues, default=None)

@@ -126,7 +126,9 @@ async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", error: Exception
     if isinstance(error, grpc.aio.AbortError):
         raise error
     if isinstance(error, BatonError):
-        await abort_with(context, error)
+        # without its traceback: grpc keeps it in a cycle, and with it all that the method held
+        await abort_with(context, error.with_traceback(None))
     logger.error("%s failed", name, exc_info=error)
+    error.__traceback__ = None
     await context.abort(StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback")
     raise AssertionError("abort returned")

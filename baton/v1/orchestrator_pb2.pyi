@@ -275,6 +275,7 @@ class Timings(_message.Message):
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     FINISHED_NS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """Left the queue."""
@@ -284,6 +285,10 @@ class Timings(_message.Message):
     finished_ns: _builtins.int
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTiming]: ...
+    @_builtins.property
+    def width(self) -> Global___WidthChoice:
+        """Unset when the generation group prefilled by itself."""
+
     def __init__(
         self,
         *,
@@ -293,14 +298,82 @@ class Timings(_message.Message):
         first_token_ns: _builtins.int = ...,
         finished_ns: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankTiming] | None = ...,
+        width: Global___WidthChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "ranks", b"ranks", "received_ns", b"received_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "ranks", b"ranks", "received_ns", b"received_ns", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class WidthChoice(_message.Message):
+    """How many ranks a request got, and why: of `options`, the one with the least own_s + others_s."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
+    NUM_AHEAD_FIELD_NUMBER: _builtins.int
+    NUM_JOBS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    num_ranks: _builtins.int
+    """Of the group."""
+    num_ahead: _builtins.int
+    """Jobs of the group that were to be served first, of the num_jobs in flight."""
+    num_jobs: _builtins.int
+    @_builtins.property
+    def options(self) -> _containers.RepeatedCompositeFieldContainer[Global___WidthOption]:
+        """The chosen one included."""
+
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        num_ranks: _builtins.int = ...,
+        num_ahead: _builtins.int = ...,
+        num_jobs: _builtins.int = ...,
+        options: _abc.Iterable[Global___WidthOption] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_ahead", b"num_ahead", "num_jobs", b"num_jobs", "num_ranks", b"num_ranks", "options", b"options", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WidthChoice: _TypeAlias = WidthChoice  # noqa: Y015
+
+@_typing.final
+class WidthOption(_message.Message):
+    """A number of ranks, with what was predicted for it when the request was placed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WIDTH_FIELD_NUMBER: _builtins.int
+    OWN_S_FIELD_NUMBER: _builtins.int
+    OTHERS_S_FIELD_NUMBER: _builtins.int
+    width: _builtins.int
+    own_s: _builtins.float
+    """Seconds to the prompt's end, those included in which its ranks serve others first."""
+    others_s: _builtins.float
+    """Seconds that it would cost other prompts, in sum."""
+    def __init__(
+        self,
+        *,
+        width: _builtins.int = ...,
+        own_s: _builtins.float = ...,
+        others_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others_s", b"others_s", "own_s", b"own_s", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WidthOption: _TypeAlias = WidthOption  # noqa: Y015
 
 @_typing.final
 class RankTiming(_message.Message):
@@ -316,6 +389,8 @@ class RankTiming(_message.Message):
     NUM_BYTES_PUSHED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
+    SEND_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     start_ns: _builtins.int
     end_ns: _builtins.int
@@ -324,6 +399,9 @@ class RankTiming(_message.Message):
     push_end_ns: _builtins.int
     num_bytes_pushed: _builtins.int
     num_bytes_sent: _builtins.int
+    num_messages_sent: _builtins.int
+    """That the bytes sent to the next rank went in, and the seconds in which they were on their way."""
+    send_s: _builtins.float
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenRange: ...
     @_builtins.property
@@ -343,10 +421,12 @@ class RankTiming(_message.Message):
         num_bytes_pushed: _builtins.int = ...,
         num_bytes_sent: _builtins.int = ...,
         layers: _abc.Iterable[_prefill_pb2.TimeSpan] | None = ...,
+        num_messages_sent: _builtins.int = ...,
+        send_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

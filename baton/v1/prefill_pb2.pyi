@@ -79,11 +79,24 @@ class PrefillJob(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     LEASE_FIELD_NUMBER: _builtins.int
+    DUE_S_FIELD_NUMBER: _builtins.int
+    LAYER_S_FIELD_NUMBER: _builtins.int
+    PREFIX_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     job: _builtins.int
     """The sequencer's number; the same on all ranks."""
     request_id: _builtins.str
     attempt: _builtins.int
+    due_s: _builtins.float
+    """Unix seconds, the same on all ranks: of two jobs that could go on, the one due earlier does; of two due at once, the
+    lower number. Nothing happens to a job that is late.
+    """
+    layer_s: _builtins.float
+    """Predicted seconds of the longest layer of any of `ranks`; 0 when unknown."""
+    prefix: _builtins.str
+    """The KV of the tokens before the first chunk, by its name in the prefix store of the ranks' node; empty when nothing is
+    cached.
+    """
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ascending; this rank is one of them."""
@@ -111,10 +124,13 @@ class PrefillJob(_message.Message):
         chunks: _abc.Iterable[_common_pb2.TokenRange] | None = ...,
         history: _common_pb2.History | None = ...,
         lease: _common_pb2.Lease | None = ...,
+        due_s: _builtins.float = ...,
+        layer_s: _builtins.float = ...,
+        prefix: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chunks", b"chunks", "epoch", b"epoch", "history", b"history", "job", b"job", "lease", b"lease", "ranks", b"ranks", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chunks", b"chunks", "due_s", b"due_s", "epoch", b"epoch", "history", b"history", "job", b"job", "layer_s", b"layer_s", "lease", b"lease", "prefix", b"prefix", "ranks", b"ranks", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -155,12 +171,17 @@ class PrefillReport(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     NUM_BYTES_PUSHED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
+    NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
+    SEND_S_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     wait_s: _builtins.float
     """Seconds spent waiting for earlier ranks' KV, all layers."""
     num_bytes_pushed: _builtins.int
     num_bytes_sent: _builtins.int
     """KV payload sent on to the next rank of the chain."""
+    num_messages_sent: _builtins.int
+    """That these bytes went in, and the seconds in which they were on their way."""
+    send_s: _builtins.float
     @_builtins.property
     def run(self) -> Global___TimeSpan: ...
     @_builtins.property
@@ -181,10 +202,12 @@ class PrefillReport(_message.Message):
         push: Global___TimeSpan | None = ...,
         num_bytes_pushed: _builtins.int = ...,
         num_bytes_sent: _builtins.int = ...,
+        num_messages_sent: _builtins.int = ...,
+        send_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "push", b"push", "rank", b"rank", "run", b"run", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push", b"push", "rank", b"rank", "run", b"run", "send_s", b"send_s", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -216,6 +239,7 @@ class PrefillStatus(_message.Message):
     NUM_JOBS_DONE_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
+    STALL_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -225,6 +249,8 @@ class PrefillStatus(_message.Message):
     num_jobs_done: _builtins.int
     layout_fingerprint: _builtins.str
     version: _builtins.str
+    stall: _builtins.str
+    """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
     def __init__(
         self,
         *,
@@ -235,10 +261,11 @@ class PrefillStatus(_message.Message):
         num_jobs_done: _builtins.int = ...,
         layout_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
+        stall: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "progress", b"progress", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.clock import SystemClock
 from baton.errors import BatonError
 from deploy.config import LocalConfig, WorkerConfig
 from deploy.processes import ProcessSpawner, WorkerStartError
@@ -29,7 +28,7 @@ def config(smollm2: Path) -> WorkerConfig:
 
 
 async def _answers(handle: WorkerHandle) -> bool:
-    worker = Worker(handle, SystemClock().now_s())
+    worker = Worker(handle)
     try:
         return bool((await worker.status(10.0)).version)
     finally:

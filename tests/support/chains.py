@@ -21,9 +21,9 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, SampledToken, TokenRange
 from modeling.decoder import Decoder
-from modeling.kv_buffers import TORCH_DTYPES, BufferSpan, KvBuffer
+from modeling.kv_buffers import TORCH_DTYPES, BufferSpan, KvBuffer, MakeBuffer
 from modeling.sampling import SamplerState, sample
-from prefill_workers.engine import MakeBuffer, PrefillEngine
+from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
 from tests.support.link_groups import MakeConnect, in_process_connects
@@ -184,6 +184,7 @@ class ChainGroup:
         params: SamplingParams | None = None,
         prefix: Callable[[], KvBuffer] | None = None,
         on_push: Callable[[Rank, int], None] | None = None,
+        due_s: float = 0.0,
     ) -> Run:
         """A job, not yet submitted; `prefix` is called once for each rank."""
         number = JobId(next(self.numbers))
@@ -200,6 +201,7 @@ class ChainGroup:
                 tuple(output_ids),
                 params or SamplingParams(),
                 prefix() if prefix is not None else None,
+                due_s,
             )
             for rank in placed
         }
@@ -293,10 +295,11 @@ def largest_error(kv: Tensor, expected: Tensor) -> float:
 
 
 def random_run(group: ChainGroup, rng: random.Random, num_tokens: int = 24) -> Run:
-    """A random prompt, in random chunks, over random ranks."""
+    """A random prompt, in random chunks, over random ranks, due at random; some at once."""
     ids = random_tokens(rng, num_tokens, group.decoder)
     ranks = sorted(rng.sample(range(len(group.engines)), rng.randint(1, len(group.engines))))
-    return group.prepare(ids, random_chunks(rng, TokenRange(0, num_tokens), len(ranks)), ranks=ranks)
+    chunks = random_chunks(rng, TokenRange(0, num_tokens), len(ranks))
+    return group.prepare(ids, chunks, ranks=ranks, due_s=rng.randrange(4))
 
 
 def submit_shuffled(group: ChainGroup, runs: list[Run], rng: random.Random, victims: Sequence[Run] = ()) -> None:

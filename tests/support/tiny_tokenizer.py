@@ -29,13 +29,18 @@ def text_of(token_ids: "tuple[int, ...] | list[int]") -> str:
     return "".join(chr(token_id + 32) for token_id in token_ids if token_id < NUM_LETTERS)
 
 
-@cache
-def letter_tokenizer() -> Tokenizer:
-    """The tokenizer, loaded as from any model's folder."""
+def write_letters(folder: Path) -> Path:
+    """Writes the tokenizer's files into a model's folder; returns the folder."""
     vocab = {chr(32 + index): index for index in range(NUM_LETTERS)} | {"<s>": BOS_ID, "</s>": EOS_ID}
     core = Core(models.WordLevel(vocab=vocab, unk_token="<s>"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return write_folder(folder, core)
+
+
+@cache
+def letter_tokenizer() -> Tokenizer:
+    """The tokenizer, loaded as from any model's folder."""
     with tempfile.TemporaryDirectory() as folder:
-        return Tokenizer.load(write_folder(Path(folder), core))
+        return Tokenizer.load(write_letters(Path(folder)))

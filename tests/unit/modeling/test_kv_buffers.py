@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baton.types import KvLayout, TokenRange
-from modeling.kv_buffers import BufferSpan, KvBuffer, KvRows, byte_view
+from modeling.kv_buffers import BufferSpan, KvBuffer, KvRows, LayerBuffers, byte_view
 
 
 def layout(dtype: str = "float32") -> KvLayout:
@@ -128,3 +128,47 @@ def test_buffer_span_owns_its_new_tokens_and_sees_all_before() -> None:
     (rows,) = span.segments(2)
     assert isinstance(rows, KvRows)
     assert (rows.first_position, rows.end_position) == (5, 12)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_buffer_over_memory_is_that_memory(dtype: str) -> None:
+    kv = numbered(TokenRange(0, 4), dtype)
+    memory = bytearray(byte_view(kv.data))
+    over = KvBuffer.over(layout(dtype), TokenRange(5, 9), memoryview(memory))
+    assert torch.equal(over.span(1, TokenRange(6, 8)), kv.span(1, TokenRange(1, 3)))
+    over.data.zero_()
+    assert bytes(memory) == bytes(len(memory))
+
+
+def test_buffer_over_memory_holds_it_until_its_last_view_is_gone() -> None:
+    memory = bytearray(4 * layout().token_bytes)
+    rows = KvBuffer.over(layout(), TokenRange(0, 4), memoryview(memory)).rows(0, TokenRange(0, 1))
+    with pytest.raises(BufferError):
+        memory.clear()
+    del rows
+    memory.clear()
+
+
+def test_memory_of_another_size_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="bytes for"):
+        KvBuffer.over(layout(), TokenRange(0, 4), memoryview(bytearray(3 * layout().token_bytes)))
+
+
+def test_layers_have_memory_of_their_own_until_they_are_released() -> None:
+    layers = LayerBuffers(layout(), TokenRange(5, 12))
+    first, second = layers.span(0, TokenRange(5, 12)), layers.span(1, TokenRange(5, 12))
+    first.fill_(1.0)
+    second.fill_(2.0)
+    assert layers.num_buffers == 2
+    assert bool((layers.rows(0, TokenRange(6, 8)).k_SGH == 1.0).all())
+    layers.release(0)
+    assert layers.span(2, TokenRange(5, 12)).data_ptr() == first.data_ptr()
+    assert bool((layers.span(1, TokenRange(5, 12)) == 2.0).all())
+    assert layers.num_buffers == 2
+
+
+def test_layer_has_one_place() -> None:
+    layers = LayerBuffers(layout(), TokenRange(5, 12))
+    whole = layers.span(7, TokenRange(5, 12))
+    assert layers.span(7, TokenRange(6, 12)).data_ptr() == whole[1:].data_ptr()
+    assert whole.shape == (7, 2, 2, 4)

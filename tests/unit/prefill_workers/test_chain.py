@@ -10,13 +10,15 @@ import torch.distributed as dist
 
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import TokenRange
+from baton.types import KvLayout, TokenRange
 from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
+from modeling.kv_buffers import KvBuffer, LayerBuffers
+from prefill_workers import relay as relay_module
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.relay import Relay
 from tests.support.chains import (
+    WAIT_S,
     ChainGroup,
     KeepingOutlet,
     Run,
@@ -29,7 +31,7 @@ from tests.support.chains import (
     reference_token,
     until,
 )
-from tests.support.link_groups import torch_connects
+from tests.support.link_groups import MakeConnect, in_process_connects, torch_connects
 from tests.support.tiny_models import random_decoder
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
@@ -204,12 +206,78 @@ def test_bytes_on_links_are_each_rank_s_end_times_layers(prefix_tokens: int, num
         assert [report.num_bytes_sent for report in run.reports()] == [*passed, 0]
 
 
-def test_one_message_a_layer_and_rank() -> None:
+def test_each_rank_s_chunk_is_a_message_of_its_own_in_every_layer() -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 3) as group:
-        run_chain(group, 3)
-        num_layers = decoder.config.num_layers
-        assert [[header.layer for header in sent] for sent in group.sent] == [[*range(num_layers)]] * 2 + [[]]
+        chunks = run_chain(group, 3).job.chunks
+        for rank, sent in enumerate(group.sent):
+            messages = [(header.layer, header.tokens) for header in sent]
+            assert [layer for layer, _ in messages] == sorted(layer for layer, _ in messages)
+            earlier_and_own = chunks[: rank + 1] if rank < 2 else ()
+            expected = [(layer, chunk) for layer in range(decoder.config.num_layers) for chunk in earlier_and_own]
+            assert sorted(messages) == expected
+
+
+@pytest.mark.parametrize("connects", [in_process_connects, torch_connects])
+@pytest.mark.parametrize("piece_tokens", [1, 7])
+def test_chunks_in_many_pieces(monkeypatch: pytest.MonkeyPatch, connects: MakeConnect, piece_tokens: int) -> None:
+    monkeypatch.setattr(relay_module, "PIECE_TOKENS", piece_tokens)
+    decoder = decoder_of()
+    with ChainGroup(decoder, 4, connects=connects, make_buffer=poisoned_buffer) as group:
+        for prefix_tokens in (0, 16):
+            sent = group.payload_bytes()
+            run = run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens)
+            assert_equal_to_reference(decoder, run)
+            passed = sum(chunk.end - prefix_tokens for chunk in run.job.chunks[:-1])
+            assert group.payload_bytes() - sent == passed * decoder.layout.token_bytes
+
+
+def test_first_rank_goes_on_to_later_requests_while_an_earlier_one_is_stuck_behind_it() -> None:
+    decoder = decoder_of()
+    num_layers = decoder.config.num_layers
+    gate, rng = threading.Event(), random.Random(9)
+
+    def hold(rank: Rank, layer: int) -> None:
+        assert rank == 0 or gate.wait(WAIT_S)
+
+    with ChainGroup(decoder, 2) as group:
+        runs = [
+            group.prepare(random_tokens(rng, 20, decoder), random_chunks(rng, TokenRange(0, 20), 2), on_push=hold)
+            for _ in range(3)
+        ]
+        for run in runs:
+            group.submit(run)
+        for run in runs:
+            run.futures[Rank(0)].result(WAIT_S)  # computed, pushed and passed on
+            assert len(run.outlets[Rank(0)].pieces) == num_layers
+        assert not any(run.futures[Rank(1)].done() for run in runs)
+        gate.set()
+        for run in runs:
+            assert_equal_to_reference(decoder, run)
+
+
+def test_rank_in_step_with_the_one_before_it_holds_few_layers() -> None:
+    decoder = decoder_of(num_layers=8)
+    made: list[TokenRange] = []
+    last_began = [threading.Event() for _ in range(8)]
+
+    def make(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        made.append(tokens)
+        return poisoned_buffer(layout, tokens)
+
+    def in_step(rank: Rank, layer: int) -> None:
+        if rank == 1:
+            last_began[layer].set()
+        elif layer > 0:
+            assert last_began[layer - 1].wait(WAIT_S)
+
+    ids = random_tokens(random.Random(4), 40, decoder)
+    with ChainGroup(decoder, 2, make_buffer=make) as group:
+        chunks = [TokenRange(0, 25), TokenRange(25, 40)]
+        run = group.submit(group.prepare(ids, chunks, on_push=in_step))
+        assert_equal_to_reference(decoder, run)
+    layers = made.count(TokenRange(0, 25)) - 1  # rank 0's own chunk is one
+    assert 1 <= layers <= 3
 
 
 def test_early_ranks_kv_leaves_before_the_chain_ends() -> None:
@@ -299,9 +367,10 @@ def test_patience_grows_with_the_largest_chunk_in_front(chunks: tuple[tuple[int,
     ranges = tuple(TokenRange(*chunk) for chunk in chunks)
     ids = [1] * ranges[-1].end
     job = Job(JobId(1), Epoch(1), RequestId("r"), 1, (Rank(0), Rank(1)), ranges, ids)
-    buffer = KvBuffer(decoder.layout, TokenRange(0, ranges[-1].end))
-    relay = Relay(job, Rank(1), buffer, clock=clock, lock=threading.Condition(), send=lambda *message: None)
-    chain_job = ChainJob(job, KeepingOutlet(), relay, buffer=buffer, decoder=decoder, clock=clock)
+    own_kv, earlier_kv = KvBuffer(decoder.layout, ranges[1]), LayerBuffers(decoder.layout, ranges[0])
+    lock = threading.Condition()
+    relay = Relay(job, Rank(1), own_kv, earlier_kv, clock=clock, lock=lock, send=lambda *message: None)
+    chain_job = ChainJob(job, KeepingOutlet(), relay, own_kv=own_kv, decoder=decoder, clock=clock)
     with torch.inference_mode():
         chain_job.turn()
     assert chain_job.slowest_turn_s == 1.0

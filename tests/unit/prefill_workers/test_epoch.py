@@ -1,85 +1,23 @@
 """What a rank does with messages of every kind: its neighbours here are the test itself, at the other end of links."""
 
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 
-from baton.clock import Clock, ManualClock, SystemClock
+from baton.clock import ManualClock
 from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
 from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer, byte_view
-from prefill_workers.engine import MakeBuffer, PrefillEngine
+from modeling.kv_buffers import KvBuffer
 from prefill_workers.job import Job
-from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.chains import WAIT_S, KeepingOutlet, cached_prefix, reference_token, until
-from tests.support.link_groups import Recorder, in_process_connects
+from prefill_workers.links import LinkStatus
+from tests.support.chains import WAIT_S, KeepingOutlet, reference_token, until
+from tests.support.link_groups import Recorder
+from tests.support.middle_ranks import CHUNKS, IDS, middle_rank
 from tests.support.tiny_models import random_decoder
-
-IDS = (5, 6, 7, 8, 9, 10)
-CHUNKS = (TokenRange(0, 2), TokenRange(2, 5), TokenRange(5, 6))
-
-
-class Middle:
-    """Rank 1 of 3 is an engine; ranks 0 and 2 are bare links and what they record."""
-
-    def __init__(self, engine: PrefillEngine, links: dict[int, Links], recorders: dict[int, Recorder]) -> None:
-        self.engine = engine
-        self.links = links
-        self.recorders = recorders
-        self.decoder = engine.decoder
-        self.kv = cached_prefix(self.decoder, IDS, len(IDS))
-
-    def job(self, number: int = 1, num_ranks: int = 3) -> Job:
-        """Ranks 0 to 2, or 0 and 1."""
-        chunks = CHUNKS if num_ranks == 3 else (CHUNKS[0], TokenRange(2, 6))
-        ranks = tuple(Rank(rank) for rank in range(num_ranks))
-        return Job(JobId(number), Epoch(1), RequestId("r"), 1, ranks, chunks, IDS)
-
-    def send_rows(self, layer: int, number: int = 1, tokens: TokenRange = CHUNKS[0], epoch: int = 1) -> None:
-        """What rank 0 would send."""
-        payload = byte_view(self.kv.span(layer, tokens).clone())
-        header = LinkHeader(Epoch(epoch), JobId(number), layer, tokens, LinkStatus.DATA, payload.nbytes)
-        self.links[0].send(Rank(1), header, payload)
-
-    def send_all_rows(self, number: int = 1) -> None:
-        for layer in range(self.decoder.config.num_layers):
-            self.send_rows(layer, number)
-
-    def send_bare(self, status: LinkStatus, number: int = 1) -> None:
-        self.links[0].send(Rank(1), LinkHeader.bare(Epoch(1), JobId(number), status), None)
-
-    def poke(self) -> None:
-        """Makes a waiting engine look at a clock that the test has moved."""
-        with self.engine._changed:
-            self.engine._changed.notify_all()
-
-
-@contextmanager
-def middle_rank(
-    decoder: Decoder, *, clock: Clock | None = None, floor_s: float = 20.0, make_buffer: MakeBuffer = KvBuffer
-) -> Iterator[Middle]:
-    engine = PrefillEngine(decoder, clock or SystemClock(), watchdog_floor_s=floor_s, make_buffer=make_buffer)
-    recorders = {0: Recorder(), 2: Recorder()}
-    connects = in_process_connects(3)
-    with ThreadPoolExecutor(2) as pool:
-        bare = {rank: pool.submit(connects[rank], recorder) for rank, recorder in recorders.items()}
-        engine.start_epoch(Epoch(1), Rank(1), 3, connects[1])
-        links = {rank: future.result(WAIT_S) for rank, future in bare.items()}
-    try:
-        yield Middle(engine, links, recorders)
-    finally:
-        for recorder in recorders.values():
-            recorder.gate.set()
-        engine.close()
-        for each in links.values():
-            each.close()
-            assert each.wait_closed(WAIT_S)
 
 
 @pytest.fixture
@@ -100,11 +38,13 @@ def test_all_rows_up_to_its_own_end_are_passed_on(decoder: Decoder) -> None:
         future = middle.engine.submit(middle.job(), KeepingOutlet())
         middle.send_all_rows()
         report = future.result(WAIT_S)
-        passed = middle.recorders[2].wait_received(3)
-        for layer, (source, header, payload) in enumerate(passed):
-            assert (source, header.layer, header.tokens) == (1, layer, TokenRange(0, 5))
+        passed = middle.recorders[2].wait_received(6)
+        layers = sorted((header.layer, header.tokens) for _, header, _ in passed)
+        assert layers == [(layer, tokens) for layer in range(3) for tokens in CHUNKS[:2]]
+        for source, header, payload in passed:
+            assert source == 1
             rows = torch.frombuffer(bytearray(payload), dtype=torch.float32)
-            expected = middle.kv.span(layer, TokenRange(0, 5)).flatten()
+            expected = middle.kv.span(header.layer, header.tokens).flatten()
             assert float((rows - expected).abs().max()) <= 1e-5 * float(expected.abs().max())
         assert report.num_bytes_sent == sum(len(payload) for _, _, payload in passed)
 
@@ -150,7 +90,7 @@ def test_ranks_that_disagree_on_a_job_fail_it_alone(decoder: Decoder, layer: int
         assert following.result(WAIT_S).num_bytes_sent > 0
 
 
-def test_nothing_is_passed_on_for_a_job_that_has_failed(decoder: Decoder) -> None:
+def test_nothing_that_came_is_passed_on_for_a_job_that_has_failed(decoder: Decoder) -> None:
     gate, holding = threading.Event(), threading.Event()
 
     def hold(layer: int) -> None:
@@ -165,8 +105,9 @@ def test_nothing_is_passed_on_for_a_job_that_has_failed(decoder: Decoder) -> Non
         middle.recorders[0].wait_sent(2)
         gate.set()
         assert isinstance(future.exception(WAIT_S), ChainError)
-        middle.recorders[2].wait_received(1)
-        assert statuses(middle.recorders[2]) == [LinkStatus.ABORT]
+        own, abort = middle.recorders[2].wait_received(2)
+        assert own[1].tokens == CHUNKS[1]  # its turn was under way
+        assert abort[1].status is LinkStatus.ABORT
 
 
 def test_rows_from_a_rank_that_is_not_in_front_fail_the_job(decoder: Decoder) -> None:
@@ -192,14 +133,14 @@ def test_messages_of_a_cancelled_job_are_dropped(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         future = middle.engine.submit(middle.job(), KeepingOutlet())
         middle.send_rows(0)
-        middle.recorders[2].wait_received(1)
+        middle.recorders[2].wait_received(3)  # layer 0, and its own rows of layer 1
         middle.engine.cancel(JobId(1))
         assert future.exception(WAIT_S) is not None
         middle.send_rows(1)
         middle.send_rows(2)
         middle.recorders[0].wait_sent(3)
-        middle.recorders[2].wait_received(2)
-        assert statuses(middle.recorders[2]) == [LinkStatus.DATA, LinkStatus.ABORT]
+        middle.recorders[2].wait_received(4)
+        assert statuses(middle.recorders[2]) == [LinkStatus.DATA] * 3 + [LinkStatus.ABORT]
 
 
 # Aborts.
@@ -210,12 +151,12 @@ def test_abort_fails_the_job_and_is_passed_on(decoder: Decoder) -> None:
         outlet = KeepingOutlet()
         future = middle.engine.submit(middle.job(), outlet)
         middle.send_rows(0)
-        middle.recorders[2].wait_received(1)
+        middle.recorders[2].wait_received(3)  # layer 0, and its own rows of layer 1
         middle.send_bare(LinkStatus.ABORT)
         with pytest.raises(JobAbortedError, match="rank 0 gave job 1 up"):
             future.result(WAIT_S)
-        middle.recorders[2].wait_received(2)
-        assert statuses(middle.recorders[2]) == [LinkStatus.DATA, LinkStatus.ABORT]
+        middle.recorders[2].wait_received(4)
+        assert statuses(middle.recorders[2]) == [LinkStatus.DATA] * 3 + [LinkStatus.ABORT]
         assert outlet.aborts == [future.exception()]
 
 
@@ -240,8 +181,8 @@ def test_abort_is_not_sent_once_all_has_been_passed_on(decoder: Decoder) -> None
         middle.engine.cancel(JobId(1))
         assert future.exception(WAIT_S) is not None
         middle.recorders[2].gate.set()
-        middle.recorders[2].wait_received(3)
-        assert statuses(middle.recorders[2]) == [LinkStatus.DATA] * 3
+        middle.recorders[2].wait_received(6)
+        assert statuses(middle.recorders[2]) == [LinkStatus.DATA] * 6
 
 
 # Peers that fail.
@@ -303,6 +244,21 @@ def test_peer_is_given_the_whole_limit_from_its_last_sign_of_life(decoder: Decod
             future.result(WAIT_S)
 
 
+def test_rank_that_stood_still_itself_reads_what_has_come_before_it_gives_a_peer_up(decoder: Decoder) -> None:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+        future = middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
+        until(lambda: middle.engine.status().progress == 1)
+        with middle.engine._changed:  # nobody gets on here
+            middle.send_bare(LinkStatus.ALIVE)
+            clock.advance(61.0)
+            middle.poke()
+        middle.recorders[0].wait_sent(1)
+        until(lambda: middle.engine.status().progress == 2)
+        middle.send_all_rows()
+        assert future.result(WAIT_S).rank == 1
+
+
 def test_idle_rank_expects_nothing(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=1.0) as middle:
@@ -316,16 +272,16 @@ def test_idle_rank_expects_nothing(decoder: Decoder) -> None:
 def test_sign_of_life_is_passed_on(decoder: Decoder) -> None:
     with middle_rank(decoder) as middle:
         middle.engine.submit(middle.job(), KeepingOutlet())
+        middle.recorders[2].wait_received(1)  # its own rows of layer 0
         middle.send_bare(LinkStatus.ALIVE)
-        assert middle.recorders[2].wait_received(1)[0][1].status is LinkStatus.ALIVE
+        middle.recorders[2].wait_received(2)
         middle.send_bare(LinkStatus.ALIVE, number=5)  # unknown: nobody to tell
         middle.send_bare(LinkStatus.ABORT)
-        middle.recorders[2].wait_received(2)
-        assert statuses(middle.recorders[2]) == [LinkStatus.ALIVE, LinkStatus.ABORT]
+        middle.recorders[2].wait_received(3)
+        assert statuses(middle.recorders[2]) == [LinkStatus.DATA, LinkStatus.ALIVE, LinkStatus.ABORT]
 
 
 def test_rank_that_serves_another_job_asks_for_patience(decoder: Decoder) -> None:
-    clock = ManualClock()
     gate, holding = threading.Event(), threading.Event()
 
     def hold(layer: int) -> None:
@@ -333,20 +289,53 @@ def test_rank_that_serves_another_job_asks_for_patience(decoder: Decoder) -> Non
             holding.set()
             assert gate.wait(WAIT_S)
 
-    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+    with middle_rank(decoder, floor_s=2.0) as middle:
         alone = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1),), (TokenRange(0, 6),), IDS)
         chained = Job(JobId(2), Epoch(1), RequestId("b"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
         first = middle.engine.submit(alone, KeepingOutlet(hold))
         assert holding.wait(WAIT_S)
         middle.engine.submit(chained, KeepingOutlet())
-        clock.advance(16.0)  # over a quarter of the limit
+        _, header, _ = middle.recorders[2].wait_received(1)[0]  # while the turn goes on
         gate.set()
         first.result(WAIT_S)
-        _, header, _ = middle.recorders[2].wait_received(1)[0]
         assert (header.status, header.job) == (LinkStatus.ALIVE, 2)
 
 
-def test_received_rows_lie_in_the_job_s_buffer(decoder: Decoder) -> None:
+def test_rank_that_works_in_one_turn_far_beyond_the_limit_keeps_its_peers_patient(decoder: Decoder) -> None:
+    ended = threading.Event()
+
+    def work(layer: int) -> None:
+        while not ended.is_set():
+            pass
+
+    with middle_rank(decoder, floor_s=1.0) as middle:
+        job = Job(JobId(1), Epoch(1), RequestId("a"), 1, (Rank(1), Rank(2)), (TokenRange(0, 5), CHUNKS[2]), IDS)
+        future = middle.engine.submit(job, KeepingOutlet(work))
+        try:
+            passed = middle.recorders[2].wait_received(9)  # over two limits
+            assert {header.status for _, header, _ in passed} == {LinkStatus.ALIVE}
+            assert not middle.engine.status().stall
+        finally:
+            ended.set()
+        assert future.result(WAIT_S).num_bytes_sent > 0
+
+
+def test_predicted_layer_lengthens_the_patience_with_peers(decoder: Decoder) -> None:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+        job = replace(middle.job(num_ranks=2), layer_s=100.0)
+        future = middle.engine.submit(job, KeepingOutlet())
+        until(lambda: middle.engine.status().progress == 1)
+        clock.advance(399.0)
+        middle.poke()
+        assert not future.done()
+        clock.advance(2.0)
+        middle.poke()
+        with pytest.raises(LinkStalledError, match="no sign of life for 400.0 s"):
+            future.result(WAIT_S)
+
+
+def test_received_rows_lie_in_the_layer_s_buffer(decoder: Decoder) -> None:
     made: list[KvBuffer] = []
 
     def make(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
@@ -357,5 +346,7 @@ def test_received_rows_lie_in_the_job_s_buffer(decoder: Decoder) -> None:
         middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
         middle.send_rows(0)
         middle.recorders[0].wait_sent(1)
-        assert torch.equal(made[0].span(0, CHUNKS[0]), middle.kv.span(0, CHUNKS[0]))
-        assert made[0].tokens == TokenRange(0, 6)
+        own, layer = made
+        assert own.tokens == TokenRange(2, 6)
+        assert layer.tokens == CHUNKS[0]
+        assert torch.equal(layer.span(0, CHUNKS[0]), middle.kv.span(0, CHUNKS[0]))

@@ -1,5 +1,7 @@
 """A job says consistently who computes what."""
 
+import math
+
 import pytest
 
 from baton.errors import InvalidArgumentError
@@ -17,6 +19,9 @@ def make(
     num_prompt: int = 4,
     num_output: int = 1,
     prefix: KvBuffer | None = None,
+    *,
+    due_s: float = 0.0,
+    layer_s: float = 0.0,
 ) -> Job:
     return Job(
         JobId(1),
@@ -28,6 +33,8 @@ def make(
         range(num_prompt),
         range(100, 100 + num_output),
         prefix=prefix,
+        due_s=due_s,
+        layer_s=layer_s,
     )
 
 
@@ -63,3 +70,15 @@ def test_chunks_cover_the_prompt(chunks: tuple[tuple[int, int], ...]) -> None:
 def test_prefix_must_hold_all_that_is_cached(held: TokenRange) -> None:
     with pytest.raises(InvalidArgumentError, match="cached tokens"):
         make(chunks=((2, 3), (3, 5)), prefix=KvBuffer(LAYOUT, held))
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_job_is_due_at_a_time(value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="job 1: due_s"):
+        make(due_s=value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_a_layer_takes_a_time(value: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="job 1: layer_s"):
+        make(layer_s=value)

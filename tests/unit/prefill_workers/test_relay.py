@@ -1,14 +1,18 @@
-"""A layer is passed on exactly when its last row is final, from the memory in which it was received and projected."""
+"""A piece is passed on exactly when its last row is final, layer after layer, from the memory in which it lies."""
 
+import random
 import threading
+from collections.abc import Callable
 
 import pytest
+import torch
 
 from baton.clock import ManualClock
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
-from modeling.kv_buffers import KvBuffer
+from modeling.kv_buffers import KvBuffer, LayerBuffers, byte_view
+from prefill_workers import relay as relay_module
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus
 from prefill_workers.relay import Relay
@@ -18,127 +22,331 @@ CHUNKS = (TokenRange(3, 5), TokenRange(5, 6), TokenRange(6, 9))
 Sent = list[tuple[Rank, LinkHeader, memoryview | None]]
 
 
-def make(place: int) -> tuple[Relay, KvBuffer, Sent]:
-    ranks = (Rank(0), Rank(2), Rank(3))
-    prefix = KvBuffer(LAYOUT, TokenRange(0, 3))
-    job = Job(JobId(7), Epoch(2), RequestId("r"), 1, ranks, CHUNKS, range(9), prefix=prefix)
-    buffer = KvBuffer(LAYOUT, TokenRange(3, CHUNKS[place].end))
-    sent: Sent = []
-    relay = Relay(
-        job, ranks[place], buffer, clock=ManualClock(), lock=threading.Condition(), send=lambda *m: sent.append(m)
-    )
-    return relay, buffer, sent
+class Place:
+    """One rank's relay, its memory, and what it sends."""
 
+    def __init__(self, place: int, chunks: tuple[TokenRange, ...] = CHUNKS, layout: KvLayout = LAYOUT) -> None:
+        ranks = (Rank(0), Rank(2), Rank(3))
+        start, end = chunks[0].start, chunks[-1].end
+        job = Job(
+            JobId(7),
+            Epoch(2),
+            RequestId("r"),
+            1,
+            ranks,
+            chunks,
+            range(end),
+            prefix=KvBuffer(layout, TokenRange(0, start)),
+        )
+        self.layout = layout
+        self.own_kv = KvBuffer(layout, chunks[place])
+        self.earlier_kv = LayerBuffers(layout, TokenRange(start, chunks[place].start))
+        self.sent: Sent = []
+        self.clock = ManualClock()
+        self.relay = Relay(
+            job,
+            ranks[place],
+            self.own_kv,
+            self.earlier_kv,
+            clock=self.clock,
+            lock=threading.Condition(),
+            send=lambda *message: self.sent.append(message),
+        )
 
-def incoming(layer: int, tokens: TokenRange = CHUNKS[0]) -> LinkHeader:
-    return LinkHeader(Epoch(2), JobId(7), layer, tokens, LinkStatus.DATA, len(tokens) * LAYOUT.row_bytes)
+    def header(self, layer: int, tokens: TokenRange = CHUNKS[0]) -> LinkHeader:
+        num_bytes = len(tokens) * self.layout.row_bytes
+        return LinkHeader(Epoch(2), JobId(7), layer, tokens, LinkStatus.DATA, num_bytes)
+
+    def receive(self, layer: int, tokens: TokenRange = CHUNKS[0], fill: bytes = b"\1") -> None:
+        """A whole message from the rank in front."""
+        assert self.relay.source is not None
+        place = self.relay.place(self.relay.source, self.header(layer, tokens))
+        place[:] = fill * place.nbytes
+        self.relay.received(self.header(layer, tokens))
+
+    def has_sent(self) -> list[tuple[int, TokenRange]]:
+        return [(header.layer, header.tokens) for _, header, _ in self.sent]
 
 
 def test_neighbours_are_those_of_the_job() -> None:
-    assert [(make(place)[0].source, make(place)[0].target) for place in range(3)] == [(None, 2), (0, 3), (2, None)]
+    neighbours = [(place.relay.source, place.relay.target) for place in map(Place, range(3))]
+    assert neighbours == [(None, 2), (0, 3), (2, None)]
 
 
 def test_first_rank_passes_on_what_it_projects() -> None:
-    relay, _, sent = make(0)
-    relay.projected()
-    ((target, header, _),) = sent
-    assert (target, header) == (2, incoming(0, TokenRange(3, 5)))
+    first = Place(0)
+    first.relay.projected()
+    ((target, header, _),) = first.sent
+    assert (target, header) == (2, first.header(0, TokenRange(3, 5)))
 
 
-@pytest.mark.parametrize("steps", [("received", "projected"), ("projected", "received")])
-def test_middle_rank_passes_on_once_both_are_there(steps: tuple[str, str]) -> None:
-    relay, _, sent = make(1)
-    getattr(relay, steps[0])()
-    assert sent == []
-    getattr(relay, steps[1])()
-    assert [header for _, header, _ in sent] == [incoming(0, TokenRange(3, 6))]
+def test_pieces_of_a_layer_leave_in_the_order_in_which_they_become_final() -> None:
+    received_first, projected_first = Place(1), Place(1)
+    received_first.receive(0)
+    assert received_first.has_sent() == [(0, CHUNKS[0])]
+    received_first.relay.projected()
+    assert received_first.has_sent() == [(0, CHUNKS[0]), (0, CHUNKS[1])]
+    projected_first.relay.projected()
+    assert projected_first.has_sent() == [(0, CHUNKS[1])]
+    projected_first.receive(0)
+    assert projected_first.has_sent() == [(0, CHUNKS[1]), (0, CHUNKS[0])]
 
 
-def test_layers_that_came_early_leave_in_order_as_they_are_projected() -> None:
-    relay, _, sent = make(1)
-    relay.received()
-    relay.received()
-    relay.projected()
-    relay.projected()
-    assert [header.layer for _, header, _ in sent] == [0, 1]
+def test_layers_that_came_early_leave_after_all_of_the_layers_before_them() -> None:
+    middle = Place(1)
+    middle.receive(0)
+    middle.receive(1)
+    assert middle.has_sent() == [(0, CHUNKS[0])]
+    middle.relay.projected()
+    assert middle.has_sent() == [(0, CHUNKS[0]), (0, CHUNKS[1]), (1, CHUNKS[0])]
+    middle.relay.projected()
+    assert middle.has_sent()[3:] == [(1, CHUNKS[1])]
+
+
+def test_long_chunks_travel_in_pieces_where_they_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 2)
+    middle = Place(1, (TokenRange(3, 6), TokenRange(6, 10), TokenRange(10, 11)))
+    pieces = [TokenRange(3, 5), TokenRange(5, 6)]
+    for piece in pieces:
+        assert not middle.relay.has_received(0)
+        middle.receive(0, piece)
+        assert middle.has_sent()[-1] == (0, piece)
+    assert middle.relay.has_received(0)
+    middle.relay.projected()
+    assert middle.has_sent() == [(0, piece) for piece in [*pieces, TokenRange(6, 10)]]
+
+
+def test_pieces_of_a_layer_may_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 1)
+    middle = Place(1)
+    middle.receive(0, TokenRange(4, 5), b"\2")
+    middle.receive(0, TokenRange(3, 4), b"\3")
+    assert middle.relay.has_received(0)
+    rows = middle.earlier_kv.span(0, TokenRange(3, 5)).flatten().numpy().tobytes()
+    assert rows == b"\3" * LAYOUT.row_bytes + b"\2" * LAYOUT.row_bytes
 
 
 def test_last_rank_passes_nothing_on() -> None:
-    relay, _, sent = make(2)
-    for _ in range(2):
-        relay.received()
-        relay.projected()
-    assert sent == []
-    assert relay.done
+    last = Place(2)
+    for layer in range(2):
+        last.receive(layer, CHUNKS[1])
+        last.receive(layer, CHUNKS[0])
+        last.relay.projected()
+    assert last.sent == []
+    assert last.relay.done
 
 
-def test_what_is_passed_on_is_the_memory_itself() -> None:
-    relay, buffer, sent = make(1)
-    place = relay.place(Rank(0), incoming(0))
-    place[:] = b"\1" * place.nbytes
-    buffer.span(0, CHUNKS[1]).fill_(0.0)
-    relay.received()
-    relay.projected()
-    payload = sent[0][2]
+@pytest.mark.parametrize("place", [0, 1])
+def test_what_is_passed_on_is_the_memory_itself(place: int) -> None:
+    rank = Place(place)
+    if place == 0:
+        rank.relay.projected()
+        memory = rank.own_kv.span(0, CHUNKS[0])
+    else:
+        rank.receive(0)
+        memory = rank.earlier_kv.span(0, CHUNKS[0])
+    memory.fill_(2.0)
+    payload = rank.sent[0][2]
     assert payload is not None
-    assert bytes(payload) == b"\1" * place.nbytes + bytes(LAYOUT.row_bytes)
-    buffer.span(0, CHUNKS[1]).view(-1)[0] = 1.0
-    assert bytes(payload) != b"\1" * place.nbytes + bytes(LAYOUT.row_bytes)
+    assert bytes(payload) == memory.numpy().tobytes()
+
+
+def test_counts_the_time_that_messages_are_on_their_way_and_not_what_they_wait_for_each_other() -> None:
+    first = Place(0)
+    first.relay.projected()
+    first.relay.projected()
+    for (_, header, _), seconds in zip(first.sent, (0.5, 0.25), strict=True):
+        first.clock.advance(seconds)
+        first.relay.sent(header)
+    assert (first.relay.num_sent, first.relay.send_s) == (2, 0.75)
 
 
 def test_done_when_all_has_left() -> None:
-    relay, _, sent = make(0)
-    relay.projected()
-    relay.projected()
-    relay.sent(sent[0][1])
-    assert not relay.done
-    relay.sent(sent[1][1])
-    assert relay.done
-    assert relay.num_bytes_sent == 2 * 2 * LAYOUT.row_bytes
+    middle = Place(1)
+    for layer in range(2):
+        middle.receive(layer)
+        middle.relay.projected()
+    for _, header, _ in middle.sent:
+        assert not middle.relay.done
+        middle.relay.sent(header)
+    assert middle.relay.done
+    assert middle.relay.num_bytes_sent == 2 * 3 * LAYOUT.row_bytes
 
 
 @pytest.mark.parametrize(
-    ("source", "header"),
-    [
-        (Rank(3), incoming(0)),
-        (Rank(0), incoming(1)),
-        (Rank(0), incoming(0, TokenRange(3, 6))),
-        (Rank(0), incoming(0, TokenRange(0, 5))),
-    ],
+    ("source", "layer", "tokens"),
+    [(3, 0, (3, 5)), (0, 1, (3, 5)), (0, 0, (3, 6)), (0, 0, (0, 5)), (0, 0, (3, 4)), (0, 0, (5, 6))],
 )
-def test_unexpected_message_has_no_place(source: Rank, header: LinkHeader) -> None:
-    relay, _, _ = make(1)
+def test_unexpected_message_has_no_place(source: int, layer: int, tokens: tuple[int, int]) -> None:
+    middle = Place(1)
     with pytest.raises(ChainError, match="give all ranks the same job"):
-        relay.place(source, header)
+        middle.relay.place(Rank(source), middle.header(layer, TokenRange(*tokens)))
+
+
+def test_piece_has_a_place_once() -> None:
+    last = Place(2)
+    last.receive(0, CHUNKS[0])
+    with pytest.raises(ChainError, match="give all ranks the same job"):
+        last.receive(0, CHUNKS[0])
 
 
 def test_no_place_beyond_the_last_layer() -> None:
-    relay, _, _ = make(1)
-    relay.received()
-    relay.received()
+    middle = Place(1)
+    middle.receive(0)
+    middle.receive(1)
     with pytest.raises(ChainError):
-        relay.place(Rank(0), incoming(2))
+        middle.receive(2)
+
+
+def test_no_memory_for_a_layer_is_the_chain_s_error() -> None:
+    def fail(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+        raise MemoryError
+
+    middle = Place(1)
+    middle.relay._earlier_kv = LayerBuffers(LAYOUT, CHUNKS[0], fail)
+    with pytest.raises(ChainError, match="no memory for layer 0: retry later"):
+        middle.receive(0)
+
+
+# Memory of layers on their way.
+
+DEEP = KvLayout("model", 9, 1, 2, "float32")
+
+
+def test_memory_of_a_layer_that_was_attended_to_and_sent_serves_the_next() -> None:
+    middle = Place(1, layout=DEEP)
+    for layer in range(9):
+        middle.receive(layer)
+        middle.relay.projected()
+        middle.relay.attended(layer)
+        for _, header, _ in middle.sent:
+            middle.relay.sent(header)
+        middle.sent.clear()
+    assert middle.earlier_kv.num_buffers == 1
+
+
+@pytest.mark.parametrize("missing", ["attended", "sent"])
+def test_memory_of_a_layer_stays_while_somebody_needs_it(missing: str) -> None:
+    middle = Place(1, layout=DEEP)
+    middle.receive(0)
+    middle.relay.projected()
+    if missing == "sent":
+        middle.relay.attended(0)
+    else:
+        for _, header, _ in middle.sent:
+            middle.relay.sent(header)
+    middle.receive(1, fill=b"\7")
+    assert middle.earlier_kv.num_buffers == 2
+    assert middle.earlier_kv.span(0, CHUNKS[0]).flatten().numpy().tobytes() == b"\1" * 2 * DEEP.row_bytes
+
+
+def test_last_rank_needs_a_layer_until_it_was_attended_to() -> None:
+    last = Place(2, layout=DEEP)
+    for layer in range(9):
+        last.receive(layer, CHUNKS[0])
+        last.receive(layer, CHUNKS[1])
+        last.relay.attended(layer)
+    assert last.earlier_kv.num_buffers == 1
+
+
+class Life:
+    """A middle rank whose link and engine do what they may in any order; a sent message is read when it leaves."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.chunks = (TokenRange(3, 8), TokenRange(8, 9), TokenRange(9, 12))
+        self.rank = Place(1, self.chunks, DEEP)
+        self.num_projected = self.num_attended = self.num_left = 0
+        self.incoming: list[tuple[int, TokenRange]] = []
+        for layer in range(DEEP.num_layers):
+            pieces = self.chunks[0].split(2)
+            self.incoming += [(layer, piece) for piece in rng.sample(pieces, len(pieces))]
+
+    def actions(self) -> list[Callable[[], None]]:
+        may = {
+            self.receive: bool(self.incoming),
+            self.project: self.num_projected == self.num_attended < DEEP.num_layers,
+            self.attend: self.num_projected > self.num_attended and self.rank.relay.has_received(self.num_attended),
+            self.leave: self.num_left < len(self.rank.sent),
+        }
+        return [action for action, can in may.items() if can]
+
+    def receive(self) -> None:
+        layer, tokens = self.incoming.pop(0)
+        self.rank.receive(layer, tokens, self.mark(layer, tokens))
+
+    def project(self) -> None:
+        own = self.chunks[1]
+        byte_view(self.rank.own_kv.span(self.num_projected, own))[:] = self.rows(self.num_projected, own)
+        self.rank.relay.projected()
+        self.num_projected += 1
+
+    def attend(self) -> None:
+        layer = self.num_attended
+        rows = self.rank.relay.earlier_rows(layer)
+        read = torch.stack((rows.k_SGH, rows.v_SGH), 1).numpy().tobytes()
+        assert read == b"".join(self.rows(layer, piece) for piece in self.chunks[0].split(2))
+        self.rank.relay.attended(layer)
+        self.num_attended += 1
+
+    def leave(self) -> None:
+        _, header, payload = self.rank.sent[self.num_left]
+        assert payload is not None
+        assert bytes(payload) == self.rows(header.layer, header.tokens)
+        self.rank.relay.sent(header)
+        self.num_left += 1
+
+    def mark(self, layer: int, tokens: TokenRange) -> bytes:
+        return bytes([layer * 16 + tokens.start])
+
+    def rows(self, layer: int, tokens: TokenRange) -> bytes:
+        return self.mark(layer, tokens) * (len(tokens) * DEEP.row_bytes)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whatever_comes_first_every_piece_leaves_once_and_as_it_was(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    monkeypatch.setattr(relay_module, "PIECE_TOKENS", 2)
+    rng = random.Random(seed)
+    life = Life(rng)
+    while actions := life.actions():
+        rng.choice(actions)()
+    assert life.rank.relay.done
+    left = life.rank.has_sent()
+    assert [layer for layer, _ in left] == sorted(layer for layer, _ in left)
+    pieces = [*life.chunks[0].split(2), life.chunks[1]]
+    assert sorted(left) == [(layer, piece) for layer in range(DEEP.num_layers) for piece in pieces]
+
+
+# Aborts and signs of life.
 
 
 def test_abort_is_told_once_and_ends_passing_on() -> None:
-    relay, _, sent = make(0)
-    relay.projected()
-    relay.abort()
-    relay.abort()
-    relay.projected()
-    relay.alive()
-    assert [header.status for _, header, _ in sent] == [LinkStatus.DATA, LinkStatus.ABORT]
+    first = Place(0)
+    first.relay.projected()
+    first.relay.abort()
+    first.relay.abort()
+    first.relay.projected()
+    first.relay.alive()
+    assert [header.status for _, header, _ in first.sent] == [LinkStatus.DATA, LinkStatus.ABORT]
+
+
+def test_abort_is_told_while_a_piece_of_the_last_layer_is_missing() -> None:
+    middle = Place(1)
+    middle.receive(0)
+    middle.receive(1)
+    middle.relay.projected()
+    middle.relay.abort()
+    assert middle.sent[-1][1].status is LinkStatus.ABORT
 
 
 def test_abort_is_not_told_when_all_was_passed_on() -> None:
-    relay, _, sent = make(0)
-    relay.projected()
-    relay.projected()
-    relay.abort()
-    assert [header.status for _, header, _ in sent] == [LinkStatus.DATA] * 2
+    first = Place(0)
+    first.relay.projected()
+    first.relay.projected()
+    first.relay.abort()
+    assert [header.status for _, header, _ in first.sent] == [LinkStatus.DATA] * 2
 
 
 def test_alive_has_no_payload() -> None:
-    relay, _, sent = make(0)
-    relay.alive()
-    assert sent == [(Rank(2), LinkHeader.bare(Epoch(2), JobId(7), LinkStatus.ALIVE), None)]
+    first = Place(0)
+    first.relay.alive()
+    assert first.sent == [(Rank(2), LinkHeader.bare(Epoch(2), JobId(7), LinkStatus.ALIVE), None)]
