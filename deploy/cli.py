@@ -5,7 +5,7 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import generate, inspection, local, serving, simulate
+from deploy import calibrate, generate, inspection, local, serving, simulate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,6 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
     local.add_parser(commands)
     serving.add_parser(commands)
     inspection.add_parser(commands)
+    calibrate.add_parser(commands)
     simulate.add_parser(commands)
     return parser
 

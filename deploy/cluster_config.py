@@ -55,6 +55,8 @@ class PrefillSection(Section):
     """Cores that each rank is pinned to, one list for each rank of all chains in order; empty: not pinned."""
     watchdog_floor_s: Seconds = LocalConfig.watchdog_floor_s
     """Seconds without progress on a rank, at least, before the links' life is ended."""
+    calibration: str = ""
+    """File of costs to predict by; `baton calibrate` replaces it. Empty: the one kept for this model and hardware."""
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:
@@ -101,6 +103,10 @@ class OrchestratorSection(Section):
     """Attempts at one request before its error is reported."""
     lease_ttl_s: Seconds = OrchestratorConfig.lease_ttl_s
     """Seconds that a reserved slot outlives the last push or renewal."""
+    elastic: bool = OrchestratorConfig.elastic
+    """Whether a prompt gets the ranks and the turn that cost all least; else all ranks, first come first served."""
+    overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = OrchestratorConfig.overtaking
+    """Part of its predicted time by which a prompt may be late for the sake of shorter ones that come after it."""
 
 
 class SupervisionSection(Section):

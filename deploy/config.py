@@ -51,7 +51,7 @@ class WorkerConfig:
     max_prefill_tokens_per_step: int
     """Generation: tokens of local prefill between two decode steps."""
     watchdog_floor_s: float
-    """Prefill: seconds without progress, at least, before the links are given up."""
+    """Prefill: seconds without progress, at least, before the links are given up, or the rank as one that hangs."""
     group: int = 0
     """Which of the groups of its role."""
     cores: tuple[int, ...] = ()
@@ -101,7 +101,7 @@ class LocalConfig:
     dead_after_s: float = 5.0
     """Seconds without an answered heartbeat after which a worker is killed and replaced."""
     watchdog_floor_s: float = 2.0
-    """Seconds without progress on a rank, at least, before the links' life is ended."""
+    """Seconds without progress on a rank, at least, before the links' life is ended, or the rank's."""
     lease_ttl_s: float = OrchestratorConfig.lease_ttl_s
     """Seconds a reserved slot outlives the last push or renewal."""
     max_attempts: int = OrchestratorConfig.max_attempts

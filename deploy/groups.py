@@ -1,9 +1,9 @@
 """One group's supervisor: starts its workers, watches them, replaces the dead, and gives a chain new links.
 
-A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows; one that
-leaves heartbeats unanswered for `dead_after_s` is killed first (a stopped process holds its neighbours' links until it
-dies). When a rank was replaced, or reports that its links broke, all ranks join a new epoch. Groups do not wait for
-each other.
+A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows. Two kinds
+are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its neighbours'
+links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that its links
+broke, all ranks join a new epoch, once all answer. Groups do not wait for each other.
 
 Runs on the supervisor's asyncio loop, in one task for each group.
 """
@@ -135,7 +135,7 @@ class WorkerGroup:
 
     async def _spawn(self, config: WorkerConfig) -> None:
         handle = await self._around.spawner.start(config)
-        worker = Worker(handle, self._around.clock.now_s())
+        worker = Worker(handle)
         self.workers[config.rank] = worker
         self._keep(asyncio.create_task(self._wake_at_end(handle)))
         try:
@@ -186,6 +186,8 @@ class WorkerGroup:
                     continue
                 if self.links is not None and (broken or replaced):
                     self._set_ready(False)
+                    if any(worker.is_silent for worker in self.workers.values()):
+                        continue  # the others would wait for it in vain: it answers soon, or is killed
                     await self._link(self.links)
                 self._set_ready(True)
             except (BatonError, grpc.aio.AioRpcError) as error:
@@ -193,25 +195,37 @@ class WorkerGroup:
                 logger.warning("supervision of %s: %s; trying again", self.name, error)
 
     async def _hear_all(self) -> bool:
-        """One heartbeat to every worker; kills the silent. Returns whether a rank's links are broken."""
+        """One heartbeat to every worker; kills those that are silent or hang. Returns whether a rank's links are
+        broken."""
         heard = await asyncio.gather(*(self._hear(worker) for worker in self.workers.values()))
         return any(heard)
 
     async def _hear(self, worker: Worker) -> bool:
         if worker.handle.ended:  # its channel may be closed already: a replacement failed
             return False
+        asked_s = self._around.clock.now_s()
         try:
             status = await worker.status(self._around.heartbeat.interval_s)
         except grpc.aio.AioRpcError as error:
-            silent_s = self._around.clock.now_s() - worker.last_seen_s
-            if silent_s > self._around.heartbeat.dead_after_s and not worker.handle.ended:
-                logger.warning("%s has been silent for %.1f s (%s): killing it", worker.name, silent_s, error.code())
-                worker.handle.kill()
-                await worker.handle.wait()
+            silent_s = self._around.clock.now_s() - worker.unanswered(asked_s)
+            if silent_s > self._around.heartbeat.dead_after_s:
+                await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
             return False
-        worker.last_seen_s = self._around.clock.now_s()
+        worker.answered()
+        if not isinstance(status, prefill_pb2.PrefillStatus):
+            return False
+        if status.stall:
+            await self._kill(worker, f"hangs ({status.stall})")
+            return False
         # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
-        return isinstance(status, prefill_pb2.PrefillStatus) and (bool(status.epoch_error) or not self.ready)
+        return bool(status.epoch_error) or not self.ready
+
+    async def _kill(self, worker: Worker, why: str) -> None:
+        """Returns when its process is gone."""
+        if not worker.handle.ended:
+            logger.warning("%s %s: killing it", worker.name, why)
+            worker.handle.kill()
+            await worker.handle.wait()
 
     async def _replace_ended(self) -> bool:
         """Starts a new life for every worker whose process has ended, if it may begin yet; returns whether one did."""

@@ -1,9 +1,11 @@
 """The relay in one process tree: an orchestrator's controller here, over workers that are this process's children."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
 from baton.clock import Clock
+from deploy.calibrations import local_planner
 from deploy.cluster import LocalCluster
 from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller
@@ -13,7 +15,8 @@ from orchestrator.controller import Controller
 async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterator[Controller]:
     """A controller for the cluster, which is running; closed at the end, with all its requests."""
     config = OrchestratorConfig(max_attempts=cluster.config.max_attempts, lease_ttl_s=cluster.config.lease_ttl_s)
-    controller = Controller(cluster.members, clock, config, on_failure=cluster.suspect)
+    planner = await asyncio.to_thread(local_planner, cluster.config)
+    controller = Controller(cluster.members, clock, config, planner=planner, on_failure=cluster.suspect)
     controller.start()
     try:
         yield controller

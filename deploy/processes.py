@@ -62,15 +62,19 @@ class WorkerProcess:
 
 
 class ProcessSpawner:
-    """Makes workers that are children of this process. Implements Spawner."""
+    """Makes workers that are children of this process. Implements Spawner.
 
-    def __init__(self, start_timeout_s: float) -> None:
+    `start_timeout_s`: seconds until a worker must serve. `module`: what a worker's process runs.
+    """
+
+    def __init__(self, start_timeout_s: float, module: str = "deploy.worker") -> None:
         self._timeout_s = start_timeout_s
+        self._module = module
 
     async def start(self, config: WorkerConfig) -> WorkerProcess:
         """Starts `python -m deploy.worker` and waits until it serves."""
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "deploy.worker", stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+            sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )
         try:
             port = await asyncio.wait_for(_greet(process, config), self._timeout_s)

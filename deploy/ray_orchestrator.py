@@ -16,14 +16,16 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from baton.clock import Clock
-from baton.errors import BatonError, UnavailableError
+from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.results import ModelInfo
+from deploy.calibrations import calibration_path, served_planner
 from deploy.cluster_config import ClusterConfig
 from deploy.groups import Heartbeat
 from deploy.ray_spawner import SMALL_CPU, answer, kill_process
 from orchestrator.actor import OrchestratorHost
 from orchestrator.config import OrchestratorConfig
 from orchestrator.membership import ClusterView
+from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,8 @@ class OrchestratorPlan:
             max_queued_tokens=section.max_queued_tokens,
             max_attempts=section.max_attempts,
             lease_ttl_s=section.lease_ttl_s,
+            elastic=section.elastic,
+            overtaking=section.overtaking,
         )
 
 
@@ -67,6 +71,7 @@ class OrchestratorKeeper:
         self._clock = clock
         self._node_id = ray.get_runtime_context().get_node_id()
         self._actor: ActorHandle[Any] | None = None
+        self._planner: ChainPlanner | None = None
         self._pid = 0
         self._news = asyncio.Event()
 
@@ -76,7 +81,7 @@ class OrchestratorKeeper:
 
     async def start(self) -> None:
         """Returns when it serves; finds one that an earlier supervisor left. Raises its reason when it cannot."""
-        self._actor = self._find() or self._make()
+        self._actor = self._find() or self._make(await self._plan_chains())
         host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
         try:
             serving = answer(self._actor.serve.remote(self._view(), host, self.port))
@@ -131,7 +136,19 @@ class OrchestratorKeeper:
             return None
         return actor
 
-    def _make(self) -> "ActorHandle[Any]":
+    async def _plan_chains(self) -> ChainPlanner:
+        """Of the calibration that is kept now: an earlier life may have been given another one. A file that has been
+        damaged since ends no cluster that serves."""
+        plan = self._plan
+        try:
+            self._planner = await asyncio.to_thread(served_planner, plan.config, plan.folder)
+        except ConfigError as error:
+            if self._planner is None:
+                raise
+            logger.warning("the former calibration stays in force: %s", error)
+        return self._planner
+
+    def _make(self, planner: ChainPlanner) -> "ActorHandle[Any]":
         plan = self._plan
         made: Any = ray.remote(OrchestratorHost).options(
             name=_NAME,
@@ -146,7 +163,13 @@ class OrchestratorKeeper:
         )
         try:
             actor: ActorHandle[Any] = made.remote(
-                plan.folder, plan.model, plan.eos_token_ids, plan.limits, cores=plan.config.orchestrator.cores
+                plan.folder,
+                plan.model,
+                plan.eos_token_ids,
+                plan.limits,
+                planner=planner,
+                calibration_path=calibration_path(planner.calibration, plan.config.prefill.calibration),
+                cores=plan.config.orchestrator.cores,
             )
         except ValueError as error:  # the name of an actor that is about to end
             raise UnavailableError("the orchestrator's former life has not ended yet; trying again") from error

@@ -41,6 +41,10 @@ def serve(args: argparse.Namespace) -> int:
         raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
     folder = resolve_folder(config.model.name, config.model.cache, console)
     require(examine(config, folder, inspect_machine()))
+    if config.prefill.calibration and not config.ray.address:
+        from deploy.calibrations import served_calibration  # takes torch along
+
+        served_calibration(config, folder)  # refused now, not when all workers have loaded
     if not config.ray.address and config.model.dtype == "bfloat16":
         prepare_kernels(console)
     stopping = threading.Event()

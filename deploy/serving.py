@@ -55,7 +55,9 @@ def run_status(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from baton.v1 import orchestrator_pb2 as pb
+    from baton.v1 import planning_pb2
     from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+    from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.cluster_record import load_record
 
     record = load_record(args.name)
@@ -65,10 +67,13 @@ def run_status(args: argparse.Namespace) -> int:
     with grpc.insecure_channel(record.endpoint) as channel:
         try:
             state = OrchestratorStub(channel).GetClusterState(pb.GetClusterStateRequest(), timeout=_ANSWER_S)
+            in_use = PlanningStub(channel).GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
         except grpc.RpcError as error:
             print(f"cluster {args.name}: {record.endpoint} does not answer ({error.code().name})")
             return 1
     print(f"cluster {args.name} on {record.endpoint}: {state.num_running} running, {state.num_queued} queued")
+    origin = f"measured, from {in_use.path}" if in_use.is_measured else "nominal rates: `baton calibrate` measures them"
+    print(f"predictions by calibration {in_use.fingerprint}: {origin}")
     table = Table("group", "ready", "epoch", "slots", "free", "MiB held", "leaked", "endpoints", box=None)
     for group in state.groups:
         counts = (group.epoch, group.num_slots, group.num_free, group.num_bytes_held >> 20, group.num_leaked)

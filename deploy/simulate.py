@@ -22,8 +22,8 @@ MODELS = (
     "llama-7b", "llama-7b-gqa8", "llama-7b-mqa", "llama-13b", "llama-30b", "falcon-1b", "falcon-7b", "llama-3.1-8b",
     "smollm2-135m",
 )  # fmt: skip
-HARDWARE = ("a100-eager", "h100-flash", "cpu-core")
-PROTOCOLS = ("paper", "paper-overlapped", "baton", "cut-through")
+HARDWARE = ("a100-eager", "h100-flash", "cpu-core", "cpu-core-fp32")
+PROTOCOLS = ("paper", "paper-overlapped", "store-and-forward", "baton")
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_HARDWARE = "h100-flash"
 MAX_TOKENS = 2**21

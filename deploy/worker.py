@@ -9,29 +9,32 @@ import json
 import logging
 import signal
 import sys
+from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 from baton.errors import BatonError
 from deploy.config import WorkerConfig
-from deploy.hosting import start_server
+from deploy.hosting import Server, start_server
+
+StartServer = Callable[[WorkerConfig], Awaitable[Server]]
 
 
-def main() -> int:
-    """Runs the worker until its standard input ends; returns the exit status."""
+def main(start: StartServer = start_server) -> int:
+    """Runs the worker that `start` makes until its standard input ends; returns the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     answers, sys.stdout = sys.stdout, sys.stderr
     config = WorkerConfig.from_json(sys.stdin.readline())
     try:
-        asyncio.run(_run(config, answers))
+        asyncio.run(_run(config, answers, start))
     except BatonError as error:
         _answer(answers, {"error": str(error)})
         return 1
     return 0
 
 
-async def _run(config: WorkerConfig, answers: TextIO) -> None:
-    server = await start_server(config)
+async def _run(config: WorkerConfig, answers: TextIO, start: StartServer) -> None:
+    server = await start(config)
     try:
         _answer(answers, {"port": server.port})
         await _end_of_input()

@@ -15,10 +15,9 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 class Worker:
     """One life of one worker; its replacement is another Worker."""
 
-    def __init__(self, handle: WorkerHandle, now_s: float) -> None:
+    def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
-        self.last_seen_s = now_s
-        """When it last answered a heartbeat (monotonic)."""
+        self._silent_since_s: float | None = None
         self._channel: grpc.aio.Channel = make_channel(handle.endpoint)
         self.prefill = PrefillRankStub(self._channel)
         self.generation = GenerationGroupStub(self._channel)
@@ -27,6 +26,22 @@ class Worker:
     @property
     def name(self) -> str:
         return self.handle.config.name
+
+    @property
+    def is_silent(self) -> bool:
+        """It left the last heartbeat unanswered."""
+        return self._silent_since_s is not None
+
+    def answered(self) -> None:
+        """It answered a heartbeat."""
+        self._silent_since_s = None
+
+    def unanswered(self, asked_s: float) -> float:
+        """It left a heartbeat of that time (monotonic) unanswered. Returns the time of the first since its last answer:
+        time in which nobody asked is no silence."""
+        if self._silent_since_s is None:
+            self._silent_since_s = asked_s
+        return self._silent_since_s
 
     async def status(self, timeout_s: float) -> WorkerStatus:
         """One heartbeat. Raises grpc.aio.AioRpcError when there is no answer within `timeout_s` seconds."""

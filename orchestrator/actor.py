@@ -15,6 +15,7 @@ from baton.results import ModelInfo
 from orchestrator.config import OrchestratorConfig
 from orchestrator.frontend import OrchestratorServer
 from orchestrator.membership import ClusterView, Members
+from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 
 
@@ -28,16 +29,21 @@ class OrchestratorHost:
         eos_token_ids: Sequence[int],
         config: OrchestratorConfig,
         *,
+        planner: ChainPlanner,
+        calibration_path: Path | None = None,
         cores: Sequence[int] = (),
     ) -> None:
-        """`folder` holds the tokenizer; chat templates are asked of it, whatever `model` says of them. The process is
-        pinned to `cores`; empty: not pinned."""
+        """`folder` holds the tokenizer; chat templates are asked of it, whatever `model` says of them. Calibrations
+        that `planner` is given later are kept at `calibration_path`. The process is pinned to `cores`; empty: not
+        pinned."""
         pin(cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._folder = folder
         self._model = model
         self._eos_token_ids = tuple(eos_token_ids)
         self._config = config
+        self._planner = planner
+        self._calibration_path = calibration_path
         self._members = Members()
         self._server: OrchestratorServer | None = None
         self._starting = asyncio.Lock()
@@ -57,6 +63,8 @@ class OrchestratorHost:
                     port=port,
                     eos_token_ids=self._eos_token_ids,
                     config=self._config,
+                    planner=self._planner,
+                    calibration_path=self._calibration_path,
                 )
             return os.getpid(), self._server.port
 

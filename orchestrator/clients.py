@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import Epoch, JobId, RequestId, StreamNumber
+from baton.ids import Epoch, JobId, Rank, RequestId, StreamNumber
 from baton.results import Interval, RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
 from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
@@ -20,6 +20,7 @@ from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from orchestrator.lifecycle import RequestRecord
+from orchestrator.widths import ChainPlan
 from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import (
@@ -44,8 +45,7 @@ class PrefillPlan:
 
     epoch: Epoch
     number: JobId
-    chunks: tuple[TokenRange, ...]
-    """Of ranks 0, 1, ... of the group."""
+    chain: ChainPlan
     lease: Lease
 
 
@@ -154,19 +154,22 @@ class WorkerClient:
 
     async def run(self, record: RequestRecord, plan: PrefillPlan) -> RankTiming:
         """Runs this rank's chunk; returns when that is computed, passed on and pushed."""
+        chain = plan.chain
         job = prefill_pb2.PrefillJob(
             epoch=plan.epoch,
             job=plan.number,
             request_id=record.request_id,
             attempt=record.attempt,
-            ranks=range(len(plan.chunks)),
-            chunks=[range_to_proto(chunk) for chunk in plan.chunks],
+            ranks=chain.ranks,
+            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
             history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
             lease=lease_to_proto(plan.lease),
+            due_s=chain.job.due_s,
+            layer_s=chain.layer_s,
         )
         with _worker_errors(self._endpoint):
             report = await self._prefill.Run(job)
-        return _timing(report, plan.chunks[report.rank])
+        return _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
 
     async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
         """What this generation group holds now."""
@@ -246,5 +249,7 @@ def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming
         push_end_ns=report.push.end_unix_ns,
         num_bytes_pushed=report.num_bytes_pushed,
         num_bytes_sent=report.num_bytes_sent,
+        num_messages_sent=report.num_messages_sent,
+        send_s=report.send_s,
         layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in report.layers),
     )

@@ -31,11 +31,21 @@ class OrchestratorConfig:
     """Seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: float = 0.5
     """Seconds between two looks at what the workers hold."""
+    elastic: bool = True
+    """Whether each prompt gets as many of a group's ranks, and its turn, as costs all prompts least; else all ranks,
+    first come first served."""
+    overtaking: float = 0.15
+    """How much longer than was predicted when it came a prompt may take because shorter ones that came later are
+    served first, as a part of that time. More is better for short prompts, less for long ones."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name.endswith("_s"):
+            if isinstance(value, bool):
+                continue
+            if field.name == "overtaking":
+                self._require(0 <= value < math.inf, field.name, "use 0 to let nobody overtake, or more")
+            elif field.name.endswith("_s"):
                 self._require(0 < value < math.inf, field.name, "use a time above 0 seconds")
             else:
                 self._require(value >= 1, field.name, "use at least 1")

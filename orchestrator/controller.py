@@ -33,7 +33,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.dispatch import Dispatcher, Emit
 from orchestrator.lifecycle import Event, Finished, RequestRecord, Started
 from orchestrator.membership import Members
-from planning.partition import EvenPartitioner, Partitioner
+from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
 
@@ -67,17 +67,18 @@ class Controller:
         clock: Clock,
         config: OrchestratorConfig | None = None,
         *,
-        partitioner: Partitioner | None = None,
+        planner: ChainPlanner,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`on_failure` is called when an attempt has failed: a supervisor may want to look at its workers at once."""
+        """`planner` predicts what prefill takes, and is asked for every request. `on_failure` is called when an attempt
+        has failed: a supervisor may want to look at its workers at once."""
         self._clock = clock
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
         self._members = members
         self._admission = Admission(self._config, clock)
         self._clients = Clients()
-        self._dispatcher = Dispatcher(members, self._clients, partitioner or EvenPartitioner(), clock, self._config)
+        self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
         self._census = Census(members, self._clients, clock)
         self._counting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Finished]] = set()

@@ -2,18 +2,19 @@
 
 A slot is leased before prefill starts, so that KV always has a home; the stream is opened before prefill, so that the
 lease has an owner; every rank runs its chunk and pushes its KV straight to the slot. However an attempt ends, its
-calls have ended, and its slot is free or about to be. On the loop, in the request's task.
+calls have ended, its job is in no book, and its slot is free or about to be. On the loop, in the request's task.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, UnavailableError
-from baton.ids import RequestId, StreamNumber
+from baton.ids import JobId, Rank, RequestId, StreamNumber
 from baton.results import RankTiming
 from baton.types import FinishReason, Lease, LeaseRef, TokenEvent, TokenRange
 from orchestrator.clients import Clients, EventStream, PrefillPlan, WorkerClient
@@ -21,10 +22,11 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, JobNumbers, Members, NoGroupError, PrefillGroup
 from orchestrator.placement import choose_generation, choose_prefill
-from planning.partition import Partitioner
+from orchestrator.widths import ChainPlan, WidthPolicy
+from planning.planner import ChainPlanner
 from transport.kv_sink import ReserveSpec
 
-G = TypeVar("G", GenerationGroup, PrefillGroup)
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -42,17 +44,26 @@ _DOUBT_S = 0.2
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
+@dataclass(frozen=True)
+class _Prefill:
+    """One attempt's place in the order of a prefill group."""
+
+    group: PrefillGroup
+    chain: ChainPlan
+    number: JobId
+
+
 class Dispatcher:
-    """Runs attempts, any number at once."""
+    """Runs attempts, any number at once. Writes the book of the prefill groups, which `members` holds."""
 
     def __init__(
-        self, members: Members, clients: Clients, partitioner: Partitioner, clock: Clock, config: OrchestratorConfig
+        self, members: Members, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
     ) -> None:
         self.num_degraded = 0
         """Attempts whose generation group prefilled because no prefill group was ready in time."""
         self._members = members
         self._clients = clients
-        self._partitioner = partitioner
+        self._policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self._clock = clock
         self._config = config
         self._numbers = JobNumbers(clock)
@@ -65,16 +76,17 @@ class Dispatcher:
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Runs the request on from where its record is to its end: events go into the record, then to `emit`. Raises
         what failed, having noted in the record which group to avoid."""
+        record.width = None
         generation = await self._find_generation(record)
         with (
             self._members.hold(generation.name, record.num_tokens, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
-            prefill = await self._find_prefill(record)
-            if prefill is None:
+            found = await self._find_prefill(record)
+            if found is None:
                 await self._generate(record, generation, worker, emit)
                 return
-            with self._members.hold(prefill.name, record.num_tokens):
+            with self._members.hold(found[0].name, record.num_tokens), self._booked(record, *found) as prefill:
                 await self._relay(record, (generation, prefill), worker, emit)
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
@@ -104,11 +116,17 @@ class Dispatcher:
             )
         return found
 
-    async def _find_prefill(self, record: RequestRecord) -> PrefillGroup | None:
+    async def _find_prefill(self, record: RequestRecord) -> tuple[PrefillGroup, ChainPlan] | None:
         """None: the generation group is to prefill by itself."""
+        chains = self._policy.chains(TokenRange(0, record.num_tokens))
 
-        def choose(avoid: Collection[object]) -> PrefillGroup | None:
-            return choose_prefill(self._members.view, self._members.load, avoid)
+        def plan_for(group: PrefillGroup) -> ChainPlan:
+            now_s = self._unix_s()
+            pending = self._members.backlogs.pending(group.life, now_s)
+            return chains.plan(len(group.endpoints), pending, now_s)
+
+        def choose(avoid: Collection[object]) -> tuple[PrefillGroup, ChainPlan] | None:
+            return choose_prefill(self._members.view, plan_for, avoid)
 
         if not self._members.view.prefill or record.wants_prompt_scores:
             return None  # a chain's ranks compute no logits but the last
@@ -119,8 +137,8 @@ class Dispatcher:
         return found
 
     async def _find(
-        self, choose: Callable[[Collection[object]], G | None], record: RequestRecord, wait_s: float
-    ) -> G | None:
+        self, choose: Callable[[Collection[object]], T | None], record: RequestRecord, wait_s: float
+    ) -> T | None:
         """A group that has not failed this request, if one comes soon; else any."""
         if record.avoid:
             found = await self._members.until(lambda: choose(record.avoid), self._config.avoid_s)
@@ -178,21 +196,42 @@ class Dispatcher:
     def _next_stream(self) -> StreamNumber:
         return StreamNumber(self._numbers.issue())
 
+    @contextlib.contextmanager
+    def _booked(self, record: RequestRecord, group: PrefillGroup, chain: ChainPlan) -> Iterator[_Prefill]:
+        """The job is in the group's book, on each rank until its run there has ended."""
+        prefill = _Prefill(group, chain, self._numbers.issue())
+        self._members.backlogs.add(group.life, prefill.number, chain.job, self._unix_s())
+        record.width = chain.choice
+        logger.info(
+            "prefill request=%s attempt=%d group=%s ranks=%s: %s",
+            *(record.request_id, record.attempt, group.name, ",".join(map(str, chain.ranks)), chain.choice.reason),
+        )
+        try:
+            yield prefill
+        finally:
+            self._release(prefill, chain.ranks)
+
+    def _release(self, prefill: _Prefill, ranks: Sequence[Rank]) -> None:
+        self._members.backlogs.release(prefill.group.life, prefill.number, ranks, self._unix_s())
+
+    def _unix_s(self) -> float:
+        return self._clock.unix_ns() / 1e9
+
     async def _relay(
-        self, record: RequestRecord, groups: tuple[GenerationGroup, PrefillGroup], worker: WorkerClient, emit: Emit
+        self, record: RequestRecord, places: tuple[GenerationGroup, _Prefill], worker: WorkerClient, emit: Emit
     ) -> None:
         """Prefill by a chain, whose last rank commits the slot; generation by the group that owns it."""
-        generation, prefill = groups
+        generation, prefill = places
         lease = await self._reserve(record, generation, worker)
         record.place(self._clock.unix_ns())
-        chain = asyncio.create_task(self._run_chain(record, self._plan(lease, prefill), prefill, worker))
+        chain = asyncio.create_task(self._run_chain(record, prefill, lease, worker))
         try:
             with self._streaming(record, generation, worker, lease) as stream:
                 await _follow(record, stream, await _first(stream, chain), emit)
             record.ranks = await self._reports(chain)
         except BaseException as error:
             if isinstance(error, BatonError):
-                record.avoid.add(prefill.life if error is _failure(chain) else generation.life)
+                record.avoid.add(prefill.group.life if error is _failure(chain) else generation.life)
             self._keep(self._abort(generation.endpoint, lease.ref))
             raise
         finally:
@@ -224,17 +263,12 @@ class Dispatcher:
                     raise
             await asyncio.sleep(_FULL_PAUSE_S)
 
-    def _plan(self, lease: Lease, prefill: PrefillGroup) -> PrefillPlan:
-        chunks = self._partitioner.partition(TokenRange(0, lease.num_tokens), len(prefill.endpoints))
-        return PrefillPlan(prefill.epoch, self._numbers.issue(), chunks, lease)
-
     async def _run_chain(
-        self, record: RequestRecord, plan: PrefillPlan, prefill: PrefillGroup, owner: WorkerClient
+        self, record: RequestRecord, prefill: _Prefill, lease: Lease, owner: WorkerClient
     ) -> tuple[RankTiming, ...]:
         """Runs the job on all its ranks, and keeps the lease alive meanwhile: a job may wait long for its turn. The
         first failure cancels the other ranks and is raised."""
-        endpoints = prefill.endpoints[: len(plan.chunks)]
-        runs = [asyncio.create_task(self._run_rank(endpoint, record, plan)) for endpoint in endpoints]
+        runs = [asyncio.create_task(self._run_rank(rank, record, prefill, lease)) for rank in prefill.chain.ranks]
         pending = set(runs)
         try:
             while pending:
@@ -244,16 +278,20 @@ class Dispatcher:
                 for run in done:
                     run.result()
                 if not done:
-                    await self._renew(owner, plan.lease)
+                    await self._renew(owner, lease)
             return tuple(run.result() for run in runs)
         finally:
             for run in runs:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _run_rank(self, endpoint: str, record: RequestRecord, plan: PrefillPlan) -> RankTiming:
-        with self._clients.use(endpoint) as rank:
-            return await rank.run(record, plan)
+    async def _run_rank(self, rank: Rank, record: RequestRecord, prefill: _Prefill, lease: Lease) -> RankTiming:
+        plan = PrefillPlan(prefill.group.epoch, prefill.number, prefill.chain, lease)
+        try:
+            with self._clients.use(prefill.group.endpoints[rank]) as worker:
+                return await worker.run(record, plan)
+        finally:
+            self._release(prefill, (rank,))
 
     async def _renew(self, owner: WorkerClient, lease: Lease) -> None:
         """A lease that is lost is no rank's fault: its stream says so."""

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -26,12 +27,15 @@ from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import orchestrator_pb2 as pb
-from baton.v1 import orchestrator_pb2_grpc
+from baton.v1 import orchestrator_pb2_grpc, planning_pb2_grpc
+from orchestrator import planning_service
 from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.intake import Intake
 from orchestrator.lifecycle import Event, Finished, Started
 from orchestrator.membership import Members
+from orchestrator.planning_service import PlanningServicer
+from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 
@@ -186,19 +190,22 @@ class OrchestratorServer:
         port: int = 0,
         eos_token_ids: Sequence[int] = (),
         config: OrchestratorConfig | None = None,
+        planner: ChainPlanner,
+        calibration_path: Path | None = None,
     ) -> Self:
-        """Serves on host:port; port 0 takes any free one. `members` may know no group yet. Raises ConfigError when it
-        cannot listen there."""
+        """Serves on host:port; port 0 takes any free one. `members` may know no group yet. Calibrations that `planner`
+        is given are kept at `calibration_path`. Raises ConfigError when it cannot listen there."""
         server = make_server()
         bound = bind(server, host, port)
-        controller = Controller(members, clock, config)
+        controller = Controller(members, clock, config, planner=planner)
         servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+        planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
-        reflection.enable_server_reflection(
-            (SERVICE, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME), server
-        )
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflected = (SERVICE, planning_service.SERVICE, health_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, server)
         controller.start()
         await server.start()
         return cls(server, controller, bound, asyncio.create_task(_show_health(shown, members)))

@@ -16,7 +16,7 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import RankTiming, Timings, Usage
+from baton.results import RankTiming, Timings, Usage, WidthChoice
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 
@@ -124,6 +124,8 @@ class RequestRecord:
     first_token_ns: int = 0
     ranks: tuple[RankTiming, ...] = ()
     """Empty when the generation group prefilled by itself."""
+    width: WidthChoice | None = None
+    """Why this attempt's prefill has the ranks that it has; likewise None."""
     attempt: int = 1
     state: RequestState = RequestState.QUEUED
     avoid: set[object] = field(default_factory=set)
@@ -253,6 +255,7 @@ class RequestRecord:
             first_token_ns=self.first_token_ns,
             finished_ns=now_ns,
             ranks=self.ranks,
+            width=self.width,
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"

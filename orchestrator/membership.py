@@ -13,6 +13,7 @@ from typing import ClassVar, TypeVar
 from baton.clock import Clock
 from baton.errors import UnavailableError
 from baton.ids import Epoch, JobId
+from orchestrator.backlog import Backlogs
 
 T = TypeVar("T")
 
@@ -94,6 +95,8 @@ class Members:
         self.view = ClusterView()
         self.on_update: Callable[[], None] = _ignore
         """Called after each update; set once, by the controller."""
+        self.backlogs = Backlogs()
+        """What prefill groups have before them, by their lives. Written by whoever dispatches."""
         self._loads: dict[str, Load] = {}
         self._changed = asyncio.Event()
 

@@ -1,10 +1,16 @@
-"""Which groups a request goes to: the least loaded that can take it (step 3 of a request's way). Pure."""
+"""Which groups a request goes to, of those that can take it: where prefill costs least, and where most slots are free.
+
+Step 3 of a request's way (DESIGN.md, section 4). Pure.
+"""
 
 from collections.abc import Callable, Collection
 
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Load, PrefillGroup
+from orchestrator.widths import ChainPlan
 
+PlanFor = Callable[[PrefillGroup], ChainPlan]
+"""A group -> the request's chain there, as things are."""
 LoadOf = Callable[[str], Load]
 """A group's name -> its load."""
 
@@ -25,7 +31,11 @@ def choose_generation(
     return max(groups, key=lambda group: group.num_slots - load_of(group.name).num_slots, default=None)
 
 
-def choose_prefill(view: ClusterView, load_of: LoadOf, avoid: Collection[object]) -> PrefillGroup | None:
-    """The ready group with the fewest tokens to prefill; the first of equals."""
+def choose_prefill(
+    view: ClusterView, plan_for: PlanFor, avoid: Collection[object]
+) -> tuple[PrefillGroup, ChainPlan] | None:
+    """The ready group where the prompt costs least, its own predicted seconds and the others' together, and its chain
+    there; the first of equals."""
     groups = [group for group in view.prefill if group.ready and group.life not in avoid]
-    return min(groups, key=lambda group: load_of(group.name).num_tokens, default=None)
+    plans = [(group, plan_for(group)) for group in groups]
+    return min(plans, key=lambda each: each[1].cost_s, default=None)

@@ -3,24 +3,30 @@
     {"kind": "baton-calibration", "schema": 1,
      "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",
      "shape": {ModelShape's fields},
-     "prefill_points": [[tokens, seconds], ...],      one rank, whole prompts
+     "prefill_points": [[tokens, seconds], ...],      one rank alone, whole prompts
+     "rank_rows": [[tokens, before, last, seconds], ...],   ranks of chains whose ranks were all busy
      "link_points": [[bytes, seconds], ...],          single messages between neighbours
      "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
      "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
 
-The fingerprint names what a table of partitions was made for. Pure but for load and save, which block on the disk.
+Without points and rows, the numbers come from the hardware's nominal rates. The fingerprint names what a table of
+partitions was made for. Pure but for load and save, which block on the disk.
 """
 
+import dataclasses
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, InvalidArgumentError
 from planning import json_file
-from planning.cost_model import CostModel, Kernel, Link
-from planning.fit import fit_link, fit_prefill
+from planning.cost_model import BATON, CostModel, Kernel, Link
+from planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
+from planning.hardware import Hardware, derive
 from planning.model_shape import ModelShape, shape_from
 
 KIND = "baton-calibration"
@@ -43,10 +49,17 @@ class Calibration:
     """Which of its pairs a lone rank computed."""
     shape: ModelShape
     prefill_points: Points
-    """(tokens, seconds) of whole prompts on one rank."""
+    """(tokens, seconds) of whole prompts on one rank alone."""
     link_points: Points
     """(bytes, seconds) of single messages."""
     cost: CostModel
+    rank_rows: tuple[RankRow, ...] = ()
+    """What ranks of a chain computed while all of them were busy."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the costs were fitted to times of this model on this hardware, not derived from nominal rates."""
+        return bool(self.prefill_points or self.rank_rows)
 
     @property
     def fingerprint(self) -> str:
@@ -73,32 +86,74 @@ def calibrate(
     return Calibration(model, hardware, kernel, shape, prefill_points, link_points, cost)
 
 
+def calibrate_chain(
+    origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
+) -> tuple[Calibration, float]:
+    """Fits to a chain in service: `origin` says of which model and hardware. Also the rows' largest residual.
+
+    `request_s`: seconds that a request took besides its chain; counted as head_s. Without `link_points` (a chain of one
+    rank) the link stays the origin's; its bandwidth does too where larger messages took no longer, as on an idle fast
+    link. Raises InvalidArgumentError for too few rows, or times that do not grow.
+    """
+    former = origin.cost
+    fit = fit_ranks(rank_rows, former, BATON)
+    if not fit.linear_s + fit.pair_s > 0:
+        raise InvalidArgumentError("rank_rows: longer chunks took no longer: measure longer prompts")
+    cost = dataclasses.replace(
+        former,
+        linear_s=fit.linear_s,
+        pair_s=fit.pair_s,
+        fixed_s=fit.fixed_s,
+        issue_s=0.0,
+        head_s=request_s,
+        link=_measured_link(link_points, former.link) if link_points else former.link,
+    )
+    measured = dataclasses.replace(
+        origin, prefill_points=(), link_points=link_points, rank_rows=tuple(rank_rows), cost=cost
+    )
+    return measured, fit.residual
+
+
+def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Calibration:
+    """What is assumed of a model before anything is measured: its FLOPs and bytes at nominal rates."""
+    return Calibration(model, hardware, Kernel.CAUSAL, shape, (), (), derive(shape, rates))
+
+
 def save(calibration: Calibration, path: Path) -> None:
     """Writes the file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    json_file.write(path, dumps(calibration))
+
+
+def dumps(calibration: Calibration) -> str:
+    """The file's text."""
     cost = calibration.cost
-    json_file.write(
-        path,
-        KIND,
-        SCHEMA,
-        {
-            "model": calibration.model,
-            "hardware": calibration.hardware,
-            "kernel": calibration.kernel.value,
-            "fingerprint": calibration.fingerprint,
-            "shape": asdict(calibration.shape),
-            "prefill_points": calibration.prefill_points,
-            "link_points": calibration.link_points,
-            "cost": {name: getattr(cost, name) for name in _COSTS},
-            "link": _link_fields(cost.link),
-            "push": None if cost.push is None else _link_fields(cost.push),
-        },
-    )
+    fields = {
+        "model": calibration.model,
+        "hardware": calibration.hardware,
+        "kernel": calibration.kernel.value,
+        "fingerprint": calibration.fingerprint,
+        "shape": asdict(calibration.shape),
+        "prefill_points": calibration.prefill_points,
+        "rank_rows": [astuple(row) for row in calibration.rank_rows],
+        "link_points": calibration.link_points,
+        "cost": {name: getattr(cost, name) for name in _COSTS},
+        "link": _link_fields(cost.link),
+        "push": None if cost.push is None else _link_fields(cost.push),
+    }
+    return json_file.dump(KIND, SCHEMA, fields)
 
 
 def load(path: Path) -> Calibration:
     """Reads what `save` wrote. Raises ConfigError that names file, field and remedy."""
-    data = json_file.read(path, KIND, SCHEMA)
-    where = str(path)
+    return _calibration(json_file.read(path, KIND, SCHEMA), str(path))
+
+
+def loads(text: str, where: str) -> Calibration:
+    """Reads what `dumps` wrote; `where` names it in errors. Raises ConfigError that names field and remedy."""
+    return _calibration(json_file.parse(text, KIND, SCHEMA, where), where)
+
+
+def _calibration(data: dict[str, Any], where: str) -> Calibration:
     shape = shape_from(json_file.section(data, "shape", where), f"{where}: shape")
     numbers = json_file.section(data, "cost", where)
     try:
@@ -121,10 +176,19 @@ def load(path: Path) -> Calibration:
         prefill_points=_points(data, "prefill_points", where),
         link_points=_points(data, "link_points", where),
         cost=cost,
+        rank_rows=_rows(data, where),
     )
     if data.get("fingerprint", calibration.fingerprint) != calibration.fingerprint:
         raise ConfigError(f"{where}: fingerprint does not match model, hardware, kernel and shape: calibrate again")
     return calibration
+
+
+def _measured_link(points: Points, former: Link) -> Link:
+    try:
+        return fit_link(points).link
+    except InvalidArgumentError:  # sizes are alike, or made no difference: what is left is the latency
+        beyond_s = [seconds - num_bytes / former.bandwidth for num_bytes, seconds in points]
+        return Link(max(statistics.median(beyond_s), 0.0), former.bandwidth)
 
 
 def _link_fields(link: Link) -> dict[str, float | None]:
@@ -158,3 +222,14 @@ def _points(data: dict[str, Any], name: str, where: str) -> Points:
         return tuple((float(x), float(seconds)) for x, seconds in value)  # type: ignore[union-attr]
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {name} is no list of pairs of numbers: calibrate again") from error
+
+
+def _rows(data: dict[str, Any], where: str) -> tuple[RankRow, ...]:
+    """Files of lone ranks have none."""
+    try:
+        return tuple(
+            RankRow(int(tokens), int(before), bool(last), float(seconds))
+            for tokens, before, last, seconds in data.get("rank_rows", ())
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: rank_rows is no list of four numbers each: calibrate again") from error

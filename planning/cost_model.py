@@ -49,7 +49,7 @@ class CostModel:
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """The last token's logits, once."""
+    """The last token's logits, once; where it was measured in service, all that a request takes besides its chain."""
     copy_s: float = 0.0
     """Writing one token's KV again at another place, for protocols that need it contiguous. Baton does not."""
     link: Link = field(default_factory=Link)
@@ -109,12 +109,17 @@ PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
 """Table 5 of the paper, to the letter: receive, project, cat, stack, send, attend."""
 PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
 """Its section 4.3: receives overlapped with the projections."""
-BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""What `prefill_workers.chain` does."""
-CUT_THROUGH = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
-"""BATON with a relay that does not wait for a whole layer."""
+BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
+"""What `prefill_workers` do; their relay's pieces are finer than a chunk."""
+STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
+"""BATON with a relay that waits for a whole layer."""
 
-PROTOCOLS = {"paper": PAPER, "paper-overlapped": PAPER_OVERLAPPED, "baton": BATON, "cut-through": CUT_THROUGH}
+PROTOCOLS = {
+    "paper": PAPER,
+    "paper-overlapped": PAPER_OVERLAPPED,
+    "store-and-forward": STORE_AND_FORWARD,
+    "baton": BATON,
+}
 
 
 def dot_products(chunks: tuple[int, ...], kernel: Kernel = Kernel.DENSE) -> tuple[int, ...]:

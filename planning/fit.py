@@ -11,12 +11,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
-from planning.cost_model import Kernel, Link
+from planning.cost_model import CostModel, Kernel, Link, Protocol
+from planning.wavefront import rank_seconds, work_of
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank of a chain computed: a chunk of a prompt through all layers."""
+
+    tokens: int
+    """Of its chunk."""
+    before: int
+    """Keys before the chunk: cached, and of earlier ranks."""
+    is_last: bool
+    """Whether it was the chain's last rank; the others end once their last KV can leave."""
+    seconds: float
+    """Waits aside."""
 
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """One rank's prefill of C tokens, a layer: fixed_s + linear_s C + pair_s C^2 (causal kernels: C^2 / 2)."""
+    """Prefill of C tokens, a layer: fixed_s + linear_s C + pair_s times their pairs."""
 
     linear_s: float
     pair_s: float
@@ -40,6 +55,25 @@ def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: 
     pairs = tokens**2 * (1.0 if kernel is Kernel.DENSE else 0.5)
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
     (linear_s, pair_s, fixed_s), residual = _solve(columns, seconds)
+    return PrefillFit(linear_s, pair_s, fixed_s, residual)
+
+
+def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
+    """From chunks of chains, their ranks all busy. Of `known`, only what is no time counts: layers, project_share.
+    Raises InvalidArgumentError for too few."""
+    _points("rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows])
+    chunks = np.array([[row.tokens] for row in rows], dtype=np.float64)
+    before = np.array([[row.before] for row in rows], dtype=np.float64)
+    is_last = np.array([[row.is_last] for row in rows])
+
+    def column(linear_s: float, pair_s: float, fixed_s: float) -> NDArray[np.float64]:
+        """Seconds of all rows if these were the costs."""
+        cost = CostModel(known.num_layers, linear_s, pair_s, 0, known.project_share, fixed_s=fixed_s)
+        return rank_seconds(work_of(chunks, cost, protocol, before), is_last, cost, protocol)[:, 0]
+
+    linear = column(1.0, 0.0, 0.0)
+    columns = np.stack([linear, column(0.0, 1.0, 0.0), column(1.0, 0.0, 1.0) - linear], axis=1)
+    (linear_s, pair_s, fixed_s), residual = _solve(columns, np.array([row.seconds for row in rows]))
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
 
 

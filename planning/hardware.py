@@ -1,5 +1,6 @@
 """Kinds of rank by the rates they reach, and a model's costs from its FLOPs and bytes at these rates. Pure."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -60,8 +61,10 @@ HARDWARE = {
     ),
     # An assumption, not a measurement: 40 % of an H100's dense bf16 peak in both, and a 400 Gbit/s network.
     "h100-flash": Hardware(4e14, 4e14, Link(15e-6, 50e9), memory_bandwidth=3.35e12),
-    # One core of an AMD EPYC (Zen 4): torch's bf16 matmuls, SDPA (which computes in fp32), gloo on loopback.
-    "cpu-core": Hardware(5e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
+    # One core of an AMD EPYC (Zen 4) whose neighbours compute too, loopback between ranks: torch's bf16 matrices and
+    # the native attention kernel; in fp32, torch's for both.
+    "cpu-core": Hardware(2.1e11, 1.65e11, Link(1e-4, 2e9), memory_bandwidth=1e10),
+    "cpu-core-fp32": Hardware(1e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
 }
 """Kinds of rank by name. What is used in earnest is measured (`planning.calibration`)."""
 
@@ -71,3 +74,11 @@ def hardware_of(name: str) -> Hardware:
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
     return HARDWARE[name]
+
+
+def cpu_rank(num_threads: int, dtype_bytes: int) -> Hardware:
+    """A rank of so many cores by nominal rates: 2 bytes for bf16, 4 for fp32. A guess, for as long as nothing is
+    measured."""
+    core = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
+    rates = {name: getattr(core, name) * num_threads for name in ("linear_flops", "pair_flops")}
+    return dataclasses.replace(core, **rates)

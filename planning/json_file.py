@@ -10,23 +10,36 @@ from baton.errors import ConfigError
 def read(path: Path, kind: str, schema: int) -> dict[str, Any]:
     """The file's object. Raises ConfigError if it cannot be read, is no JSON, or is of another kind or schema."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give the path of a {kind} file") from error
     except ValueError as error:
-        raise ConfigError(f"{path}: is no JSON ({error}): write it anew") from error
+        raise ConfigError(f"{path}: is no text ({error}): write it anew") from error
+    return parse(text, kind, schema, str(path))
+
+
+def parse(text: str, kind: str, schema: int, where: str) -> dict[str, Any]:
+    """A file's text, as `read`; `where` names it in errors."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{where}: is no JSON ({error}): write it anew") from error
     if not isinstance(data, dict) or data.get("kind") != kind:
-        raise ConfigError(f'{path}: is no {kind} file ("kind" is not "{kind}"): give another path')
+        raise ConfigError(f'{where}: is no {kind} file ("kind" is not "{kind}"): give another path')
     if data.get("schema") != schema:
         raise ConfigError(
-            f"{path}: schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew"
+            f"{where}: schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew"
         )
     return data
 
 
-def write(path: Path, kind: str, schema: int, fields: dict[str, Any]) -> None:
+def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
+    """The text of a file, which `parse` reads."""
+    return json.dumps({"kind": kind, "schema": schema, **fields}, indent=1, allow_nan=False) + "\n"
+
+
+def write(path: Path, text: str) -> None:
     """Replaces the file in one step. Raises ConfigError when the folder cannot be written to."""
-    text = json.dumps({"kind": kind, "schema": schema, **fields}, indent=1, allow_nan=False) + "\n"
     partial = path.with_name(f"{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

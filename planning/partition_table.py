@@ -104,7 +104,7 @@ def save(table: PartitionTable, path: Path) -> None:
         str(num_ranks): [{"num_tokens": knot.num_tokens, "fractions": knot.fractions} for knot in row]
         for num_ranks, row in table.knots.items()
     }
-    json_file.write(path, KIND, SCHEMA, {"fingerprint": table.fingerprint, "knots": knots})
+    json_file.write(path, json_file.dump(KIND, SCHEMA, {"fingerprint": table.fingerprint, "knots": knots}))
 
 
 def load(path: Path, fingerprint: str | None = None) -> PartitionTable:

@@ -70,7 +70,7 @@ def search(
         return chain_ttft(units * unit + tail, cost, protocol, cached=cached)
 
     ideal = analytic_seed(num_tokens, num_ranks, cost, protocol.kernel, cached=cached)
-    seeds = [rounded(ideal, num_units), _even(num_units, num_ranks), *_tapered(num_units, num_ranks)]
+    seeds = [rounded(ideal, num_units), _even(num_units, num_ranks), *tapered(num_units, num_ranks)]
     coarse = max(1, num_units // _COARSE_STEPS)
     found = sorted((descend(seed, evaluate, coarse) for seed in seeds), key=lambda each: each[1])
     best, best_s = min((descend(chunks, evaluate) for chunks, _ in found[:2]), key=lambda each: each[1])
@@ -178,7 +178,7 @@ def _even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
     return rounded([1.0] * num_ranks, num_tokens)
 
 
-def _tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
+def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
     """Starts for slow links: each rank a few times the one before it, or half; and all but a token each on the last."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)

@@ -41,9 +41,14 @@ class Work:
     """In the last layer, on the last rank: `own`, `far` for all or for one query."""
     last_far: Seconds
 
+    @property
+    def layer(self) -> Seconds:
+        """All of a layer but the last."""
+        return self.project + self.own + self.far + self.copy
 
-def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int) -> Work:
-    """Work of `[N, n]` chunks behind `cached` tokens."""
+
+def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
+    """Work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks if protocol.kernel is Kernel.DENSE else chunks / 2
     rest_s = (1 - cost.project_share) * cost.linear_s
@@ -59,6 +64,15 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
         last_own=cost.pair_s * queries * last_keys,
         last_far=cost.pair_s * queries * (cached + earlier) + rest_s * queries,
     )
+
+
+def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
+    """What ranks compute in all layers, waits and the logits aside: as the arrays of `work`. `is_last` (broadcast to
+    them) says which are the last of their chains; with `skip_last`, the others end when their last KV can leave."""
+    layer = np.maximum(work.layer, cost.issue_s)
+    end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
+    left = work.project + work.copy if protocol.skip_last else layer
+    return (cost.num_layers - 1) * layer + np.where(is_last, end, left)
 
 
 def chain_ttft(

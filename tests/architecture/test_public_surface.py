@@ -13,7 +13,18 @@ from dataclasses import fields
 import pytest
 
 import baton
-from baton.results import Choice, ClusterState, Completion, GroupState, ModelInfo, RankTiming, Timings, Usage
+from baton.results import (
+    Choice,
+    ClusterState,
+    Completion,
+    GroupState,
+    ModelInfo,
+    RankTiming,
+    Timings,
+    Usage,
+    WidthChoice,
+    WidthOption,
+)
 from deploy.cli import build_parser
 
 NAMES = """
@@ -36,8 +47,13 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks",
-    RankTiming: "rank tokens start_ns end_ns wait_s push_start_ns push_end_ns num_bytes_pushed num_bytes_sent layers",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width",
+    WidthChoice: "width num_ranks num_ahead num_jobs options",
+    WidthOption: "width own_s others_s",
+    RankTiming: (
+        "rank tokens start_ns end_ns wait_s push_start_ns push_end_ns num_bytes_pushed num_bytes_sent layers"
+        " num_messages_sent send_s"
+    ),
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version",
     GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests",
@@ -52,6 +68,7 @@ FIELDS = {
 SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
 CONFIGURATION = "--config --set"
 COMMANDS = {
+    "calibrate": "name --anyway --checks --dry-run --lengths --output --repeats --target",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "generate": f"prompt --chat --deadline --echo --n --no-usage --target {SAMPLING}",

@@ -29,9 +29,11 @@ from modeling.decoder import Decoder
 from orchestrator.config import OrchestratorConfig
 from orchestrator.frontend import OrchestratorServer
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
+from planning.planner import ChainPlanner
 from prefill_workers.servicer import PrefillServer
 from tests.support.eventually import eventually
 from tests.support.generation import eos_decoder
+from tests.support.planners import linear_planner
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
@@ -137,6 +139,7 @@ class Relay:
     members: Members
     num_slots: int
     store: TCPStore
+    planner: ChainPlanner
     ranks: list[PrefillServer] = field(default_factory=list)
     rank_gates: list[Gate] = field(default_factory=list)
     groups: list[GenerationServer] = field(default_factory=list)
@@ -213,14 +216,15 @@ class Relay:
         return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
 
     async def until_empty(self, within_s: float = 2.0) -> None:
-        """Nobody waits or runs, no slot, byte or job is held, soon; and nothing is leaked."""
+        """Nobody waits or runs, no slot, byte or job is held or booked, soon; and nothing is leaked."""
 
         async def held() -> list[int]:
             state = await self.state()
             slots = [group.num_slots - group.num_free + group.num_bytes_held for group in state.groups]
             jobs = [rank.engine.status().num_jobs for rank in self.ranks]
             requests = [state.num_queued, state.num_running, *(group.num_requests for group in state.groups)]
-            return [*slots, *jobs, *requests, *(group.num_leaked for group in state.groups)]
+            booked = len(self.members.backlogs)
+            return [*slots, *jobs, *requests, booked, *(group.num_leaked for group in state.groups)]
 
         await eventually(held, lambda counts: not any(counts), within_s)
 
@@ -231,7 +235,14 @@ class Relay:
         layout = decoder.layout.fingerprint
         model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
         self.server = await OrchestratorServer.start(
-            self.members, letter_tokenizer(), model, clock=CLOCK, host=HOST, eos_token_ids=(EOS_ID,), config=config
+            self.members,
+            letter_tokenizer(),
+            model,
+            clock=CLOCK,
+            host=HOST,
+            eos_token_ids=(EOS_ID,),
+            config=config,
+            planner=self.planner,
         )
         self.members.update(self.view())
         try:
@@ -250,12 +261,17 @@ class Relay:
 
 @asynccontextmanager
 async def relay(
-    *, num_ranks: int = 2, num_groups: int = 1, num_slots: int = 16, config: OrchestratorConfig | None = None
+    *,
+    num_ranks: int = 2,
+    num_groups: int = 1,
+    num_slots: int = 16,
+    config: OrchestratorConfig | None = None,
+    planner: ChainPlanner | None = None,
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
-    made = Relay(eos_decoder(), Members(), num_slots, store)
+    made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     try:
         for _ in range(num_ranks):
             await made.add_rank()

@@ -2,7 +2,7 @@
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,13 +66,20 @@ async def local_relay(folder: Path, **fields: Any) -> AsyncIterator[Relay]:
         yield Relay(cluster, controller)
 
 
-async def ask(relay: Relay, prompt_ids: tuple[int, ...], params: SamplingParams) -> Answer:
-    """Runs one request to its end. Raises what it ended with, if that was an error."""
+async def ask(
+    relay: Relay,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    on_token: Callable[[int], None] = lambda num: None,
+) -> Answer:
+    """Runs one request to its end; `on_token` hears how many tokens have come. Raises what the request ended with, if
+    that was an error."""
     tokens: list[TokenEvent] = []
     async with contextlib.aclosing(open_stream(relay, prompt_ids, params)) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 tokens.append(event)
+                on_token(len(tokens))
             elif isinstance(event, Finished):
                 if event.error is not None:
                     raise event.error

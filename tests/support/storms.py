@@ -38,6 +38,7 @@ from tests.support.faulty_network import HOST, FaultyNetwork
 from tests.support.faulty_ports import FaultyEngine
 from tests.support.generation import eos_decoder
 from tests.support.orchestrators import Answer
+from tests.support.planners import linear_planner
 from tests.support.spawners import tiny_worker
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.channel import bind, make_channel, make_server
@@ -182,18 +183,28 @@ async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
     cluster = Cluster([chain], groups, around)
     await cluster.start()
     try:
-        async with _orchestrator(decoder, members) as server, make_channel(f"{HOST}:{server.port}") as channel:
+        async with orchestrator_over(decoder, members) as server, make_channel(f"{HOST}:{server.port}") as channel:
             yield Storm(decoder, spawner, cluster, OrchestratorStub(channel))
     finally:
         await cluster.close()
 
 
 @asynccontextmanager
-async def _orchestrator(decoder: Decoder, members: Members) -> AsyncIterator[OrchestratorServer]:
+async def orchestrator_over(
+    decoder: Decoder, members: Members, config: OrchestratorConfig = CONFIG, max_tokens: int = MAX_TOKENS
+) -> AsyncIterator[OrchestratorServer]:
+    """An orchestrator in this process, over workers of one tiny model."""
     layout = decoder.layout.fingerprint
-    model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
+    model = ModelInfo("letters", max_tokens, decoder.config.vocab_size, "float32", False, layout)
     server = await OrchestratorServer.start(
-        members, letter_tokenizer(), model, clock=CLOCK, host=HOST, eos_token_ids=(EOS_ID,), config=CONFIG
+        members,
+        letter_tokenizer(),
+        model,
+        clock=CLOCK,
+        host=HOST,
+        eos_token_ids=(EOS_ID,),
+        config=config,
+        planner=linear_planner(),
     )
     try:
         yield server

@@ -14,6 +14,7 @@ from baton.types import FinishReason
 from orchestrator.frontend import OrchestratorServer
 from tests.support.generation import prompt, reference_ids
 from tests.support.orchestrators import CLOCK, HOST, MAX_TOKENS, Relay, relay
+from tests.support.planners import linear_planner
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer, text_of
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
@@ -42,7 +43,14 @@ async def restart(running: Relay) -> None:
     decoder = running.decoder
     model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, decoder.layout.fingerprint)
     running.server = await OrchestratorServer.start(
-        running.members, letter_tokenizer(), model, clock=CLOCK, host=HOST, port=port, eos_token_ids=(EOS_ID,)
+        running.members,
+        letter_tokenizer(),
+        model,
+        clock=CLOCK,
+        host=HOST,
+        port=port,
+        eos_token_ids=(EOS_ID,),
+        planner=linear_planner(),
     )
 
 

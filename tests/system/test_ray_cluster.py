@@ -1,6 +1,7 @@
 """A cluster on Ray, as users bring it up: exact tokens, bounds that hold, and gone without a trace."""
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 from baton import Client
 from baton.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
+from planning.calibration import load
 from tests.support.ray_clusters import (
     ServedCluster,
     endpoints,
@@ -89,6 +91,36 @@ def test_status_shows_the_groups(cluster: ServedCluster) -> None:
     shown = cluster.command("status")
     assert shown.returncode == 0
     assert {"prefill-0", "generate-0"} <= set(shown.stdout.split())
+
+
+def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
+    cluster: ServedCluster, client: Client, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy.json"
+    assert "nominal rates" in cluster.command("status").stdout
+    lengths = ("--lengths", "16,64,256", "--checks", "128", "--repeats", "1", "--output", str(copy))
+    calibrated = cluster.command("calibrate", *lengths)
+    assert calibrated.returncode == 0, calibrated.stderr
+    assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
+    measured = load(copy)
+    assert {64, 256} <= {row.tokens + row.before for row in measured.rank_rows if row.is_last} <= {16, 64, 256}
+    in_use = f"calibration {measured.fingerprint}: measured"
+    assert in_use in cluster.command("status").stdout
+    os.kill(listener(cluster.target), signal.SIGKILL)
+    until_settled(client)
+    assert in_use in cluster.command("status").stdout
+    simulated = cluster.command("simulate", "--calibration", str(copy), "--ranks", "2", "--contexts", "256")
+    assert simulated.returncode == 0, simulated.stderr
+
+
+def test_a_busy_cluster_is_not_calibrated(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
+    stream = client.generate(token_ids=passage_ids(smollm2, 20), params=LONG)
+    next(stream)
+    refused = cluster.command("calibrate")
+    assert refused.returncode == 1
+    assert refused.stderr.startswith("baton: the cluster serves 1 requests, which would disturb the measurement")
+    stream.cancel()
+    until_settled(client)
 
 
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, smollm2: Path) -> None:

@@ -56,9 +56,11 @@ async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: D
     prompt = passage_ids(smollm2, 600)
     answer = await ask(relay, prompt, GREEDY)
     ranks = answer.timings.ranks
-    chunk_bytes = 200 * decoder.layout.token_bytes
-    assert [rank.num_bytes_pushed for rank in ranks] == [chunk_bytes] * 3
-    assert [rank.num_bytes_sent for rank in ranks] == [chunk_bytes, 2 * chunk_bytes, 0]
+    assert (len(ranks), answer.timings.width.width if answer.timings.width else 0) == (3, 3)
+    token_bytes = decoder.layout.token_bytes
+    assert [rank.num_bytes_pushed for rank in ranks] == [len(rank.tokens) * token_bytes for rank in ranks]
+    assert [rank.num_bytes_sent for rank in ranks] == [*(rank.tokens.end * token_bytes for rank in ranks[:-1]), 0]
+    assert ranks[-1].tokens.end == 600
     chain_end_ns = answer.tokens[0].unix_ns
     assert ranks[0].push_start_ns < ranks[0].layers[1].end_ns
     assert all(rank.push_start_ns < chain_end_ns for rank in ranks)

@@ -34,6 +34,7 @@ def _refusal(cache: Path, *assignments: str) -> str:
         (("prefill.num_groups=64", "prefill.num_ranks=64"), "baton: memory: "),
         (("orchestrator.cores=[4096]",), "baton: cores: pinned to [4096], and there are "),
         (("model.dtype=int3",), "baton: model.dtype = 'int3' is wrong: "),
+        (("prefill.calibration=/absent.json",), "baton: /absent.json: cannot be read (No such file or directory): "),
         (("ray.address=127.0.0.1:1",), "baton: Ray at 127.0.0.1:1 "),
     ],
 )

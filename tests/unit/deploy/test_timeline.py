@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from baton.results import Interval, RankTiming, Timings, Usage
+from baton.results import Interval, RankTiming, Timings, Usage, WidthChoice, WidthOption
 from baton.types import FinishReason, TokenRange
 from deploy.timeline import draw_timeline
 
@@ -31,7 +31,8 @@ def _rank(rank: int, start: int, end: int) -> RankTiming:
 def _draw(token_ns: list[int]) -> list[str]:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     ranks = (_rank(0, 100, 500), _rank(1, 500, 900))
-    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], ranks)
+    width = WidthChoice(2, 4, 1, 3, tuple(WidthOption(width, 1 / width, 0.25 * width) for width in range(1, 5)))
+    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], ranks, width)
     draw_timeline(timings, Usage(200, 3, 1), [FinishReason.LENGTH], token_ns, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
@@ -39,7 +40,7 @@ def _draw(token_ns: list[int]) -> list[str]:
 
 def test_each_stage_has_a_row() -> None:
     labels = [line[:18].strip() for line in _draw(TOKEN_NS) if line[:18].strip()]
-    assert labels[1:] == [
+    assert labels[labels.index("queue, slot") :] == [
         "queue, slot",
         "rank 0 layers",
         "rank 0 transfer",
@@ -61,6 +62,12 @@ def test_notes_carry_the_numbers() -> None:
     assert "TTFT 1.000 s" in text
     assert "10.0 ms a token, 100.0 tokens/s" in text
     assert "1.0 MiB in 0.400 s" in text
+
+
+def test_the_width_is_given_with_its_reason() -> None:
+    text = " ".join(_draw(TOKEN_NS))
+    assert "2 of 4 ranks behind 1 of 3 jobs" in text
+    assert "1: 1.000 + 0.250, 2: 0.500 + 0.500" in text
 
 
 def test_a_request_without_tokens_draws_nothing() -> None:

@@ -1,6 +1,7 @@
 """First in, first out, within bounds; whoever leaves makes room at once."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,7 @@ from orchestrator.admission import Admission, Entry
 from orchestrator.config import OrchestratorConfig
 
 
-def admission(clock: ManualClock | None = None, **fields: int) -> Admission:
+def admission(clock: ManualClock | None = None, **fields: Any) -> Admission:
     return Admission(OrchestratorConfig(**{"max_running": 2, **fields}), clock or ManualClock())
 
 

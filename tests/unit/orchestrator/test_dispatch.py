@@ -1,30 +1,39 @@
-"""Slots through an attempt: waited for, kept alive while the chain stands still, given back when nobody wants them."""
+"""Slots and ranks through an attempt: waited for, kept while the chain stands still, given back when nobody wants them;
+jobs are in the book of their group for as long as ranks have them.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
+import math
+import random
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 import pytest
 
 from baton.clock import SystemClock
-from baton.ids import Epoch, RequestId
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
+from orchestrator.backlog import Pending
 from orchestrator.clients import Clients
 from orchestrator.config import OrchestratorConfig
 from orchestrator.dispatch import Dispatcher
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
-from planning.partition import EvenPartitioner
+from planning.cost_model import CostModel
 from tests.support.eventually import eventually
-from tests.support.generation import prompt
-from tests.support.orchestrators import relay
+from tests.support.generation import prompt, reference_ids
+from tests.support.orchestrators import CLOCK, HASTY, Answer, Relay, relay
+from tests.support.planners import linear_planner, planner_of
 from transport.channel import bind, make_server
 from transport.kv_sink import ReserveSpec
 
 Context = grpc.aio.ServicerContext[object, object]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+COSTLY = planner_of(CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3))
+"""Under load, several ranks are for long prompts only."""
 
 
 class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
@@ -73,7 +82,7 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
     members, clients = Members(), Clients()
     group = GenerationGroup("g", endpoint, "layout", num_slots=1, max_slot_tokens=100)
     members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
-    dispatcher = Dispatcher(members, clients, EvenPartitioner(), SystemClock(), OrchestratorConfig())
+    dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
     record = RequestRecord.of(RequestId("r"), (1, 2, 3), PARAMS, received_ns=0)
     record.admit(1)
     attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
@@ -111,3 +120,89 @@ async def test_a_slot_that_a_stranger_holds_is_waited_for() -> None:
         answer = await running
         assert answer.finished is not None
         assert answer.finished.usage.num_attempts == 1
+
+
+# Ranks, and the book of what they have before them.
+
+
+def occupy(made: Relay, left_s: dict[Rank, float]) -> Callable[[], None]:
+    """Books a job that is served before all others; returns what takes it out again."""
+    (group,), now_s = made.view().prefill, CLOCK.unix_ns() / 1e9
+    made.members.backlogs.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
+    return lambda: made.members.backlogs.release(group.life, JobId(1), list(left_s), now_s)
+
+
+async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
+    async with relay(num_ranks=3) as made:
+        for busy, expected in (((), (0, 1, 2)), ((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))):
+            free = occupy(made, {Rank(rank): 1e6 for rank in busy}) if busy else None
+            answer = await made.ask(made.request(prompt(40), PARAMS))
+            if free is not None:
+                free()
+            assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
+            assert answer.finished is not None
+            timings = timings_from_proto(answer.finished.timings)
+            assert tuple(rank.rank for rank in timings.ranks) == expected
+            assert sum(len(rank.tokens) for rank in timings.ranks) == 40
+            assert timings.width is not None
+            assert (timings.width.width, timings.width.num_ranks) == (len(expected), 3)
+            assert [option.width for option in timings.width.options] == [1, 2, 3]
+        await made.until_empty()
+
+
+async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> None:
+    async with relay() as made:
+        (group,) = made.view().prefill
+        made.rank_gates[1].shut()
+        running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
+        await made.rank_gates[1].until_reached()
+
+        async def ranks() -> list[set[Rank]]:
+            return [set(job.left_s) for job in made.members.backlogs.pending(group.life, CLOCK.unix_ns() / 1e9)]
+
+        await eventually(ranks, lambda booked: booked == [{Rank(1)}], within_s=5)
+        made.rank_gates[1].open()
+        await running
+        assert len(made.members.backlogs) == 0
+
+
+async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:
+    async with relay(config=OrchestratorConfig(elastic=False), planner=COSTLY) as made:
+        answers = await asyncio.gather(*(made.ask(made.request(prompt(5 + n), PARAMS)) for n in range(6)))
+        for answer in answers:
+            assert answer.finished is not None
+            assert [rank.rank for rank in answer.finished.timings.ranks] == [0, 1]
+        await made.until_empty()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = [prompt(rng.choice([3, 10, 30, 300]), n) for n in range(24)]
+    widths = set()
+    async with relay(num_ranks=3, num_slots=12, planner=COSTLY) as made:
+        leaving = [made.open(made.request(ids, PARAMS)) for ids in asked[:8]]
+        running = [asyncio.create_task(made.ask(made.request(ids, PARAMS))) for ids in asked]
+        for call in leaving:
+            await Answer().read(call, rng.randrange(3))
+            call.cancel()
+        for ids, answer in zip(asked, await asyncio.gather(*running), strict=True):
+            assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
+            assert answer.finished is not None
+            widths.add(len(answer.finished.timings.ranks))
+        await made.until_empty()
+    assert len(widths) > 1
+
+
+async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
+    async with relay(config=HASTY) as made:
+        made.rank_gates[1].shut()
+        running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
+        await made.rank_gates[1].until_reached()
+        assert len(made.members.backlogs) == 1
+        made.members.update(made.view(prefill_ready=False))
+        made.rank_gates[1].open()
+        await made.ranks[0].stop()
+        answer = await running
+        assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
+        assert len(made.members.backlogs) == 0

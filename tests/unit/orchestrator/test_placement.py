@@ -1,18 +1,23 @@
-"""The least loaded group that can take the request; None when none can."""
+"""The group that costs least, or the least loaded, of those that can take the request; None when none can."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from baton.ids import Epoch, RequestId
+from baton.ids import Epoch, Rank, RequestId
 from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from orchestrator.backlog import Pending
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Load, PrefillGroup
 from orchestrator.placement import LoadOf, choose_generation, choose_prefill
+from orchestrator.widths import ChainPlan, WidthPolicy
+from tests.support.planners import linear_planner
 
 A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
 B = replace(A, name="b", endpoint="h:2", num_slots=4)
 P = PrefillGroup("p", ("h:3",), Epoch(1))
 Q = PrefillGroup("q", ("h:4",), Epoch(1))
+WIDE = PrefillGroup("w", ("h:5", "h:6"), Epoch(1))
 REQUEST = RequestRecord.of(RequestId("r"), tuple(range(90)), SamplingParams(max_tokens=10), received_ns=0)
 
 
@@ -25,9 +30,16 @@ def generation(*groups: GenerationGroup, avoid: frozenset[object] = frozenset(),
     return choose_generation(ClusterView(generation=groups), load_of, REQUEST, avoid)
 
 
-def prefill(*groups: PrefillGroup, avoid: frozenset[object] = frozenset(), **tokens: int) -> PrefillGroup | None:
-    load_of = loads({name: Load(num_tokens=number) for name, number in tokens.items()})
-    return choose_prefill(ClusterView(prefill=groups), load_of, avoid)
+def prefill(*groups: PrefillGroup, avoid: frozenset[object] = frozenset(), **busy_s: float) -> PrefillGroup | None:
+    policy, now_s = WidthPolicy(linear_planner(), elastic=True, overtaking=0.15), 1000.0
+
+    def plan_for(group: PrefillGroup) -> ChainPlan:
+        left_s = {Rank(rank): busy_s.get(group.name, 0.0) for rank in range(len(group.endpoints))}
+        pending = [Pending(now_s, now_s, left_s)] if group.name in busy_s else []
+        return policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
+
+    found = choose_prefill(ClusterView(prefill=groups), plan_for, avoid)
+    return None if found is None else found[0]
 
 
 def test_the_most_free_slots_win() -> None:
@@ -67,7 +79,13 @@ def test_a_life_to_avoid_is_avoided_and_its_next_is_not() -> None:
     assert prefill(replace(P, epoch=Epoch(2)), avoid=frozenset({P.life})) is not None
 
 
-def test_the_fewest_tokens_to_prefill_win() -> None:
-    assert prefill(P, Q, p=100) == Q
-    assert prefill(P, Q, p=100, q=200) == P
+def test_the_prompt_goes_where_it_is_done_first() -> None:
+    assert prefill(P, Q, p=1.0) == Q
+    assert prefill(P, Q, p=1.0, q=2.0) == P
+    assert prefill(P, Q, WIDE) == WIDE
+    assert prefill(P, Q, WIDE, p=1.0, w=1.0) == Q
     assert prefill() is None
+
+
+def test_of_equal_chains_the_first() -> None:
+    assert prefill(Q, P) == Q

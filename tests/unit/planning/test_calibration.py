@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.errors import ConfigError
-from planning.calibration import Calibration, calibrate, load, save
+from baton.errors import ConfigError, InvalidArgumentError
+from planning.calibration import Calibration, calibrate, calibrate_chain, dumps, load, loads, nominal, save
 from planning.cost_model import Kernel, Link
+from planning.fit import RankRow
+from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 
 SHAPE = SHAPES["smollm2-135m"]
@@ -40,6 +42,47 @@ def test_calibration_survives_the_file(tmp_path: Path, push: Link | None) -> Non
     made = dataclasses.replace(made, cost=dataclasses.replace(made.cost, push=push, issue_s=1e-3, copy_s=1e-9))
     save(made, tmp_path / "machine.json")
     assert load(tmp_path / "machine.json") == made
+
+
+def assumed() -> Calibration:
+    return nominal("smollm2-135m", "2 x CPU", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
+
+
+def rows(layer_s: float = 1e-6) -> list[RankRow]:
+    return [RankRow(n, before, True, 30 * layer_s * n) for n, before in ((100, 0), (200, 100), (400, 0))]
+
+
+def test_what_is_assumed_says_so_and_grows_with_threads_and_dtype() -> None:
+    assert not assumed().is_measured and calibration().is_measured
+    assert cpu_rank(2, 2).linear_flops == 2 * cpu_rank(1, 2).linear_flops > cpu_rank(1, 4).linear_flops
+
+
+def test_a_chains_rows_become_costs_of_the_same_model_and_machine() -> None:
+    origin = assumed()
+    made, residual = calibrate_chain(origin, rows(), MESSAGES, request_s=0.02)
+    assert made.is_measured and made.fingerprint == origin.fingerprint
+    assert made.cost.head_s == 0.02 and residual < 0.1
+    assert made.cost.link.bandwidth == pytest.approx(2e9, rel=1e-3)
+    assert made.cost.linear_s == pytest.approx(1e-6, rel=0.2)
+    again = loads(dumps(made), "text")
+    assert again == made
+
+
+@pytest.mark.parametrize(
+    ("points", "latency_s"), [((), 1e-4), (((1e3, 3e-4),), 3e-4), (((1e3, 3e-4), (2e3, 2e-4)), 2.5e-4)]
+)
+def test_a_link_whose_bandwidth_does_not_show_keeps_the_assumed_one(
+    points: tuple[tuple[float, float], ...], latency_s: float
+) -> None:
+    made, _ = calibrate_chain(assumed(), rows(), points, request_s=0.0)
+    assert made.cost.link.bandwidth == assumed().cost.link.bandwidth
+    assert made.cost.link.latency_s == pytest.approx(latency_s, rel=0.01)
+
+
+def test_a_chain_whose_times_do_not_grow_is_refused() -> None:
+    constant = [RankRow(n, 0, True, 1.0) for n in (100, 200, 400)]
+    with pytest.raises(InvalidArgumentError, match="longer chunks took no longer: measure longer prompts"):
+        calibrate_chain(assumed(), constant, (), request_s=0.0)
 
 
 def test_fingerprint_is_of_model_and_machine_and_not_of_measurements() -> None:
@@ -76,6 +119,7 @@ def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("cost.linear_s", "fast", "cost: linear_s = 'fast' is no number: give one"),
         ("cost.pair_s", ..., "cost: pair_s = None is no number"),
         ("cost.fixed_s", -1, "fixed_s = -1.0 is out of range"),
+        ("rank_rows", [[1, 2]], "rank_rows is no list of four numbers each: calibrate again"),
         ("link", ..., "link = None is no object"),
         ("link.bandwidth", 0, "bandwidth = 0.0 is out of range"),
         ("push", {"latency_s": True, "bandwidth": 1}, "push: latency_s = True is no number"),

@@ -33,7 +33,7 @@ def test_prediction_does_not_use_the_answer() -> None:
     table = build_table("", COST, BATON, contexts=[4096, 12288], ranks=[3])
     chunks = rounded(table.fractions(8192, 3), 8192)
     assert row.kvr_p == float(chain_ttft(chunks, COST, BATON))
-    assert row.kvr_s < row.kvr_p < 1.02 * row.kvr_s
+    assert row.kvr_s < row.kvr_p < 1.03 * row.kvr_s
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 5])

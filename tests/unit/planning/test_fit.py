@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
-from planning.cost_model import Kernel, Link
-from planning.fit import fit_link, fit_prefill
+from planning.cost_model import BATON, PAPER, CostModel, Kernel, Link, Protocol
+from planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
+from planning.wavefront import chain_ttft
 
 TOKENS = (256.0, 1024.0, 2048.0, 4096.0, 8192.0)
 
@@ -78,3 +79,64 @@ def test_link_numbers_come_back(latency_s: float, bandwidth: float) -> None:
 def test_points_that_say_nothing_are_refused(points: list[tuple[float, float]], text: str) -> None:
     with pytest.raises(InvalidArgumentError, match=text):
         fit_link(points)
+
+
+KNOWN = CostModel(12, 1.0, 1.0, 64, project_share=0.2)
+CHAINS = tuple((round(0.6 * n), n - round(0.6 * n)) for n in (64, 256, 1024, 4096))
+
+
+def rows_of(cost: CostModel, protocol: Protocol, chains: tuple[tuple[int, ...], ...] = CHAINS) -> list[RankRow]:
+    """What the ranks of those chains compute, line by line: all layers but the last, then the last."""
+    rows = []
+    for chunks in chains:
+        for rank, chunk in enumerate(chunks):
+            before, is_last = sum(chunks[:rank]), rank == len(chunks) - 1
+            own_pairs = chunk * chunk / (2 if protocol.kernel is Kernel.CAUSAL else 1)
+            layer_s = cost.fixed_s + cost.linear_s * chunk + cost.pair_s * (own_pairs + chunk * before)
+            project_s = cost.fixed_s + cost.project_share * cost.linear_s * chunk
+            one_query_s = (1 - cost.project_share) * cost.linear_s + cost.pair_s * (before + chunk)
+            last_s = project_s + (one_query_s if is_last else 0.0) if protocol.skip_last else layer_s
+            rows.append(RankRow(chunk, before, is_last, (cost.num_layers - 1) * layer_s + last_s))
+    return rows
+
+
+@given(
+    linear_s=st.floats(1e-7, 1e-4),
+    pair_s=st.floats(1e-11, 1e-8),
+    fixed_s=st.floats(1e-5, 1e-2),
+    num_layers=st.integers(1, 80),
+    protocol=st.sampled_from([BATON, PAPER]),
+)
+def test_numbers_of_a_chains_ranks_come_back(
+    linear_s: float, pair_s: float, fixed_s: float, num_layers: int, protocol: Protocol
+) -> None:
+    cost = CostModel(num_layers, linear_s, pair_s, 64, project_share=0.2, fixed_s=fixed_s)
+    rows = rows_of(cost, protocol)
+    fitted = fit_ranks(rows, cost, protocol)
+    found = CostModel(num_layers, fitted.linear_s, fitted.pair_s, 64, project_share=0.2, fixed_s=fitted.fixed_s)
+    predicted = [row.seconds for row in rows_of(found, protocol)]
+    assert predicted == pytest.approx([row.seconds for row in rows], rel=1e-6)
+    assert fitted.residual < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_noise_of_a_few_percent_moves_predictions_less(seed: int) -> None:
+    """What counts is the time to first token, at lengths that were not fitted."""
+    cost = CostModel(30, linear_s=30e-6, pair_s=15e-9, kv_bytes=768, project_share=0.2, fixed_s=1e-3)
+    rng = np.random.default_rng(seed)
+    rows = [
+        RankRow(row.tokens, row.before, row.is_last, row.seconds * float(rng.normal(1, 0.03)))
+        for row in rows_of(cost, BATON)
+    ]
+    fitted = fit_ranks(rows, cost, BATON)
+    assert 0.01 < fitted.residual < 0.2
+    found = CostModel(30, fitted.linear_s, fitted.pair_s, 768, project_share=0.2, fixed_s=fitted.fixed_s)
+    for chunks in ((100, 50), (400, 250), (1800, 1300)):
+        assert chain_ttft(chunks, found, BATON) == pytest.approx(chain_ttft(chunks, cost, BATON), rel=0.05)
+
+
+def test_a_chains_rows_must_differ_and_be_times() -> None:
+    with pytest.raises(InvalidArgumentError, match="rank_rows: 2 given, with fewer than 2 different chunks"):
+        fit_ranks([RankRow(5, 0, True, 1.0), RankRow(5, 0, False, 1.0)], KNOWN, BATON)
+    with pytest.raises(InvalidArgumentError, match="must be above 0"):
+        fit_ranks([RankRow(5, 0, True, 1.0), RankRow(6, 0, True, 0.0)], KNOWN, BATON)

@@ -12,10 +12,10 @@ from baton.errors import InvalidArgumentError
 from baton.types import TokenRange
 from planning.cost_model import (
     BATON,
-    CUT_THROUGH,
     PAPER,
     PAPER_OVERLAPPED,
     PROTOCOLS,
+    STORE_AND_FORWARD,
     CostModel,
     Kernel,
     Link,
@@ -129,7 +129,7 @@ def test_seed_gives_every_rank_the_same_work() -> None:
         assert max(work) / min(work) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize("protocol", [BATON, CUT_THROUGH])
+@pytest.mark.parametrize("protocol", [STORE_AND_FORWARD, BATON])
 def test_slow_links_give_the_last_rank_the_most(protocol: Protocol) -> None:
     """8k tokens, 4 ranks, 1 GB/s: three quarters on the last rank; how the rest is spread hardly matters."""
     chunks = search(8192, 4, SLOW, protocol)

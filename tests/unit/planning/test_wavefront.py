@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from planning.cost_model import (
     BATON,
-    CUT_THROUGH,
     PAPER,
     PAPER_OVERLAPPED,
     PROTOCOLS,
+    STORE_AND_FORWARD,
     CostModel,
     Kernel,
     Link,
@@ -49,7 +49,7 @@ protocols = st.builds(
     receive=st.sampled_from(Receive),
     skip_last=st.booleans(),
     num_copies=st.integers(0, 2),
-) | st.sampled_from([CUT_THROUGH, *PROTOCOLS.values()])
+) | st.sampled_from(list(PROTOCOLS.values()))
 chunk_lists = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
@@ -228,8 +228,8 @@ def test_all_layers_at_once_are_the_recursion(
 
 @given(partitions=st.lists(st.lists(st.integers(1, 30), min_size=3, max_size=3), min_size=1, max_size=5), cost=costs)
 def test_many_partitions_at_once_are_each_alone(partitions: list[list[int]], cost: CostModel) -> None:
-    together = chain_ttft(np.array(partitions, dtype=float), cost, CUT_THROUGH)
-    alone = [float(chain_ttft(chunks, cost, CUT_THROUGH)) for chunks in partitions]
+    together = chain_ttft(np.array(partitions, dtype=float), cost, BATON)
+    alone = [float(chain_ttft(chunks, cost, BATON)) for chunks in partitions]
     assert together.tolist() == pytest.approx(alone, rel=1e-12)
 
 
@@ -268,8 +268,8 @@ def test_every_step_from_the_paper_to_ours_helps() -> None:
         PAPER_OVERLAPPED,
         Protocol(Kernel.CAUSAL, Receive.OVERLAPPED, skip_last=False),
         Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, skip_last=False),
+        STORE_AND_FORWARD,
         BATON,
-        CUT_THROUGH,
     ]
     times = [float(chain_ttft((4096, 4096, 4096, 4096), cost, protocol)) for protocol in steps]
     assert times == sorted(times, reverse=True) and len(set(times)) == len(times)

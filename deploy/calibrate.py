@@ -1,0 +1,190 @@
+"""`baton calibrate`: measures what prefill costs on a running cluster, and gives the cluster the numbers to predict by.
+
+The fit and the file are planning's (planning.fit, planning.calibration); docs/kv_runahead.md says what they mean.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.calibration_run import Outcome
+    from planning.calibration import Calibration
+
+_ANSWER_S = 10.0
+_USE_S = 120.0
+"""For the orchestrator to search its partitions anew."""
+_MAX_REPEATS = 1000
+
+_DESCRIPTION = """\
+Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
+and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
+what a request takes besides its chain. The orchestrator predicts by these numbers from then on, and so do its next
+lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `calibrate` command."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what prefill costs on a running cluster, for its predictions",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"
+    )
+    parser.add_argument(
+        "--checks", metavar="N,N,...", help="prompt tokens to hold predictions against (default: between those)"
+    )
+    parser.add_argument("--repeats", default=5, type=int, metavar="N", help="prompts of each length (default: 5)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write a copy, as `baton simulate` reads it")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
+    )
+    parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    if not 1 <= args.repeats <= _MAX_REPEATS:
+        raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
+    # Imported here, as below: --help and mistyped options are answered without grpc and numpy.
+    import grpc
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+
+    console = Console(stderr=True, highlight=False)
+    target = args.target or _endpoint(args.name)
+    with Client(target) as client, grpc.insecure_channel(target) as channel:
+        stub = PlanningStub(channel)
+        origin = _in_force(stub)
+        _require_idle(client, args.anyway)
+        outcome = _measure(args, client, origin, console)
+        _show(outcome, console)
+        if args.output is not None:
+            from planning.calibration import save
+
+            save(outcome.calibration, args.output)
+            console.print(f"written to {args.output}")
+        if args.dry_run:
+            console.print("the cluster predicts as before (--dry-run)")
+        else:
+            path = _hand_over(stub, outcome.calibration)
+            console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
+    return 0
+
+
+def _endpoint(name: str) -> str:
+    """Of the cluster of that name, which was brought up on this machine."""
+    from deploy.cluster_record import load_record
+
+    record = load_record(name)
+    if record is None:
+        raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
+    if not record.endpoint:
+        raise UnavailableError(f"cluster {name} is starting: try again when `baton status {name}` shows its groups")
+    return record.endpoint
+
+
+def _in_force(stub: "PlanningStub") -> "Calibration":
+    """What the cluster predicts by."""
+    from baton.status import translate_rpc_errors
+    from baton.v1 import planning_pb2 as pb
+    from planning.calibration import loads
+
+    with translate_rpc_errors():
+        return loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
+
+
+def _hand_over(stub: "PlanningStub", calibration: "Calibration") -> str:
+    """Returns where the orchestrator keeps it."""
+    from baton.status import translate_rpc_errors
+    from baton.v1 import planning_pb2 as pb
+    from planning.calibration import dumps
+
+    with translate_rpc_errors():
+        reply = stub.UseCalibration(pb.UseCalibrationRequest(calibration=dumps(calibration)), timeout=_USE_S)
+    return reply.path or "no file"
+
+
+def _require_idle(client: "Client", anyway: bool) -> None:
+    state = client.cluster_state()
+    if not any(group.role == "prefill" for group in state.groups):
+        raise ConfigError("the cluster has no prefill group, so there is no chain to measure: set prefill.num_groups")
+    num_requests = state.num_running + state.num_queued
+    if num_requests and not anyway:
+        raise UnavailableError(
+            f"the cluster serves {num_requests} requests, which would disturb the measurement and be disturbed: "
+            "calibrate when it is idle, or with --anyway"
+        )
+
+
+def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", console: "Console") -> "Outcome":
+    from random import Random
+
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from deploy.calibration_run import evaluate, fitted_lengths, given_lengths, lengths_between, measure
+
+    max_tokens = client.model().max_tokens
+    lengths = given_lengths("--lengths", args.lengths, max_tokens) if args.lengths else fitted_lengths(max_tokens)
+    checks = given_lengths("--checks", args.checks, max_tokens) if args.checks else lengths_between(lengths)
+    if len(lengths) < 2:
+        raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
+    everything = sorted({*lengths, *checks})
+    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(everything) * (args.repeats + 1))
+        samples = measure(
+            client,
+            everything,
+            repeats=args.repeats,
+            rng=Random(),
+            done=lambda num_tokens: progress.advance(task, num_tokens),
+        )
+    return evaluate(origin, samples, lengths)
+
+
+def _show(outcome: "Outcome", console: "Console") -> None:
+    """What was fitted, and how well it predicts."""
+    from rich.table import Table
+
+    calibration, cost = outcome.calibration, outcome.calibration.cost
+    console.print(f"{calibration.model} on {calibration.hardware} (fingerprint {calibration.fingerprint})")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("a token through a layer", f"{cost.linear_s * 1e6:.3f} us"),
+        ("a pair of tokens in a layer's attention", f"{cost.pair_s * 1e9:.3f} ns"),
+        ("a layer, whatever the chunk", f"{cost.fixed_s * 1e6:.1f} us"),
+        ("a message between ranks", f"{cost.link.latency_s * 1e6:.0f} us, and {cost.link.bandwidth / 1e6:.0f} MB/s"),
+        ("a request, besides its chain", f"{cost.head_s * 1e3:.1f} ms"),
+        ("largest residual of the fit", f"{outcome.residual:.1%} of a rank's seconds"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+    headings = ("tokens", "by rank", "measured s", "predicted s", "off", "predicted before", "")
+    times = Table(*headings, box=None, title="time to first token, median", title_justify="left")
+    for check in outcome.checks:
+        times.add_row(
+            str(check.num_tokens),
+            " ".join(map(str, check.chunks)),
+            f"{check.measured_s:.4f}",
+            f"{check.predicted_s:.4f}",
+            f"{check.error:+.1%}",
+            f"{check.former_s:.4f}",
+            "fitted" if check.is_fitted else "",
+        )
+    console.print(times)
+    console.print(f"median deviation where nothing was fitted: {outcome.median_error:.1%}")

@@ -1,0 +1,194 @@
+"""Measures a chain in service: prompts of several lengths through the public client, and what their timings tell.
+
+A rank's computation is the time between its first and last layer, less what it waited for earlier ranks' KV: measured
+while all ranks of the chain compute, push and send, as they do in service. Blocks; one prompt at a time.
+"""
+
+import itertools
+import random
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from baton import Client
+from baton.errors import InvalidArgumentError, UnavailableError
+from baton.results import Completion, RankTiming
+from baton.sampling_params import SamplingParams
+from planning.calibration import Calibration, calibrate_chain
+from planning.cost_model import BATON
+from planning.fit import RankRow
+from planning.wavefront import chain_ttft
+
+LEAST_TOKENS = 8
+"""Of a prompt that is measured."""
+_NUM_LENGTHS = 6
+_LONGEST_SHARE = 0.75
+"""Of the tokens that a request may have: the longest prompt that is measured unless told otherwise."""
+_ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prompt's timings."""
+
+    num_tokens: int
+    ttft_s: float
+    ranks: tuple[RankTiming, ...]
+    """Of its chain, in rank order."""
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens of each rank."""
+        return tuple(len(rank.tokens) for rank in self.ranks)
+
+    @property
+    def chain_s(self) -> float:
+        """From the first rank's first layer to the last rank's last."""
+        return (self.ranks[-1].end_ns - self.ranks[0].start_ns) / 1e9
+
+
+@dataclass(frozen=True)
+class Check:
+    """Prompts of one length: what was predicted, and what was measured."""
+
+    num_tokens: int
+    chunks: tuple[int, ...]
+    is_fitted: bool
+    """Whether the costs were fitted to this length."""
+    measured_s: float
+    """Median time to first token."""
+    predicted_s: float
+    former_s: float
+    """Predicted by the calibration that was in force before."""
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, as a fraction of the measured time."""
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run found."""
+
+    calibration: Calibration
+    residual: float
+    """The largest deviation of a rank's seconds from the fit, as a fraction."""
+    checks: tuple[Check, ...]
+    """By length, ascending."""
+
+    @property
+    def median_error(self) -> float:
+        """Absolute, over the lengths that were not fitted; over all, where there are none."""
+        unseen = [abs(check.error) for check in self.checks if not check.is_fitted]
+        return statistics.median(unseen or [abs(check.error) for check in self.checks])
+
+
+def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
+    """Prompt lengths for a model or slot of so many tokens: each half of the next. Raises InvalidArgumentError when
+    they would be too short to tell costs apart."""
+    longest = int(max_tokens * _LONGEST_SHARE)
+    lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
+    if lengths[0] < LEAST_TOKENS:
+        raise InvalidArgumentError(
+            f"requests have {max_tokens} tokens at most, too few for {_NUM_LENGTHS} prompt lengths from {LEAST_TOKENS} "
+            "on, each twice the last: raise generate.max_slot_tokens, or give --lengths"
+        )
+    return lengths
+
+
+def given_lengths(option: str, text: str, max_tokens: int) -> tuple[int, ...]:
+    """From "N,N,...", ascending. Raises InvalidArgumentError for what is no whole number, or leaves no room for an
+    output token."""
+    lengths = set()
+    for part in (each.strip() for each in text.split(",")):
+        if not (part.isascii() and part.isdigit()) or not LEAST_TOKENS <= int(part) < max_tokens:
+            raise InvalidArgumentError(
+                f"{option}: {part!r} is out of range: use whole numbers from {LEAST_TOKENS} to {max_tokens - 1}"
+            )
+        lengths.add(int(part))
+    return tuple(sorted(lengths))
+
+
+def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
+    """One between each two neighbours, where the fit is held against what it has not seen."""
+    ascending = sorted(set(lengths))
+    between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
+    return tuple(each for each in between if each not in ascending)
+
+
+def measure(
+    client: Client, lengths: Sequence[int], *, repeats: int, rng: random.Random, done: Callable[[int], None]
+) -> list[Sample]:
+    """`repeats` rounds of a prompt of each length, in random order, after a round that is thrown away. Each prompt is
+    random, so that no cache helps. `done` is told the tokens of each prompt that has ended. Raises UnavailableError
+    when a prompt was not prefilled by a chain at the first attempt."""
+    vocab_size = client.model().vocab_size
+    samples = []
+    for round_number in range(repeats + 1):
+        for num_tokens in rng.sample(list(lengths), len(lengths)):
+            token_ids = [rng.randrange(vocab_size) for _ in range(num_tokens)]
+            sample = _sample(client.generate(token_ids=token_ids, params=_ONE_TOKEN).collect())
+            if round_number:
+                samples.append(sample)
+            done(num_tokens)
+    return samples
+
+
+def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> Outcome:
+    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of all ranks are fitted: a rank whose
+    neighbours idle is faster. Raises InvalidArgumentError when these are of fewer than two lengths, or their times do
+    not grow."""
+    width = max(len(sample.ranks) for sample in samples)
+    basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
+    if len({sample.num_tokens for sample in basis}) < 2:
+        raise InvalidArgumentError(f"fewer than two lengths were divided among {width} ranks: give longer --lengths")
+    request_s = max(statistics.median(sample.ttft_s - sample.chain_s for sample in basis), 0.0)
+    calibration, residual = calibrate_chain(origin, rank_rows(basis), link_points(basis), request_s)
+    by_length: defaultdict[tuple[int, tuple[int, ...]], list[float]] = defaultdict(list)
+    for sample in samples:
+        by_length[sample.num_tokens, sample.chunks].append(sample.ttft_s)
+    checks = [
+        Check(
+            num_tokens=num_tokens,
+            chunks=chunks,
+            is_fitted=num_tokens in fitted and len(chunks) == width,
+            measured_s=statistics.median(times),
+            predicted_s=float(chain_ttft(chunks, calibration.cost, BATON)),
+            former_s=float(chain_ttft(chunks, origin.cost, BATON)),
+        )
+        for (num_tokens, chunks), times in sorted(by_length.items())
+    ]
+    return Outcome(calibration, residual, tuple(checks))
+
+
+def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
+    """What each rank computed, the median of equal chunks."""
+    seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
+    for sample in samples:
+        for rank in sample.ranks:
+            compute_s = (rank.end_ns - rank.start_ns) / 1e9 - rank.wait_s
+            seconds[len(rank.tokens), rank.tokens.start, rank is sample.ranks[-1]].append(compute_s)
+    return [RankRow(*chunk, statistics.median(times)) for chunk, times in sorted(seconds.items())]
+
+
+def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
+    """(bytes, seconds) of a message, the median over jobs that sent messages of that size; none in chains of one."""
+    seconds: defaultdict[float, list[float]] = defaultdict(list)
+    for sample in samples:
+        for rank in sample.ranks[:-1]:
+            message_bytes = rank.num_bytes_sent / rank.num_messages_sent
+            seconds[message_bytes].append(rank.send_s / rank.num_messages_sent)
+    return tuple((num_bytes, statistics.median(times)) for num_bytes, times in sorted(seconds.items()))
+
+
+def _sample(output: Completion) -> Sample:
+    assert output.usage is not None and output.timings is not None, "a stream ended without its last message"
+    ranks, ttft_s = output.timings.ranks, output.timings.time_to_first_token_s
+    if not ranks or ttft_s is None or output.usage.num_attempts > 1:
+        raise UnavailableError(
+            "the prefill group lost a prompt, or a generation group prefilled it: calibrate when `baton status` shows "
+            "all groups ready"
+        )
+    return Sample(output.usage.num_prompt_tokens, ttft_s, tuple(sorted(ranks, key=lambda rank: rank.tokens.start)))

@@ -1,0 +1,141 @@
+"""What a chain will do with a prompt: which rank takes what, and how long that takes. Asked for every request.
+
+Everything in service that needs a prediction asks here: division and width of a chain, the order of jobs, the bound
+after which a chain counts as stalled. Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are
+searched when the planner is made; docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call costs a
+tenth of a millisecond or two for few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds
+for 8: that belongs in a thread.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from baton.errors import InvalidArgumentError
+from baton.types import TokenRange
+from planning.calibration import Calibration
+from planning.cost_model import BATON, CostModel, Protocol
+from planning.partition import check_partition_request
+from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table
+from planning.search import analytic_seed, as_ranges, tapered
+from planning.wavefront import chain_ttft, rank_seconds, work_of
+
+_SEARCHED_RANKS = 8
+"""Wider chains have no knots, for a search takes a second there: a few shapes are compared by their predicted times."""
+_CLOSE_RANKS = 4
+"""Up to this width knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
+_LEAST_KNOT = 16
+
+
+@dataclass(frozen=True)
+class _Basis:
+    """What predictions rest on. Replaced as a whole."""
+
+    calibration: Calibration
+    knots: PredictedPartitioner
+
+
+class ChainPlanner:
+    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Threads may share it."""
+
+    def __init__(
+        self, calibration: Calibration, protocol: Protocol = BATON, *, max_ranks: int, max_tokens: int
+    ) -> None:
+        """Searches knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Raises
+        InvalidArgumentError for less than one rank or token."""
+        for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
+            if value < 1:
+                raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
+        self.max_ranks = max_ranks
+        self.max_tokens = max_tokens
+        self._protocol = protocol
+        self._num_searched = min(max_ranks, _SEARCHED_RANKS)
+        self._basis = self._search(calibration)
+
+    @property
+    def calibration(self) -> Calibration:
+        """In force now; says whether it was measured."""
+        return self._basis.calibration
+
+    @property
+    def cost(self) -> CostModel:
+        """The calibration's."""
+        return self._basis.calibration.cost
+
+    def use(self, calibration: Calibration) -> None:
+        """Predicts by another calibration from here on. Blocks while knots are searched; until then, and in calls that
+        have begun, the former counts."""
+        self._basis = self._search(calibration)
+
+    def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
+        """One consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are cached.
+        Fewer ranges than ranks where there are fewer tokens.
+
+        Knots are searched without a cached prefix, which makes the best chunks more even. Behind one, and where knots
+        lie far apart, their proportions are compared with chunks of equal work by predicted times, and the better ones
+        taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
+        """
+        check_partition_request(tokens, num_ranks)
+        if num_ranks > self.max_ranks:
+            raise InvalidArgumentError(f"num_ranks = {num_ranks} is out of range: this planner has {self.max_ranks}")
+        width = min(num_ranks, len(tokens))
+        if width == 1:
+            return (tokens,)
+        if not tokens.start and width <= _CLOSE_RANKS:
+            return self._basis.knots.partition(tokens, width)
+        basis = self._basis
+        shapes = np.array(self._shapes(tokens, width, basis), dtype=np.float64)
+        times = chain_ttft(shapes, basis.calibration.cost, self._protocol, cached=tokens.start)
+        return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
+
+    def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
+        """Seconds to the first token on an idle chain of one rank a chunk."""
+        lengths, cached = _lengths(chunks)
+        return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
+
+    def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
+        """Seconds that each rank computes, all layers, waits aside."""
+        lengths, cached = _lengths(chunks)
+        cost = self.cost
+        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
+        is_last = np.arange(len(lengths)) == len(lengths) - 1
+        seconds = rank_seconds(work, is_last, cost, self._protocol)[0]
+        return (*(float(each) for each in seconds[:-1]), float(seconds[-1]) + cost.head_s)
+
+    def layer_s(self, chunks: Sequence[TokenRange]) -> float:
+        """Seconds of the longest step of one layer anywhere: a rank's computation, or a message on a link. A chain
+        that makes no progress for much longer has stalled."""
+        lengths, cached = _lengths(chunks)
+        cost = self.cost
+        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
+        message_s = cost.link.seconds(sum(lengths[:-1]) * cost.kv_bytes) if len(lengths) > 1 else 0.0
+        return max(float(work.layer.max()), cost.issue_s, message_s)
+
+    def _search(self, calibration: Calibration) -> _Basis:
+        """Knots from few tokens to `max_tokens`, each a factor shorter than the next."""
+        knots: dict[int, tuple[Knot, ...]] = {}
+        for width in range(2, self._num_searched + 1):
+            least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
+            factor = 2 if width <= _CLOSE_RANKS else 4
+            powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
+            contexts = [min(least, longest), *(longest // factor**power for power in powers)]
+            table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
+            knots.update(table.knots)
+        return _Basis(calibration, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots)))
+
+    def _shapes(self, tokens: TokenRange, width: int, basis: _Basis) -> list[tuple[int, ...]]:
+        """What is worth comparing where no knot says it."""
+        num_tokens, cost = len(tokens), basis.calibration.cost
+        balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)
+        if width > self._num_searched:
+            return [balanced, *tapered(num_tokens, width)]
+        return [balanced, tuple(len(each) for each in basis.knots.partition(tokens, width))]
+
+
+def _lengths(chunks: Sequence[TokenRange]) -> tuple[tuple[int, ...], int]:
+    """Tokens of each chunk, and tokens cached before the first."""
+    if not chunks:
+        raise InvalidArgumentError("chunks is empty: give at least one range")
+    return tuple(len(each) for each in chunks), chunks[0].start

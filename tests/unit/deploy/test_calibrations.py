@@ -1,0 +1,99 @@
+"""There is always a calibration: a given one, else the kept one, else one by nominal rates."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from deploy.calibrations import (
+    calibration_path,
+    find_calibration,
+    kept_path,
+    local_planner,
+    nominal_calibration,
+    served_calibration,
+    served_planner,
+)
+from deploy.cluster_config import ClusterConfig, PrefillSection
+from deploy.config import LocalConfig
+from planning.calibration import Calibration, save
+from planning.fit import RankRow
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model; the user's cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tmp_path / "tiny"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def measured(assumed: Calibration, path: Path) -> Calibration:
+    """Another one of the same model and hardware, written there."""
+    made = dataclasses.replace(assumed, rank_rows=(RankRow(10, 0, True, 1.0),))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(made, path)
+    return made
+
+
+def test_without_a_measurement_the_shape_and_nominal_rates_count(folder: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    assert find_calibration(assumed, "") is assumed and not assumed.is_measured
+    assert (assumed.shape.num_layers, assumed.shape.vocab, assumed.shape.gated) == (2, 97, True)
+    assert assumed.cost.kv_bytes == 2 * 2 * 16 * 4
+    fingerprints = {
+        nominal_calibration(folder, dtype, threads).fingerprint
+        for dtype in ("float32", "bfloat16")
+        for threads in (1, 2)
+    }
+    assert len(fingerprints) == 4
+
+
+def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    kept = measured(assumed, kept_path(assumed))
+    assert find_calibration(assumed, "") == kept
+    given = tmp_path / "given.json"
+    other = measured(dataclasses.replace(kept, link_points=((1.0, 1.0),)), given)
+    assert find_calibration(assumed, str(given)) == other
+    assert calibration_path(assumed, "") == kept_path(assumed)
+    assert calibration_path(assumed, str(given)) == given
+
+
+def test_a_file_that_is_missing_or_of_another_machine_is_refused(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
+        find_calibration(assumed, str(tmp_path / "none.json"))
+    given = tmp_path / "given.json"
+    measured(dataclasses.replace(assumed, hardware="an abacus"), given)
+    with pytest.raises(ConfigError, match="calibrated for tiny on an abacus, and this is tiny on .*: run `baton cal"):
+        find_calibration(assumed, str(given))
+
+
+def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    made = measured(nominal_calibration(folder, "bfloat16", 2), given)
+    prefill = PrefillSection(num_ranks=3, num_threads=2, calibration=str(given))
+    config = ClusterConfig(prefill=prefill)
+    assert served_calibration(config, folder) == made
+    planner = served_planner(config, folder)
+    assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
+    local = local_planner(LocalConfig(folder, num_ranks=0, max_slot_tokens=100))
+    assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (1, 100, False)

@@ -1,0 +1,166 @@
+"""The width that costs least, the turn that breaks no promise: by hand, and for any jobs in flight."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.ids import Rank
+from baton.types import TokenRange
+from orchestrator.backlog import Pending
+from orchestrator.widths import ChainPlan, WidthPolicy, finishes_s
+from planning.cost_model import CostModel
+from tests.support.planners import linear_planner, planner_of
+
+NOW_S = 1000.0
+FIXED = planner_of(CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, fixed_s=0.01))
+"""Each layer takes a rank 10 ms, and a token 0.1 ms: 100 tokens are 20 ms on one rank, and 15 on each of two."""
+
+
+def prompt(num_tokens: int) -> TokenRange:
+    return TokenRange(0, num_tokens)
+
+
+def job(due_s: float, *left_s: float, patience_s: float = 1e6) -> Pending:
+    """In flight on ranks 0, 1, ..., not on those with 0 seconds; `due_s` from now."""
+    left = {Rank(rank): seconds for rank, seconds in enumerate(left_s) if seconds}
+    return Pending(NOW_S + due_s, NOW_S + patience_s, left)
+
+
+def plan(num_tokens: int, *pending: Pending, num_ranks: int = 2, overtaking: float = 0.15) -> ChainPlan:
+    policy = WidthPolicy(linear_planner(), elastic=True, overtaking=overtaking)
+    return policy.chains(prompt(num_tokens)).plan(num_ranks, pending, NOW_S)
+
+
+def test_an_idle_group_serves_a_prompt_with_all_ranks() -> None:
+    planned = plan(1000)
+    assert planned.ranks == (0, 1)
+    assert planned.chunks == (TokenRange(0, 500), TokenRange(500, 1000))
+    assert planned.layer_s == pytest.approx(0.05)
+    assert planned.choice.predicted_s == pytest.approx(0.45, abs=1e-3)  # nine layers: the last one is one query
+
+
+def test_a_prompt_is_due_when_it_would_be_done_alone() -> None:
+    assert plan(1000).job.due_s == pytest.approx(NOW_S + 0.45, abs=1e-3)
+
+
+def test_a_prompt_is_promised_its_predicted_time_and_a_part_more() -> None:
+    ahead = job(0.0, 2.0, 2.0)
+    assert plan(1000, ahead).job.latest_s == pytest.approx(NOW_S + 2.45 * 1.15, abs=2e-3)
+
+
+def test_a_busy_rank_is_left_alone() -> None:
+    planned = plan(1000, job(0.0, 5.0))
+    assert planned.ranks == (1,)
+    assert planned.choice.predicted_s == pytest.approx(0.9, abs=1e-3)
+    assert [option.width for option in planned.choice.options] == [1, 2]
+    assert planned.choice.options[1].own_s == pytest.approx(5.45, abs=1e-3)
+
+
+def test_waiting_for_a_second_rank_is_worth_it_when_it_is_short() -> None:
+    assert plan(1000, job(0.0, 0.3)).ranks == (0, 1)  # 0.3 + 0.45 against 0.9
+
+
+def test_a_short_prompt_overtakes_a_long_one() -> None:
+    planned = plan(100, job(3.0, 3.0, 3.0))
+    assert planned.choice.num_ahead == 0
+    assert planned.job.due_s < NOW_S + 3.0
+    assert planned.choice.predicted_s == pytest.approx(0.045, abs=1e-3)
+
+
+def test_what_it_costs_those_behind_counts() -> None:
+    planned = plan(100, job(3.0, 3.0, 3.0), job(3.0, 3.0, 3.0))
+    assert planned.ranks == (0, 1)
+    assert [option.others_s for option in planned.choice.options] == pytest.approx([0.18, 0.09], abs=1e-3)
+
+
+def test_a_long_prompt_goes_behind_a_short_one() -> None:
+    assert plan(1000, job(0.1, 0.1, 0.1)).choice.num_ahead == 1
+
+
+def test_nobody_overtakes_where_that_would_break_a_promise() -> None:
+    impatient = job(3.0, 3.0, 3.0, patience_s=3.01)
+    planned = plan(100, impatient, job(4.0, 3.0, 3.0))
+    assert planned.choice.num_ahead == 1
+    assert planned.job.due_s == impatient.due_s  # of two due at once the one that came first is served first
+
+
+def test_a_promise_that_is_broken_already_is_not_broken_more() -> None:
+    assert plan(100, job(3.0, 3.0, 3.0, patience_s=1.0)).choice.num_ahead == 1
+
+
+def test_an_overdue_job_is_not_overtaken() -> None:
+    late = Pending(NOW_S + 3.0, NOW_S - 1.0, {Rank(0): 0.0, Rank(1): 0.0})
+    assert plan(100, late).choice.num_ahead == 1
+
+
+def test_under_load_a_prompt_takes_the_ranks_that_it_uses_well() -> None:
+    policy = WidthPolicy(FIXED, elastic=True, overtaking=0.15)
+    ahead = [job(0.0, 0.01, 0.01)] * 8
+    assert len(policy.chains(prompt(100)).plan(2, (), NOW_S).ranks) == 2
+    assert len(policy.chains(prompt(100)).plan(2, ahead, NOW_S).ranks) == 1
+    assert len(policy.chains(prompt(8000)).plan(2, ahead, NOW_S).ranks) == 2
+
+
+def test_one_rank_suffices_where_a_second_saves_nothing() -> None:
+    costs = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, issue_s=0.1)
+    policy = WidthPolicy(planner_of(costs), elastic=True, overtaking=0.15)
+    assert policy.chains(prompt(100)).plan(2, (), NOW_S).ranks == (0,)
+
+
+def test_inelastic_is_all_ranks_and_first_come_first_served() -> None:
+    policy = WidthPolicy(linear_planner(), elastic=False, overtaking=0.15)
+    planned = policy.chains(prompt(100)).plan(3, [job(-1.0, 5.0)], NOW_S)
+    assert planned.ranks == (0, 1, 2)
+    assert planned.job.due_s == NOW_S
+    assert [option.width for option in planned.choice.options] == [3]
+
+
+def test_fewer_tokens_than_ranks() -> None:
+    assert plan(1, num_ranks=3).ranks == (0,)
+    assert plan(2, num_ranks=3).ranks in {(0,), (0, 1)}
+
+
+def test_a_group_wider_than_the_planner_plans_for_is_used_in_part() -> None:
+    assert plan(1000, num_ranks=9).ranks == (0, 1, 2, 3)
+
+
+def test_the_reason_is_readable() -> None:
+    assert plan(1000, job(0.0, 5.0)).choice.reason.startswith(
+        "1 of 2 ranks behind 1 of 1 jobs; predicted seconds, own + others', by width: 1: 0.900 + "
+    )
+
+
+seconds = st.floats(0.0, 10.0)
+jobs = st.builds(
+    lambda due_s, patience_s, left_s: Pending(NOW_S + due_s, NOW_S + patience_s, left_s),
+    st.floats(-10.0, 10.0),
+    st.floats(-10.0, 30.0),
+    st.dictionaries(st.sampled_from([Rank(0), Rank(1), Rank(2)]), seconds, min_size=1),
+)
+in_flight = st.lists(jobs, max_size=6).map(lambda each: sorted(each, key=lambda job: job.due_s))
+
+
+@given(num_tokens=st.integers(1, 8000), pending=in_flight, costly=st.booleans())
+def test_of_any_widths_the_one_that_costs_least(num_tokens: int, pending: list[Pending], costly: bool) -> None:
+    policy = WidthPolicy(FIXED if costly else linear_planner(), elastic=True, overtaking=0.15)
+    planned = policy.chains(prompt(num_tokens)).plan(3, pending, NOW_S)
+    assert planned == policy.chains(prompt(num_tokens)).plan(3, pending, NOW_S)
+    assert planned.cost_s == planned.choice.options[planned.choice.width - 1].cost_s
+    assert all(planned.cost_s <= option.cost_s for option in planned.choice.options)
+    assert list(planned.ranks) == sorted(set(planned.ranks)) and planned.ranks[-1] < 3
+    assert (planned.chunks[0].start, planned.chunks[-1].end) == (0, num_tokens)
+    assert len(planned.chunks) == len(planned.ranks) == len(planned.job.left_s)
+
+
+@given(num_tokens=st.integers(1, 8000), pending=in_flight)
+def test_no_promise_is_broken_for_a_newcomer(num_tokens: int, pending: list[Pending]) -> None:
+    planned = plan(num_tokens, *pending, num_ranks=3)
+    num_ahead = planned.choice.num_ahead
+    behind = pending[num_ahead:]
+    assert all(job.due_s <= planned.job.due_s for job in pending[:num_ahead])
+    assert all(job.due_s > planned.job.due_s for job in behind)
+    lefts_s = [job.left_s for job in pending]
+    before_s = finishes_s(lefts_s)[num_ahead:]
+    after_s = finishes_s([*lefts_s[:num_ahead], planned.job.left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
+    for job, before, after in zip(behind, before_s, after_s, strict=True):
+        assert after == before or NOW_S + after <= job.latest_s

@@ -1,0 +1,131 @@
+"""One place answers for all predictions: near the search, equal to the wavefront, and for any prompt."""
+
+import dataclasses
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import InvalidArgumentError
+from baton.types import TokenRange
+from planning.calibration import Calibration, nominal
+from planning.cost_model import BATON, CostModel, Link
+from planning.hardware import cpu_rank
+from planning.model_shape import SHAPES
+from planning.planner import ChainPlanner
+from planning.search import search
+from planning.wavefront import chain_ttft, reference
+
+SHAPE = SHAPES["smollm2-135m"]
+ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
+PLANNER = ChainPlanner(ASSUMED, max_ranks=4, max_tokens=8192)
+BETWEEN_KNOTS = (24, 90, 300, 1400, 6000)
+
+
+def over(link: Link, calibration: Calibration = ASSUMED) -> Calibration:
+    return dataclasses.replace(calibration, cost=dataclasses.replace(calibration.cost, link=link))
+
+
+def lengths(chunks: tuple[TokenRange, ...]) -> tuple[int, ...]:
+    return tuple(len(chunk) for chunk in chunks)
+
+
+def behind(cached: int, num_tokens: int) -> TokenRange:
+    return TokenRange(cached, cached + num_tokens)
+
+
+@given(cached=st.integers(0, 5000), num_tokens=st.integers(1, 10_000), num_ranks=st.integers(1, 4))
+def test_any_prompt_is_covered_in_order(cached: int, num_tokens: int, num_ranks: int) -> None:
+    chunks = PLANNER.chunks(behind(cached, num_tokens), num_ranks)
+    assert len(chunks) == min(num_ranks, num_tokens) and all(len(chunk) for chunk in chunks)
+    assert (chunks[0].start, chunks[-1].end) == (cached, cached + num_tokens)
+    assert all(left.end == right.start for left, right in itertools.pairwise(chunks))
+
+
+@pytest.mark.parametrize("num_tokens", BETWEEN_KNOTS)
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_chunks_are_within_three_percent_of_the_search(num_tokens: int, num_ranks: int) -> None:
+    planned = PLANNER.ttft_s(PLANNER.chunks(behind(0, num_tokens), num_ranks))
+    searched = chain_ttft(search(num_tokens, num_ranks, ASSUMED.cost, BATON), ASSUMED.cost, BATON)
+    assert planned <= 1.03 * float(searched)
+
+
+@pytest.mark.parametrize("cached", [100, 2000, 30_000])
+@pytest.mark.parametrize("num_tokens", [300, 3000])
+@pytest.mark.parametrize("link", [ASSUMED.cost.link, Link(1e-3, 1e8)], ids=["loopback", "slow"])
+def test_behind_a_cached_prefix_too(cached: int, num_tokens: int, link: Link) -> None:
+    planner = ChainPlanner(over(link), max_ranks=3, max_tokens=4096)
+    planned = planner.ttft_s(planner.chunks(behind(cached, num_tokens), 3))
+    searched = chain_ttft(search(num_tokens, 3, planner.cost, BATON, cached=cached), planner.cost, BATON, cached=cached)
+    assert planned <= 1.05 * float(searched)
+
+
+def test_when_links_rule_the_last_rank_gets_most_also_behind_a_prefix_and_beyond_the_knots() -> None:
+    planner = ChainPlanner(over(Link(1e-3, 1e6)), max_ranks=10, max_tokens=256)
+    for cached, num_ranks in ((0, 2), (500, 2), (0, 10), (500, 10)):
+        chunks = lengths(planner.chunks(behind(cached, 256), num_ranks))
+        assert chunks[-1] > 0.6 * 256, (cached, chunks)
+
+
+@given(cached=st.integers(0, 3000), chunks=st.lists(st.integers(1, 2000), min_size=1, max_size=4))
+def test_predictions_are_the_wavefronts(cached: int, chunks: list[int]) -> None:
+    edges = list(itertools.accumulate(chunks, initial=cached))
+    ranges = [TokenRange(*edge) for edge in itertools.pairwise(edges)]
+    ttft_s = PLANNER.ttft_s(ranges)
+    assert ttft_s == pytest.approx(reference(chunks, ASSUMED.cost, BATON, cached=cached))
+    ranks = PLANNER.rank_s(ranges)
+    assert max(ranks) <= ttft_s * (1 + 1e-9)
+    assert PLANNER.layer_s(ranges) * SHAPE.num_layers >= 0.999 * (max(ranks) - ASSUMED.cost.head_s)
+
+
+def test_a_lone_rank_computes_all_the_time() -> None:
+    whole = PLANNER.chunks(behind(0, 1000), 1)
+    assert PLANNER.rank_s(whole) == pytest.approx((PLANNER.ttft_s(whole),))
+
+
+def test_a_rank_before_the_last_ends_when_its_kv_has_left() -> None:
+    cost = CostModel(2, linear_s=4.0, pair_s=0.0, kv_bytes=1, project_share=0.25, fixed_s=1.0)
+    planner = ChainPlanner(dataclasses.replace(ASSUMED, cost=cost), max_ranks=2, max_tokens=64)
+    first, last = planner.rank_s((TokenRange(0, 10), TokenRange(10, 20)))
+    assert first == (1 + 40) + (1 + 10)
+    assert last == (1 + 40) + (1 + 10 + 3)
+
+
+def test_a_slow_message_counts_as_a_long_layer() -> None:
+    planner = ChainPlanner(over(Link(0.5, 1e9)), max_ranks=2, max_tokens=64)
+    assert planner.layer_s(planner.chunks(behind(0, 64), 2)) > 0.5
+    assert planner.layer_s(planner.chunks(behind(0, 64), 1)) < 0.5
+
+
+def test_another_calibration_counts_from_when_it_is_given() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    tokens = behind(0, 512)
+    before = planner.chunks(tokens, 2), planner.ttft_s(planner.chunks(tokens, 2))
+    slow = over(Link(1e-3, 1e6))
+    planner.use(slow)
+    assert planner.calibration is slow
+    assert planner.chunks(tokens, 2)[0].end < before[0][0].end
+    assert planner.ttft_s(planner.chunks(tokens, 2)) > before[1]
+
+
+@pytest.mark.parametrize(("max_ranks", "max_tokens", "name"), [(0, 10, "max_ranks"), (1, 0, "max_tokens")])
+def test_refuses_what_it_cannot_plan_for(max_ranks: int, max_tokens: int, name: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=f"{name} = 0 is out of range: use at least 1"):
+        ChainPlanner(ASSUMED, max_ranks=max_ranks, max_tokens=max_tokens)
+
+
+def test_refuses_no_tokens_and_more_ranks_than_it_has() -> None:
+    with pytest.raises(InvalidArgumentError, match="is empty"):
+        PLANNER.chunks(behind(3, 0), 2)
+    with pytest.raises(InvalidArgumentError, match="num_ranks = 5 is out of range: this planner has 4"):
+        PLANNER.chunks(behind(0, 100), 5)
+    with pytest.raises(InvalidArgumentError, match="chunks is empty"):
+        PLANNER.ttft_s(())
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17, 33])
+def test_plans_for_tiny_models(max_tokens: int) -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=max_tokens)
+    for num_tokens in range(1, max_tokens + 1):
+        assert sum(lengths(planner.chunks(behind(0, num_tokens), 3))) == num_tokens
