@@ -157,7 +157,7 @@ async def test_without_generation_groups_a_request_ends_in_bounded_time() -> Non
     async with relay(config=HASTY) as made:
         made.members.update(ClusterView())
         with pytest.raises(UnavailableError, match="no generation group had a free slot"):
-            await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 5)
+            await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 20)
         made.members.update(made.view())
         await made.ask(made.request(prompt(40), SHORT))
 
