@@ -1,121 +1,157 @@
 """Is a chain the best way to prefill one prompt on several ranks? Against TSP, zigzag ring attention, and one process.
 
 Ranks of one thread on a core each; all schemes use one decoder and one attention kernel, and are asked in turn. The
-chain's partitions are even (`even`) and searched over a cost model (`kvr_s`), which is fitted to one rank's measured
-prefills before; rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The
-baseline `single` is one process with as many threads as there are ranks.
+chain's partitions are even (`even`) and searched over a cost model (`kvr_s`), which is calibrated before, with all
+ranks busy; rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
+`single` is one process with as many threads as there are ranks. `--bars` measures what is promised, and nothing else.
 """
 
 import argparse
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-
-from rich.console import Console
-from rich.progress import track
+from dataclasses import dataclass
 
 from baton.types import TokenRange
-from benchmarks.baselines.ranks import Ranks, Task
+from benchmarks.baselines.rank_process import Task
+from benchmarks.baselines.ranks import Ranks
 from benchmarks.baselines.schemes import SCHEMES
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
-from modeling.config import ModelConfig
-from modeling.weights import load_config
-from planning.calibration import Calibration, calibrate
-from planning.cost_model import BATON, Kernel
-from planning.model_shape import ModelShape
-from planning.partition import EvenPartitioner, Partitioner
+from benchmarks.calibrating import LENGTHS as CALIBRATED
+from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.calibrating import calibrated
+from benchmarks.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    make_parser,
+    progress,
+    random_prompt,
+    resolve,
+)
+from benchmarks.rates import runnable
+from deploy.calibrations import nominal_calibration
+from planning.calibration import Calibration
+from planning.cost_model import BATON
+from planning.partition import EvenPartitioner
 from planning.search import SearchedPartitioner
 from planning.wavefront import chain_ttft
 
-LENGTHS = "512,1024,2048,6000"
-QUICK_LENGTHS = "512"
-CALIBRATED = (128, 384, 768, 1536, 3072, 5000)
-QUICK_CALIBRATED = (128, 512, 1024)
-_REPEATS = 3
-_STDERR = Console(stderr=True)
-_LINK_POINTS = ((2.0**16, 1e-4 + 2.0**16 / 2e9), (2.0**22, 1e-4 + 2.0**22 / 2e9))
-"""gloo on the loopback: 0.1 ms and 2 GB/s, far from what decides here."""
+TOKENS = "512,1024,2048,6000"
+QUICK_TOKENS = "512"
+SCHEME_NAMES = (*SCHEMES, "even", "single")
+BAR_TOKENS = "2048,6000"
+BAR_SCHEMES = ("tsp_dense", "zigzag")
+TSP_BARS = {2048: 1.35, 6000: 1.65}
+"""Least ratio of dense TSP's time to KVR-S's with SDPA, by prompt length."""
+ZIGZAG_BAR = 0.97
+"""Least ratio of zigzag ring attention's time to KVR-S's, at every length, with every kernel."""
 
 
-def calibrated(ranks: Ranks, config: ModelConfig, lengths: Sequence[int]) -> Calibration:
-    """Fits the cost model to whole prompts on the first rank alone; the best of three each."""
-    points = []
-    for num_tokens in track(lengths, "calibrating", transient=True, console=_STDERR):
-        task = Task("kvr", random_prompt(num_tokens, 0), (TokenRange(0, num_tokens),))
-        points.append((float(num_tokens), min(ranks.run(task)[0] for _ in range(_REPEATS))))
-    shape = ModelShape(
-        num_layers=config.num_layers,
-        hidden=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-    )
-    return calibrate(
-        "measured", "this machine", shape, kernel=Kernel.CAUSAL, prefill_points=tuple(points), link_points=_LINK_POINTS
-    )
+@dataclass(frozen=True)
+class Contest:
+    """One prompt length, one kernel, and whom the chain meets."""
+
+    num_tokens: int
+    kernel: str
+    schemes: tuple[str, ...]
+    pairs: int
 
 
-def tasks_of(prompt: tuple[int, ...], partitioners: Mapping[str, Partitioner], num_ranks: int) -> dict[str, Task]:
-    """One prompt, by every scheme."""
-    whole = TokenRange(0, len(prompt))
-    tasks = {name: Task(name, prompt) for name in SCHEMES}
-    for name, partitioner in partitioners.items():
-        tasks[name] = Task("kvr", prompt, partitioner.partition(whole, num_ranks))
-    return tasks
+class Arena:
+    """The ranks, the single process, and what the cost model says of them. Blocks in every method."""
+
+    def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:
+        self._ranks, self._single, self._calibrations = ranks, single, calibrations
+
+    def measure(self, contest: Contest) -> dict[str, list[float]]:
+        """Seconds of each round, by scheme; KVR-S's prediction as `model`. A short round comes before, unrecorded."""
+        found: dict[str, list[float]] = {name: [] for name in ("kvr_s", *contest.schemes)}
+        self._round(contest, min(contest.num_tokens, 512), seed=contest.pairs)
+        with progress(f"{contest.num_tokens} tokens, {contest.kernel}", contest.pairs) as advance:
+            for seed in range(contest.pairs):
+                for name, seconds in self._round(contest, contest.num_tokens, seed).items():
+                    found[name].append(seconds)
+                advance()
+        chunks = [len(chunk) for chunk in self.searched(contest.num_tokens, contest.kernel)]
+        predicted_s = float(chain_ttft(chunks, self._calibrations[contest.kernel].cost, BATON))
+        return found | {"model": [predicted_s] * contest.pairs}
+
+    def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
+        """KVR-S's chunks."""
+        partitioner = SearchedPartitioner(self._calibrations[kernel].cost, BATON)
+        return partitioner.partition(TokenRange(0, num_tokens), len(self._ranks))
+
+    def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:
+        prompt, kernel, whole = random_prompt(num_tokens, seed), contest.kernel, TokenRange(0, num_tokens)
+        tasks = {name: Task(name, prompt, kernel=kernel) for name in contest.schemes if name in SCHEMES}
+        tasks["kvr_s"] = Task("kvr", prompt, self.searched(num_tokens, kernel), kernel=kernel)
+        if "even" in contest.schemes:
+            tasks["even"] = Task("kvr", prompt, EvenPartitioner().partition(whole, len(self._ranks)), kernel=kernel)
+        times = {name: self._ranks.run(task).seconds for name, task in tasks.items()}
+        if "single" in contest.schemes:
+            assert self._single is not None
+            times["single"] = self._single.run(Task("kvr", prompt, (whole,), kernel=kernel)).seconds
+        return times
 
 
-def measure(args: argparse.Namespace) -> None:
-    """All lengths, all schemes."""
-    folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
-    lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
-    cores = sorted(os.sched_getaffinity(0))[: args.ranks]
-    reporter = Reporter("chain", args.json)
-    with (
-        Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks,
-        Ranks.running(folder, args.dtype, [tuple(cores)]) as single,
-    ):
-        calibration = calibrated(ranks, load_config(folder), QUICK_CALIBRATED if args.quick else CALIBRATED)
-        searched = SearchedPartitioner(calibration.cost, BATON)
-        partitioners: dict[str, Partitioner] = {"even": EvenPartitioner(), "kvr_s": searched}
-        for num_tokens in lengths:
-            found: dict[str, list[float]] = {}
-            for index in track(range(pairs + 1), f"{num_tokens} tokens", transient=True, console=_STDERR):
-                prompt = random_prompt(num_tokens, seed=index)
-                for name, task in tasks_of(prompt, partitioners, len(cores)).items():
-                    found.setdefault(name, []).append(ranks.run(task)[0])
-                alone = Task("kvr", prompt, (TokenRange(0, num_tokens),))
-                found.setdefault("single", []).append(single.run(alone)[0])
-            chunks = searched.partition(TokenRange(0, num_tokens), len(cores))
-            report(reporter, num_tokens, chunks, found, calibration)
+def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
+    """What to measure, shortest first."""
+    default = BAR_TOKENS if args.bars else QUICK_TOKENS if args.quick else TOKENS
+    schemes = BAR_SCHEMES if args.bars else tuple(name for name in SCHEME_NAMES if name in args.schemes.split(","))
+    pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+    lengths = sorted(int(number) for number in (args.tokens or default).split(","))
+    return [Contest(num_tokens, kernel, schemes, pairs) for num_tokens in lengths for kernel in kernels]
+
+
+def run(args: argparse.Namespace) -> int:
+    """All lengths, all kernels, all schemes; 1 when a bar is missed."""
+    folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
+    origin, kernels = nominal_calibration(folder, args.dtype, 1), runnable(args.kernel.split(","))
+    planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))
+        single = None
+        if any("single" in contest.schemes for contest in planned):
+            single = stack.enter_context(Ranks.running(folder, args.dtype, [tuple(cores)]))
+        lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
+        arena = Arena(ranks, single, {kernel: calibrated(ranks, origin, kernel, lengths) for kernel in kernels})
+        for contest in planned:
+            report(reporter, contest, len(cores), arena.measure(contest), bars if args.bars else None)
     reporter.close()
+    return bars.close()
 
 
 def report(
-    reporter: Reporter,
-    num_tokens: int,
-    chunks: Sequence[TokenRange],
-    found: Mapping[str, list[float]],
-    calibration: Calibration,
+    reporter: Reporter, contest: Contest, num_ranks: int, found: Mapping[str, list[float]], bars: Bars | None
 ) -> None:
     """KVR-S beside every other scheme, and beside what the model said."""
-    name = case(tokens=num_tokens, ranks=len(chunks), scheme="kvr_s")
-    ours = found["kvr_s"][1:]
+    num_tokens, kernel = contest.num_tokens, contest.kernel
+    name = case(tokens=num_tokens, ranks=num_ranks, scheme="kvr_s", kernel=kernel)
     for baseline, seconds in found.items():
-        if baseline != "kvr_s":
-            reporter.add(name, "ttft_s", "s", baseline, Pairs(ours, seconds[1:]))
-    predicted_s = float(chain_ttft([len(chunk) for chunk in chunks], calibration.cost, BATON))
-    reporter.add(name, "ttft_s", "s", "model", Pairs(ours, [predicted_s] * len(ours)))
+        if baseline == "kvr_s":
+            continue
+        row = reporter.add(name, "ttft_s", "s", baseline, Pairs(found["kvr_s"], seconds))
+        what = f"KVR-S over {baseline}, {num_tokens} tokens, {kernel}"
+        if bars is not None and baseline == "tsp_dense" and kernel == "sdpa" and num_tokens in TSP_BARS:
+            bars.at_least(what, row.ratio, TSP_BARS[num_tokens])
+        if bars is not None and baseline == "zigzag":
+            bars.at_least(what, row.ratio, ZIGZAG_BAR)
 
 
 def main() -> int:
     """Runs the benchmark."""
     parser = make_parser(__doc__)
-    parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
+    parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS}; {BAR_TOKENS} with --bars)")
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")
-    measure(parser.parse_args())
-    return 0
+    parser.add_argument("--kernel", default="native,sdpa", help="of attention, on all sides")
+    parser.add_argument("--schemes", default=",".join(SCHEME_NAMES), help="to compare with, unless --bars")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
+    parser.add_argument("--bars", action="store_true", help="what is promised, and nothing else")
+    return run(parser.parse_args())
 
 
 if __name__ == "__main__":

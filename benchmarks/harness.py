@@ -6,18 +6,20 @@ says how many times better than the baseline (above 1 is better, whatever the un
 """
 
 import argparse
+import contextlib
 import json
 import platform
 import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from baton.paths import cache_folder
@@ -25,6 +27,8 @@ from deploy.config import DEFAULT_MODEL
 
 PAIRS = 9
 QUICK_PAIRS = 3
+_RATES = ("gb_s", "tokens_s", "gflops")
+"""Metrics that are better when larger."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,8 @@ def random_prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
 
 
 def case(**keys: object) -> str:
-    """`tokens=512,ranks=2` from keyword arguments, in their order."""
+    """`tokens=512,ranks=2` from keyword arguments, in their order. One word each in all benchmarks; those with a unit:
+    `link` MB/s, `context` keys, `tokens` of a prompt or a chunk."""
     return ",".join(f"{key}={value}" for key, value in keys.items())
 
 
@@ -110,8 +115,8 @@ class Reporter:
         self._console.print(f"{bench}: {describe_machine()}", style="dim", highlight=False)
 
     def add(self, case_name: str, metric: str, unit: str, baseline: str, pairs: Pairs) -> Row:
-        """Reports one comparison; `gb_s` and `tokens_s` are better when larger, all else when smaller."""
-        low, ratio, high = pairs.quartiles(smaller_is_better=metric not in ("gb_s", "tokens_s"))
+        """Reports one comparison; rates are better when larger, all else when smaller."""
+        low, ratio, high = pairs.quartiles(smaller_is_better=metric not in _RATES)
         ours, theirs = pairs.our_median, pairs.their_median
         row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
         if self._json:
@@ -124,6 +129,54 @@ class Reporter:
     def close(self) -> None:
         """Prints the table."""
         self._console.print(self._table)
+
+
+class Bars:
+    """What is promised, and whether it holds: said as it is found, and once more at the end."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._verdicts: list[tuple[bool, str]] = []
+
+    def at_least(self, what: str, value: float, bar: float) -> None:
+        """One promise."""
+        self._check(f"{what}: {value:.3f}, at least {bar:g}", value >= bar)
+
+    def at_most(self, what: str, value: float, bar: float) -> None:
+        """One promise."""
+        self._check(f"{what}: {value:.3f}, at most {bar:g}", value <= bar)
+
+    def close(self) -> int:
+        """Prints all verdicts; the process's exit code, 1 when something does not hold."""
+        for verdict in self._verdicts:
+            self._print(verdict)
+        return 0 if all(holds for holds, _ in self._verdicts) else 1
+
+    def _check(self, text: str, holds: bool) -> None:
+        self._verdicts.append((holds, text))
+        self._print(self._verdicts[-1])
+
+    def _print(self, verdict: tuple[bool, str]) -> None:
+        holds, text = verdict
+        self._console.print(f"  {'PASS' if holds else 'FAIL'}  {text}", markup=False, style="green" if holds else "red")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A line on standard error: on a terminal it counts rounds. Call what it yields after each."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print(f"  {what}: {total} rounds", style="dim")
+    columns = (TextColumn(f"  {what}: round"), MofNCompleteColumn(), TimeElapsedColumn())
+    # Drawn between rounds only: a thread that draws takes part in what is measured.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task("", total=total)
+
+        def advance() -> None:
+            shown.advance(task)
+            shown.refresh()
+
+        yield advance
 
 
 def describe_machine() -> str:

@@ -13,18 +13,17 @@ import contextlib
 import os
 import statistics
 import sys
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
 import torch
 from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from baton.client import AsyncClient
 from benchmarks.engine_side import EngineSpec, engine_alone
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, resolve
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.served_side import ServedSide
 from benchmarks.streams import Measured, Side, make_load
 from deploy.own_cluster import own_cluster, until_signal
@@ -107,7 +106,7 @@ class _Bench:
     async def compare(self, place: Place, num_streams: int, chain: Side, baselines: Mapping[str, Side]) -> float:
         """Measures and reports one number of streams; the ratio of tokens/s to the engine's."""
         args, found = self.args, {name: list[Measured]() for name in ("chain", *baselines)}
-        with _progress(self.console, f"{num_streams} streams", self.pairs + 1) as advance:
+        with progress(f"{num_streams} streams", self.pairs + 1) as advance:
             for index in range(self.pairs + 1):
                 load = make_load(num_streams, args.tokens, args.max_tokens, seed=index)
                 for name, side in {"chain": chain, **baselines}.items():
@@ -127,7 +126,7 @@ class _Bench:
         """Measures and reports where the time to a first token goes; milliseconds that are not the chain's."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
-        with _progress(self.console, "spans", num_requests + 1) as advance:
+        with progress("spans", num_requests + 1) as advance:
             for index in range(num_requests + 1):
                 (prompt,) = make_load(1, SPAN_TOKENS, 1, seed=index).prompts
                 found.append(await chain.spans(prompt))
@@ -159,19 +158,15 @@ async def measure(args: argparse.Namespace) -> int:
 
 async def check_bars(args: argparse.Namespace) -> int:
     """What is promised; 1 when something does not hold."""
-    bench, verdicts = _Bench(args), list[tuple[str, bool]]()
+    bench, bars = _Bench(args), Bars()
     for place, bar in ((Place.pinned(1, _all_cores()), OWN_THREAD_BAR), (Place(2), ALL_THREADS_BAR)):
         async with bench.sides(place, with_single=False) as (chain, baselines):
             if place.cores:
-                overhead_ms = await bench.spans(chain)
-                text = f"{overhead_ms:.1f} ms besides the chain, at most {OVERHEAD_BAR_MS:g}"
-                verdicts.append((text, overhead_ms <= OVERHEAD_BAR_MS))
+                bars.at_most("milliseconds besides the chain", await bench.spans(chain), OVERHEAD_BAR_MS)
             ratio = await bench.compare(place, BAR_STREAMS, chain, baselines)
-            verdicts.append((f"{place.num_threads} threads: {ratio:.3f} of the engine, at least {bar:g}", ratio >= bar))
+            bars.at_least(f"of the engine's tokens/s, {place.num_threads} threads", ratio, bar)
     bench.reporter.close()
-    for text, holds in verdicts:
-        bench.say(f"{'holds' if holds else 'MISSED'}: {text}")
-    return 0 if all(holds for _, holds in verdicts) else 1
+    return bars.close()
 
 
 def _all_cores() -> set[int]:
@@ -188,21 +183,6 @@ def _pinned_to(cores: Collection[int]) -> Iterator[None]:
         yield
     finally:
         use_cores(sorted(before), torch.get_num_threads())
-
-
-@contextlib.contextmanager
-def _progress(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A line that counts rounds, on a terminal; call what it yields after each."""
-    columns = (TextColumn(f"  {what}: round"), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between rounds only: a thread that draws takes part in what is measured.
-    with Progress(*columns, console=console, transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("", total=total)
-
-        def advance() -> None:
-            progress.advance(task)
-            progress.refresh()
-
-        yield advance
 
 
 def _numbers(text: str) -> list[int]:

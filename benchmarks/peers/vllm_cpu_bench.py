@@ -7,6 +7,8 @@ Run it with the Python of the environment that setup_vllm_cpu.sh made, and nothi
 MODEL_DIR is a Hugging Face folder (config.json, safetensors, tokenizer). Prints one JSON object per line:
 prefill rows carry `tokens` and `ttft_s` (best of 3); decode rows carry `batch`, `context`, `step_ms` and `tokens_s`
 (two whole runs, 1 new token and steps + 1 new tokens, differ by `steps` decode steps).
+With --serve it measures nothing by itself: it says `{"ready": VERSION}`, then reads lines `{"tokens": 6000}` from
+standard input and answers each with the `ttft_s` of one new prompt, until the input ends.
 Prefix caching is off, so that no prompt is served from memory. Numbers hold only beside a run of
 the other side on the same machine in the same hour: quote ratios.
 """
@@ -15,11 +17,18 @@ import argparse
 import json
 import os
 import random
+import sys
 import time
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+
+def serve(version, ttft_s) -> None:
+    print(json.dumps({"ready": version}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps({"ttft_s": ttft_s(json.loads(line)["tokens"])}), flush=True)
 
 
 def main() -> None:
@@ -29,8 +38,10 @@ def main() -> None:
     parser.add_argument("--prefill", default="512,2048,6000")
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--serve", action="store_true")
     args = parser.parse_args()
 
+    import vllm
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -53,6 +64,9 @@ def main() -> None:
         return time.perf_counter() - start
 
     run(prompts(1, 16), 4)
+    if args.serve:
+        serve(vllm.__version__, lambda tokens: run(prompts(1, tokens), 1))
+        return
     for tokens in (int(t) for t in args.prefill.split(",") if t):
         best = min(run(prompts(1, tokens), 1) for _ in range(3))
         print(

@@ -1,0 +1,30 @@
+"""Which prompts come when: two long ones at once, and short ones while those are served. Pure."""
+
+import random
+from dataclasses import dataclass
+
+LONG_TOKENS = 6000
+SHORT_TOKENS = 256
+_NUM_LONG = 2
+_NUM_SHORT = 10
+_FIRST_S = 0.2
+_LAST_S = 2.0
+
+
+@dataclass(frozen=True, order=True)
+class Arrival:
+    """One prompt, at a time from the start."""
+
+    at_s: float
+    num_tokens: int
+    seed: int
+    """Of its tokens."""
+
+
+def burst(seed: int, long_tokens: int = LONG_TOKENS, short_tokens: int = SHORT_TOKENS) -> tuple[Arrival, ...]:
+    """Two long prompts at 0, ten short ones at random between 0.2 and 2 s, in order; the same for the same seed."""
+    rng = random.Random(seed)
+    first = seed * (_NUM_LONG + _NUM_SHORT)
+    long = [Arrival(0.0, long_tokens, first + index) for index in range(_NUM_LONG)]
+    times = sorted(rng.uniform(_FIRST_S, _LAST_S) for _ in range(_NUM_SHORT))
+    return (*long, *(Arrival(at_s, short_tokens, first + _NUM_LONG + index) for index, at_s in enumerate(times)))

@@ -1,0 +1,56 @@
+"""How fast is prefill attention on a core? Our native kernel beside torch's SDPA, and torch's own bf16 matrices.
+
+One thread. For each number of keys, a causal square (as many queries), and a dense rectangle of `--queries` queries; of
+a causal square only the pairs that are seen count. All sides are asked in turn. `matmul` is the rate of torch's bf16
+linears of one layer of the model over as many tokens: what attention could reach if it were a matrix product.
+"""
+
+import argparse
+import os
+import sys
+
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.rates import KERNELS, attention_rate, layer_rate, runnable
+from deploy.calibrations import nominal_calibration
+from modeling.threads import use_cores
+
+KEYS = "512,1024,2048,3000,6000"
+QUICK_KEYS = "512"
+_CALL_S = 0.05
+"""Seconds of each side in each round, at least."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """All lengths. Rows of a kernel that cannot run here are absent."""
+    shape, pairs = nominal_calibration(resolve(args), args.dtype, 1).shape, QUICK_PAIRS if args.quick else PAIRS
+    use_cores(sorted(os.sched_getaffinity(0))[:1], 1)
+    reporter, kernels = Reporter("attention", args.json), runnable(list(KERNELS))
+    for num_keys in (int(number) for number in (args.keys or (QUICK_KEYS if args.quick else KEYS)).split(",")):
+        for form, num_queries in (("causal", num_keys), ("dense", min(args.queries, num_keys - 1))):
+            rates: dict[str, list[float]] = {name: [] for name in (*kernels, "matmul")}
+            with progress(f"{num_keys} keys, {form}", pairs) as advance:
+                for _ in range(pairs):
+                    for name in kernels:
+                        rate = attention_rate(KERNELS[name], shape, (num_queries, num_keys), _CALL_S)
+                        rates[name].append(rate / 1e9)
+                    rates["matmul"].append(layer_rate(shape, num_queries, _CALL_S) / 1e9)
+                    advance()
+            ours = kernels[0]
+            for baseline in rates:
+                if baseline != ours:
+                    name = case(tokens=num_queries, context=num_keys, kernel=ours, policy=form, threads=1)
+                    reporter.add(name, "gflops", "GFLOP/s", baseline, Pairs(rates[ours], rates[baseline]))
+    reporter.close()
+    return 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--keys", default=None, help=f"numbers of keys (default {KEYS})")
+    parser.add_argument("--queries", type=int, default=512, help="of dense rectangles")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Slow and noisy links, made of fast ones: a wrapper of the chain's link port, and one of the schemes' process group.
+
+Both hold each message back until a link of the set pace would have carried it (`pacing`), then hand it to what is
+below, in order. So all schemes meet the same links. A collective of a paced group is the ring of messages that it
+stands for: n - 1 steps, each paced. At full speed everything goes straight through.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from datetime import timedelta
+from queue import SimpleQueue
+
+from torch import Tensor
+
+from baton.ids import Rank
+from benchmarks.baselines.pacing import FULL_SPEED, LinkSchedule, Pace
+from benchmarks.baselines.schemes import Group, Work
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
+
+Deliver = Callable[[], None]
+"""Hands a message to the link below. Must not block."""
+
+
+class _Lane:
+    """One direction of one link: a thread that delivers what is posted, in order, each when it is due; at once what is
+    left when it is closed."""
+
+    def __init__(self, pace: Pace, direction: int) -> None:
+        self._schedule = LinkSchedule(pace, direction)
+        self._posted: SimpleQueue[tuple[float, Deliver] | None] = SimpleQueue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"lane-{direction}", daemon=True)
+        self._thread.start()
+
+    def post(self, num_bytes: int, deliver: Deliver) -> None:
+        self._posted.put((self._schedule.delivered_s(time.monotonic(), num_bytes), deliver))
+
+    def close(self) -> None:
+        self._closing.set()
+        self._posted.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._posted.get()) is not None:
+            due_s, deliver = item
+            self._closing.wait(max(due_s - time.monotonic(), 0.0))  # the time that the link takes
+            deliver()
+
+
+class Pacer:
+    """The pace of all links that start at one rank. `set` and `close` when no message is under way."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._pace = FULL_SPEED
+        self._lanes: dict[int, _Lane] = {}
+        self._posting = threading.Lock()
+
+    @property
+    def is_full_speed(self) -> bool:
+        """Whether nothing is held back."""
+        return self._pace.is_full_speed
+
+    def set(self, pace: Pace) -> None:
+        """From here on; bursts start anew, the same for the same seed."""
+        self.close()
+        self._pace = pace
+
+    def post(self, target: int, num_bytes: int, deliver: Deliver) -> None:
+        """Has `deliver` called when a message of `num_bytes` to `target` would be through. Thread-safe."""
+        if self.is_full_speed:
+            deliver()
+            return
+        with self._posting:
+            if target not in self._lanes:
+                self._lanes[target] = _Lane(self._pace, direction=self._rank * 1000 + target)
+            self._lanes[target].post(num_bytes, deliver)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        for lane in self._lanes.values():
+            lane.close()
+        self._lanes.clear()
+
+
+class PacedLinks:
+    """See `prefill_workers.links.Links`."""
+
+    def __init__(self, links: Links, pacer: Pacer) -> None:
+        self._links, self._pacer = links, pacer
+
+    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        self._pacer.post(target, header.num_bytes, lambda: self._links.send(target, header, payload))
+
+    def close(self) -> None:
+        self._links.close()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        return self._links.wait_closed(timeout_s)
+
+
+def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
+    """Joins an epoch by `connect`, with links of the pacer's pace."""
+
+    def join(handler: LinkHandler) -> Links:
+        return PacedLinks(connect(handler), pacer)
+
+    return join
+
+
+class _Posted:
+    """A send that may not have begun."""
+
+    def __init__(self) -> None:
+        self.begun: Future[Work] = Future()
+
+    def wait(self, timeout: timedelta) -> bool:
+        return self.begun.result(timeout.total_seconds()).wait(timeout)
+
+
+class _Done:
+    """An operation that is over."""
+
+    def wait(self, timeout: timedelta) -> bool:
+        return True
+
+
+class PacedGroup:
+    """A process group (`schemes.Group`) whose messages keep to the pacer's pace."""
+
+    def __init__(self, group: Group, pacer: Pacer, timeout: timedelta) -> None:
+        self._group, self._pacer, self._timeout = group, pacer, timeout
+
+    def rank(self) -> int:
+        return self._group.rank()
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def send(self, tensors: list[Tensor], target: int, tag: int) -> Work:
+        posted = _Posted()
+
+        def deliver() -> None:
+            try:
+                posted.begun.set_result(self._group.send(tensors, target, tag))
+            except RuntimeError as error:  # what gloo raises: for whoever waits
+                posted.begun.set_exception(error)
+
+        self._pacer.post(target, sum(each.nbytes for each in tensors), deliver)
+        return posted
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int) -> Work:
+        return self._group.recv(tensors, source, tag)
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work:
+        if self._pacer.is_full_speed:
+            return self._group.allgather(outputs, inputs)
+        rank, num_ranks = self.rank(), self.size()
+        (parts,), (own,) = outputs, inputs
+        parts[rank].copy_(own)
+        for step in range(num_ranks - 1):
+            coming = self.recv([parts[(rank - step - 1) % num_ranks]], (rank - 1) % num_ranks, 0)
+            going = self.send([parts[(rank - step) % num_ranks]], (rank + 1) % num_ranks, 0)
+            coming.wait(self._timeout)
+            going.wait(self._timeout)
+        return _Done()

@@ -1,0 +1,79 @@
+"""When a message gets through a link that is slow, or that others use too: arithmetic, no waiting.
+
+A paced link carries one message after the other at a given bandwidth. Other traffic holds it in bursts: their lengths,
+and those of the gaps between them, are exponential, and a message stands still while one lasts. Both directions between
+two ranks are links of their own, each with its own bursts (two-way traffic). Pure, with seeds passed in.
+"""
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What links are made to be."""
+
+    bandwidth: float = math.inf
+    """Bytes a second, each way; infinite: as fast as the link below."""
+    busy_share: float = 0.0
+    """Part of the time in which other traffic holds the link, below 1."""
+    burst_s: float = 0.0
+    """Mean length of a burst of other traffic, in seconds."""
+    seed: int = 0
+    """Of the bursts."""
+
+    def __post_init__(self) -> None:
+        if not self.bandwidth > 0 or not 0 <= self.busy_share < 1 or not 0 <= self.burst_s < math.inf:
+            raise ValueError(f"{self} is out of range: give a bandwidth above 0, and a busy share from 0 to below 1")
+        if self.busy_share and not self.burst_s:
+            raise ValueError(f"{self}: bursts take no time: give burst_s in seconds")
+
+    @property
+    def is_full_speed(self) -> bool:
+        """Whether nothing is held back."""
+        return self.bandwidth == math.inf and not self.busy_share
+
+
+FULL_SPEED = Pace()
+
+
+class LinkSchedule:
+    """One direction of a link, from the first message on. Times are seconds on any one monotonic clock."""
+
+    def __init__(self, pace: Pace, direction: int) -> None:
+        self._pace = pace
+        self._free_s = -math.inf
+        self._bursts: Iterator[tuple[float, float]] | None = None
+        self._burst = (math.inf, math.inf)
+        self._rng = random.Random(f"{pace.seed}/{direction}")
+
+    def delivered_s(self, now_s: float, num_bytes: int) -> float:
+        """When a message that is handed over at `now_s`, not before the last one was, has got through."""
+        if self._bursts is None:
+            self._bursts = bursts(self._pace, now_s, self._rng)
+            self._burst = next(self._bursts)
+        at_s, left_s = max(now_s, self._free_s), num_bytes / self._pace.bandwidth
+        while at_s + left_s > self._burst[0]:
+            start_s, end_s = self._burst
+            if end_s > at_s:
+                left_s -= max(start_s - at_s, 0.0)
+                at_s = end_s
+            self._burst = next(self._bursts)
+        self._free_s = at_s + left_s
+        return self._free_s
+
+
+def bursts(pace: Pace, start_s: float, rng: random.Random) -> Iterator[tuple[float, float]]:
+    """Ascending, disjoint [start, end) in which other traffic holds the link; endless."""
+    if not pace.busy_share:
+        while True:
+            yield math.inf, math.inf
+    mean_gap_s = pace.burst_s * (1 - pace.busy_share) / pace.busy_share
+    at_s = start_s
+    while True:
+        at_s += rng.expovariate(1 / mean_gap_s)
+        end_s = at_s + rng.expovariate(1 / pace.burst_s)
+        yield at_s, end_s
+        at_s = end_s

@@ -1,0 +1,177 @@
+"""One rank of a comparison: a process that does what it is told, one command after the other.
+
+The chain runs on the real engine over the real links, and pushes to nobody, as its peers do not either. All links,
+the chain's and the schemes', keep to the pace that a command asks for.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import cast
+
+from baton.clock import SystemClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import SampledToken, TokenRange
+from benchmarks.baselines.link_probe import LinkProbe, MessageSizes, Points
+from benchmarks.baselines.paced import PacedGroup, Pacer, paced
+from benchmarks.baselines.pacing import FULL_SPEED, Pace
+from benchmarks.baselines.schemes import SCHEMES, Group
+from benchmarks.rates import KERNELS, RateProbe
+from modeling.threads import use_cores
+from modeling.weights import load_decoder
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job, JobReport
+from prefill_workers.links import ConnectLinks, LinkHandler, Links
+from prefill_workers.torch_links import Meeting, connect_torch_links, make_group
+
+HOST = "127.0.0.1"
+WAIT_S = 300.0
+"""Longer than anything takes; then something is wrong."""
+_CHAIN, _GROUP, _PROBE = Epoch(1), Epoch(2), Epoch(3)
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prefill by all ranks, or by some."""
+
+    scheme: str
+    """kvr, or a name of SCHEMES."""
+    token_ids: tuple[int, ...]
+    chunks: tuple[TokenRange, ...] = ()
+    """Of the chain's ranks."""
+    ranks: tuple[int, ...] = ()
+    """The chain's; empty: the first, one for each chunk."""
+    kernel: str = ""
+    """A name of KERNELS; empty: the fastest."""
+    pace: Pace = FULL_SPEED
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank has to say about a task."""
+
+    token: int | None = None
+    """The first token, on the rank that has it."""
+    report: JobReport | None = None
+    """Of a rank of a chain."""
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds in which this rank of a chain did not wait for earlier ranks' KV."""
+        assert self.report is not None
+        run = self.report.run
+        return (run.end_unix_ns - run.start_unix_ns) / 1e9 - self.report.wait_s
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank's process is."""
+
+    folder: Path
+    dtype: str
+    rank: int
+    num_ranks: int
+    cores: tuple[int, ...]
+    """One thread each."""
+    port: int
+    """Of the store where the ranks meet."""
+
+
+Command = tuple[Pace, MessageSizes] | RateProbe | Task
+Reply = Answer | float | Points | None
+
+
+def run_rank(spec: RankSpec, pipe: Connection) -> None:
+    """The process's life: None when ready, then a reply to each command, until the pipe closes."""
+    use_cores(spec.cores, len(spec.cores))
+    rank = _Rank(spec)
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            pipe.send(rank.obey(pipe.recv()))
+    rank.close()
+
+
+class _Outlet:
+    """A KvOutlet that keeps the first token only."""
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+
+    def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        pass
+
+    def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        self.first = firsts[0].token_id if firsts else None
+
+    def abort(self, error: BaseException) -> None:
+        pass
+
+
+class _Rank:
+    """A rank that has met the others."""
+
+    def __init__(self, spec: RankSpec) -> None:
+        self._rank, self._num_jobs = spec.rank, 0
+        self._decoder = load_decoder(spec.folder, dtype=spec.dtype)
+        self._fastest = self._decoder.kernel
+        self._pacer = Pacer(spec.rank)
+        meeting = Meeting(_CHAIN, Rank(spec.rank), spec.num_ranks, f"{HOST}:{spec.port}", HOST, WAIT_S)
+        group = cast(Group, make_group(replace(meeting, epoch=_GROUP)))
+        self._group = PacedGroup(group, self._pacer, timedelta(seconds=WAIT_S))
+        connect = self._connector(meeting)
+        self._probe = LinkProbe(spec.rank, _PROBE, connect(_PROBE))
+        self._engine = PrefillEngine(self._decoder, SystemClock())
+        self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
+
+    def obey(self, command: Command) -> Reply:
+        """A task comes to all ranks, and the next command to none before all have replied."""
+        if isinstance(command, Task):
+            return self._prefill(command)
+        if isinstance(command, RateProbe):
+            return command.run()
+        pace, sizes = command
+        self._pacer.set(pace)
+        return self._probe.times(sizes)
+
+    def close(self) -> None:
+        self._probe.close()
+        self._engine.close()
+        self._pacer.close()
+
+    def _connector(self, meeting: Meeting) -> Callable[[Epoch], ConnectLinks]:
+        def of_epoch(epoch: Epoch) -> ConnectLinks:
+            def connect(handler: LinkHandler) -> Links:
+                return connect_torch_links(replace(meeting, epoch=epoch), handler)
+
+            return paced(connect, self._pacer)
+
+        return of_epoch
+
+    def _prefill(self, task: Task) -> Answer:
+        self._num_jobs += 1
+        self._pacer.set(task.pace)
+        self._decoder.kernel = KERNELS[task.kernel] if task.kernel else self._fastest
+        if task.scheme == "kvr":
+            return self._run_chain(task)
+        logits = SCHEMES[task.scheme](self._decoder, task.token_ids, self._group)
+        return Answer(token=None if logits is None else int(logits.argmax()))
+
+    def _run_chain(self, task: Task) -> Answer:
+        ranks = tuple(Rank(each) for each in (task.ranks or range(len(task.chunks))))
+        if self._rank not in ranks:
+            return Answer()
+        params = SamplingParams(max_tokens=1)
+        number = JobId(self._num_jobs)
+        job = Job(number, _CHAIN, RequestId("r"), 1, ranks, task.chunks, task.token_ids, params=params)
+        outlet, done = _Outlet(), threading.Event()
+        future: Future[JobReport] = self._engine.submit(job, outlet)
+        future.add_done_callback(lambda _: done.set())
+        done.wait()
+        return Answer(outlet.first, future.result())

@@ -1,0 +1,178 @@
+"""What does elastic chain width gain when short prompts meet long ones? Against full width, first come first served.
+
+Two prompts of 6,000 tokens at once, ten of 256 between 0.2 and 2 s later, through a whole local relay (orchestrator, a
+chain of two ranks of one thread, a generation engine, KV pushed and committed), one token each. Both policies are the
+orchestrator's own (`elastic` on and off, the baseline `static`), over the same workers and the same cost model, which
+is calibrated before; each serves the whole burst, in turn. Rows: mean TTFT of the short prompts, and of the long ones.
+`--bars`: the short ones' at least 3 times better, the long ones' at most 15 % worse.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
+from benchmarks.baselines.ranks import Ranks
+from benchmarks.calibrating import LENGTHS as CALIBRATED
+from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.calibrating import calibrated
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
+from benchmarks.rates import runnable
+from deploy.calibrations import nominal_calibration
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig
+from orchestrator.config import OrchestratorConfig
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.lifecycle import Finished
+from planning.calibration import Calibration
+from planning.planner import ChainPlanner
+
+ROUNDS = 5
+QUICK_ROUNDS = 2
+QUICK_LONG_TOKENS = 600
+SHORT_BAR = 3.0
+"""How many times better the short prompts' mean TTFT is, at least."""
+LONG_BAR = 0.15
+"""How much worse the long prompts' may be, as a fraction."""
+_POLICIES = {"elastic": True, "static": False}
+
+
+@dataclass(frozen=True)
+class Served:
+    """One prompt's way through the relay."""
+
+    arrival: Arrival
+    ttft_s: float
+    num_ranks: int
+    """That prefilled it."""
+    reason: str
+    """Why so many."""
+
+
+async def serve(controller: Controller, arrival: Arrival) -> Served:
+    """Hands a prompt in when its time has come; returns when it has ended."""
+    await asyncio.sleep(arrival.at_s)  # from the burst's start
+    clock, first_s, finished = SystemClock(), 0.0, None
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    prompt = random_prompt(arrival.num_tokens, arrival.seed)
+    start_s = clock.now_s()
+    async with contextlib.aclosing(
+        controller.generate(GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params))
+    ) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                first_s = first_s or clock.now_s()
+            elif isinstance(event, Finished):
+                finished = event
+    assert finished is not None, "a stream without an end"
+    assert first_s and not finished.error, finished
+    timings = finished.timings
+    reason = timings.width.reason if timings.width is not None else "prefilled by the generation group"
+    return Served(arrival, first_s - start_s, len(timings.ranks), reason)
+
+
+class _Bench:
+    """The workers, which both policies share, and what is found with them."""
+
+    def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
+        self._args, self._cluster, self._planner = args, cluster, planner
+        self._long_tokens = QUICK_LONG_TOKENS if args.quick else LONG_TOKENS
+        self._console = Console(stderr=True, highlight=False)
+
+    async def measure(self) -> dict[str, list[list[Served]]]:
+        """Every round's burst, by policy; one that is not counted comes before, of short prompts only."""
+        found: dict[str, list[list[Served]]] = {policy: [] for policy in _POLICIES}
+        rounds = self._args.pairs or (QUICK_ROUNDS if self._args.quick else ROUNDS)
+        with progress("bursts", rounds + 1) as advance:
+            for seed in range(rounds + 1):
+                arrivals = burst(seed, self._long_tokens if seed else SHORT_TOKENS)
+                for policy in _POLICIES:
+                    async with self._controller(policy) as controller:
+                        served = await asyncio.gather(*(serve(controller, each) for each in arrivals))
+                    found[policy] += [served] if seed else []
+                advance()
+        return found
+
+    def report(self, reporter: Reporter, bars: Bars, found: dict[str, list[list[Served]]]) -> None:
+        """Short and long prompts' means, and how many ranks they got."""
+        ratios = {}
+        for num_tokens in (SHORT_TOKENS, self._long_tokens):
+            means = {policy: [_mean(served, num_tokens) for served in rounds] for policy, rounds in found.items()}
+            name = case(tokens=num_tokens, ranks=self._args.ranks, policy="elastic", trace="burst")
+            row = reporter.add(name, "ttft_s", "s", "static", Pairs(means["elastic"], means["static"]))
+            ratios[num_tokens] = row.ratio
+            for policy, rounds in found.items():
+                widths = Counter(each.num_ranks for each in _of(rounds, num_tokens))
+                shown = ", ".join(f"{count} on {width}" for width, count in sorted(widths.items()))
+                self._console.print(f"  {num_tokens} tokens, {policy}: prompts by ranks: {shown}", markup=False)
+            reason = _of(found["elastic"], num_tokens)[0].reason
+            self._console.print(f"  {num_tokens} tokens, for example: {reason}", markup=False)
+        bars.at_least("short prompts, static over elastic", ratios[SHORT_TOKENS], SHORT_BAR)
+        bars.at_most("long prompts' loss", 1 / ratios[self._long_tokens] - 1, LONG_BAR)
+
+    @contextlib.asynccontextmanager
+    async def _controller(self, policy: str) -> AsyncIterator[Controller]:
+        config = OrchestratorConfig(elastic=_POLICIES[policy])
+        members, planner = self._cluster.members, self._planner
+        controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
+        controller.start()
+        try:
+            yield controller
+        finally:
+            await controller.close()
+
+
+def _of(rounds: Sequence[Sequence[Served]], num_tokens: int) -> list[Served]:
+    return [each for served in rounds for each in served if each.arrival.num_tokens == num_tokens]
+
+
+def _mean(served: Sequence[Served], num_tokens: int) -> float:
+    return statistics.mean(each.ttft_s for each in _of([served], num_tokens))
+
+
+def calibrate(args: argparse.Namespace) -> Calibration:
+    """The cost model of ranks like the cluster's."""
+    folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
+    with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
+        lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
+        kernel = runnable(["native", "sdpa"])[0]
+        return calibrated(ranks, nominal_calibration(folder, args.dtype, 1), kernel, lengths)
+
+
+async def run(args: argparse.Namespace, calibration: Calibration) -> int:
+    """All rounds; with --bars 1 when one is missed."""
+    reporter, bars = Reporter("elastic", args.json), Bars()
+    config = LocalConfig(resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1)
+    async with LocalCluster(config, SystemClock()) as cluster:
+        planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.max_slot_tokens)
+        bench = _Bench(args, cluster, planner)
+        bench.report(reporter, bars, await bench.measure())
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one thread each")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    args = parser.parse_args()
+    return asyncio.run(run(args, calibrate(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What does other traffic on the links cost? The chain beside all-gathers and ring attention, quiet and disturbed.
+
+Two kinds of disturbance, both ways on every link, in random bursts, the same for all schemes (`baselines.pacing`):
+`traffic`, on links of `--link` MB/s that other messages hold for a share of the time; and `delay`, on links that are
+otherwise as fast as they come, where a message waits for a burst to end. Quiet and disturbed runs take turns; rows show
+a scheme's disturbed time beside its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where
+TSP lost over 10 %. `--bars`: the chain's median loss stays below 6 %, TSP's is beside it.
+"""
+
+import argparse
+import dataclasses
+import math
+import os
+import sys
+
+from benchmarks.baselines.pacing import Pace
+from benchmarks.baselines.rank_process import Task
+from benchmarks.baselines.ranks import Ranks
+from benchmarks.baselines.schemes import SCHEMES
+from benchmarks.calibrating import LENGTHS as CALIBRATED
+from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.calibrating import at_pace, calibrated
+from benchmarks.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    make_parser,
+    progress,
+    random_prompt,
+    resolve,
+)
+from benchmarks.rates import runnable
+from deploy.calibrations import nominal_calibration
+from planning.cost_model import BATON, CostModel
+from planning.search import as_ranges, search
+
+LOSS_BAR = 0.06
+"""The chain's median loss, as a fraction of its quiet time."""
+_BURST_S = {"traffic": 0.005, "delay": 0.010}
+"""Mean length of a burst."""
+
+
+def paces(kind: str, args: argparse.Namespace, seed: int) -> tuple[Pace, Pace]:
+    """A quiet link, and the same disturbed."""
+    quiet = Pace(bandwidth=args.link * 1e6 if kind == "traffic" else math.inf)
+    return quiet, dataclasses.replace(quiet, busy_share=args.busy, burst_s=_BURST_S[kind], seed=seed)
+
+
+class _Bench:
+    """The ranks, and what is found with them. Blocks in every method."""
+
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, cost: CostModel, kernel: str) -> None:
+        self._args, self._ranks, self._cost, self._kernel = args, ranks, cost, kernel
+        self._pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+
+    def measure(self, kind: str) -> dict[str, Pairs]:
+        """Disturbed and quiet seconds of each scheme."""
+        num_tokens = self._args.tokens
+        cost = at_pace(self._cost, self._ranks, paces(kind, self._args, seed=0)[0])
+        chunks = as_ranges(search(num_tokens, len(self._ranks), cost, BATON), 0)
+        found: dict[str, Pairs] = {name: Pairs([], []) for name in ("kvr_s", *SCHEMES)}
+        with progress(kind, self._pairs + 1) as advance:
+            for seed in range(self._pairs + 1):
+                prompt = random_prompt(num_tokens, seed)
+                quiet, disturbed = paces(kind, self._args, seed)
+                for name, pairs in found.items():
+                    parts = chunks if name == "kvr_s" else ()
+                    task = Task("kvr" if name == "kvr_s" else name, prompt, parts, kernel=self._kernel, pace=quiet)
+                    pairs.theirs.append(self._ranks.run(task).seconds)
+                    pairs.ours.append(self._ranks.run(dataclasses.replace(task, pace=disturbed)).seconds)
+                advance()
+        return {name: Pairs(pairs.ours[1:], pairs.theirs[1:]) for name, pairs in found.items()}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Both kinds of disturbance; with --bars 1 when one is missed."""
+    folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
+    reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
+    with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
+        origin, lengths = nominal_calibration(folder, args.dtype, 1), QUICK_CALIBRATED if args.quick else CALIBRATED
+        bench = _Bench(args, ranks, calibrated(ranks, origin, kernel, lengths).cost, kernel)
+        for kind in _BURST_S:
+            for scheme, pairs in bench.measure(kind).items():
+                name = case(tokens=args.tokens, ranks=len(ranks), scheme=scheme, kernel=kernel, trace=kind)
+                row = reporter.add(name, "ttft_s", "s", "quiet", pairs)
+                if scheme == "kvr_s":
+                    bars.at_most(f"KVR-S's loss by {kind}", 1 / row.ratio - 1, LOSS_BAR)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
+    parser.add_argument("--link", type=float, default=100.0, help="MB/s of the links that have other traffic")
+    parser.add_argument("--busy", type=float, default=0.3, help="share of the time that links are held by others")
+    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")
+    parser.add_argument("--kernel", default="native", help="of attention")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds of each case; 0: {PAIRS}, or {QUICK_PAIRS} quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""How long does a long prompt take beside vLLM's CPU build, and how far is that from what the cores can do?
+
+Two ranks of one thread each, with the native kernel and KVR-S's chunks, against vLLM with as many threads
+(`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its
+rows are absent). vLLM lives in one process all along, and both sides are asked in turn; whoever is not asked is idle.
+
+`bound` is the time that the model's FLOPs take at the rates that the ranks reach, side by side, at nothing but a
+layer's matrices and nothing but attention, divided evenly. What is above it is said by part: waiting for earlier ranks'
+KV, commands and sampling, and on the busiest rank all that is neither (norms, rotations, residuals, merging partial
+attention, rates that fall short, chunks that are not quite balanced). `--bars`: at most 0.65 of vLLM's time.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+
+from baton.types import TokenRange
+from benchmarks.baselines.rank_process import Task
+from benchmarks.baselines.ranks import Outcome, Ranks
+from benchmarks.calibrating import LENGTHS as CALIBRATED
+from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.calibrating import calibrated
+from benchmarks.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    make_parser,
+    progress,
+    random_prompt,
+    resolve,
+)
+from benchmarks.rates import RateProbe, runnable
+from deploy.calibrations import nominal_calibration
+from planning.cost_model import BATON
+from planning.model_shape import ModelShape
+from planning.search import SearchedPartitioner
+
+TOKENS = 6000
+QUICK_TOKENS = 512
+VLLM_BAR = 0.65
+"""Our time over vLLM's, at most."""
+_PROBE_S = 1.0
+_PEER_SCRIPT = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
+_PEER_KV_GB = 2
+
+
+class _Peer:
+    """vLLM in its own environment, waiting for prompts."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.version = str(self._answer()["ready"])
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, python: Path, model: Path, cores: list[int]) -> Iterator["_Peer"]:
+        """Returns when it is ready, a minute or so later; it has ended afterwards."""
+        threads = f"VLLM_CPU_OMP_THREADS_BIND={','.join(str(core) for core in cores)}"
+        settings = ["env", threads, f"OMP_NUM_THREADS={len(cores)}", f"VLLM_CPU_KVCACHE_SPACE={_PEER_KV_GB}"]
+        command = [*settings, str(python), str(_PEER_SCRIPT), str(model), "--serve"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield cls(process)
+            assert process.stdin is not None
+            process.stdin.close()  # which ends it
+
+    def ttft_s(self, num_tokens: int) -> float:
+        """Seconds of one new prompt, one token."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"tokens": num_tokens}) + "\n")
+        self._process.stdin.flush()
+        return float(str(self._answer()["ttft_s"]))
+
+    def _answer(self) -> dict[str, object]:
+        """The next line that is one of the script's; vLLM itself may print too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError(f"the peer ended, with {self._process.wait()}: see its output above")
+
+
+def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, str]:
+    """The compute bound, with a line that says what it is made of."""
+    width = len(ranks)
+    rates = {
+        kind: sum(ranks.rates(RateProbe(kind, _PROBE_S, shape, num_tokens // width), width))
+        for kind in ("layer", "attention")
+    }
+    linear_s = shape.num_layers * shape.linear_flops * num_tokens / rates["layer"]
+    attention_s = shape.num_layers * shape.pair_flops * num_tokens**2 / 2 / rates["attention"]
+    reached = ", ".join(f"{kind} {rate / width / 1e9:.0f} GFLOP/s" for kind, rate in rates.items())
+    text = f"bound: matrices {linear_s:.2f} s, attention {attention_s:.2f} s; a rank, all busy, reaches {reached}"
+    return linear_s + attention_s, text
+
+
+def parts(outcomes: list[Outcome], least_s: float) -> str:
+    """Where the time above the bound goes, medians."""
+
+    def median(values: Iterator[float]) -> float:
+        return statistics.median(values)
+
+    seconds = median(outcome.seconds for outcome in outcomes)
+    busiest = median(max(answer.compute_s for answer in outcome.answers) for outcome in outcomes)
+    last = [outcome.answers[-1] for outcome in outcomes]
+    waited = median(answer.report.wait_s for answer in last if answer.report is not None)
+    own = median(answer.compute_s for answer in last)
+    return (
+        f"above the bound: {seconds - least_s:.2f} s; last rank computes {own:.2f} s, waits {waited:.2f} s; commands "
+        f"and sampling {seconds - own - waited:.2f} s; busiest rank {busiest - least_s:.2f} s above the bound"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Our side, and the peer's where there is one; with --bars 1 when one is missed."""
+    folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
+    num_tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
+    pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+    kernel = runnable(["native", "sdpa"])[0]
+    reporter, bars, console = Reporter("vllm", args.json), Bars(), Console(stderr=True, highlight=False)
+    with contextlib.ExitStack() as stack:
+        ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))
+        origin = nominal_calibration(folder, args.dtype, 1)
+        calibration = calibrated(ranks, origin, kernel, QUICK_CALIBRATED if args.quick else CALIBRATED)
+        chunks = SearchedPartitioner(calibration.cost, BATON).partition(TokenRange(0, num_tokens), len(ranks))
+        least_s, text = bound_s(ranks, origin.shape, num_tokens)
+        console.print(f"  {text}", markup=False)
+        peer = None
+        if args.peer_python is not None:
+            peer = stack.enter_context(_Peer.running(args.peer_python, args.peer_model or folder, cores))
+            console.print(f"  peer: vLLM {peer.version}, {len(cores)} threads", markup=False)
+        outcomes, theirs = list[Outcome](), list[float]()
+        with progress(f"{num_tokens} tokens", pairs + 1) as advance:
+            for seed in range(pairs + 1):
+                outcomes.append(ranks.run(Task("kvr", random_prompt(num_tokens, seed), chunks, kernel=kernel)))
+                if peer is not None:
+                    theirs.append(peer.ttft_s(num_tokens))
+                advance()
+    name = case(tokens=num_tokens, ranks=len(cores), scheme="kvr_s", kernel=kernel)
+    ours = [outcome.seconds for outcome in outcomes[1:]]
+    if theirs:
+        row = reporter.add(name, "ttft_s", "s", "vllm", Pairs(ours, theirs[1:]))
+        bars.at_most(f"of vLLM's time, {num_tokens} tokens", 1 / row.ratio, VLLM_BAR)
+    reporter.add(name, "ttft_s", "s", "bound", Pairs(ours, [least_s] * len(ours)))
+    console.print(f"  {parts(outcomes[1:], least_s)}", markup=False)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--tokens", type=int, default=0, help=f"of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick")
+    parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each; also vLLM's threads")
+    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
