@@ -130,7 +130,9 @@ def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, sm
     assert len(refused.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("how", ["interrupt", "stop", "kill the launcher, then stop"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("interrupt", marks=pytest.mark.soak), "stop", "kill the launcher, then stop"]
+)
 def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
     shm = set(Path("/dev/shm").iterdir())
     with served(tmp_path, smollm2, "prefill.num_ranks=1") as running:
