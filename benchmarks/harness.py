@@ -62,10 +62,11 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile of the pairs' ratios; above 1 we are better."""
+        """Lower quartile, median and upper quartile of the pairs' ratios (for one pair, all the same); above 1 we are
+        better."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
-        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
         return low, middle, high
 
 

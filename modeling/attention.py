@@ -23,7 +23,8 @@ Kernel = Callable[[Tensor, KvRows, bool, Tensor | None], tuple[Tensor, Tensor]]
 """(q_TNH, rows, is_square_causal, mask_TS or None) -> (o_TNH in q's dtype, lse_TN in fp32). True in mask = visible."""
 
 _QUERY_BLOCK = 512
-_NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
+"""Of the kernels in C++."""
 _NOTHING = -1e30
 """Log-sum-exp over no key: finite, so that two of them merge without NaN."""
 
@@ -78,7 +79,7 @@ def native_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | N
     """Ours in C++ for many bf16 queries on a CPU (modeling/kernels/prefill_attention.cpp); torch's for all else. To be
     used where `has_native_kernel`."""
     T, _, H = q_TNH.shape
-    if T == 1 or mask_TS is not None or H not in _NATIVE_HEAD_DIMS or q_TNH.dtype != torch.bfloat16:
+    if T == 1 or mask_TS is not None or H not in NATIVE_HEAD_DIMS or q_TNH.dtype != torch.bfloat16:
         return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
     o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal)
     return o_TNH, lse_TN

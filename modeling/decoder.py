@@ -14,7 +14,7 @@ Runs on whatever thread calls it; holds no state besides weights; not re-entrant
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +22,15 @@ from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from modeling.attention import Attention, Kernel, default_kernel
-from modeling.kv_buffers import KvRows
+from modeling.decode_rows import DecodeRows, has_native_rows
+from modeling.kv_buffers import KvPlace, KvRows
 from modeling.layers import Layer, Transform
 from modeling.model_config import ModelConfig
 from modeling.positions import Positions, PositionTable
 
 
 class Span(Protocol):
-    """A run of new tokens of one sequence, and where its KV lies."""
+    """A run of new tokens of one sequence, and where its own KV is written."""
 
     @property
     def tokens(self) -> TokenRange:
@@ -40,8 +41,16 @@ class Span(Protocol):
         """`[len(tokens), 2, G, H]`: where the new tokens' K and V are written."""
         ...
 
+
+class SequenceSpan(Span, Protocol):
+    """A span with all that its tokens attend to."""
+
     def segments(self, layer: int) -> Iterator[KvRows]:
         """All keys that the new tokens may see, their own included, in pieces that do not overlap."""
+        ...
+
+    def place(self) -> KvPlace | None:
+        """The same keys, if they lie in one piece of the CPU's memory in every layer."""
         ...
 
 
@@ -61,17 +70,14 @@ class DecoderWeights:
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of one forward share: the spans and their tokens' positions."""
+    """What the layers of one forward share."""
 
-    spans: tuple[Span, ...]
     positions: Positions
-
-    def slices(self) -> Iterator[tuple[Span, slice]]:
-        """Each span with its place among the step's tokens."""
-        start = 0
-        for span in self.spans:
-            yield span, slice(start, start + len(span.tokens))
-            start += len(span.tokens)
+    """Of all tokens."""
+    spans: tuple[tuple[Span, slice], ...]
+    """Each with its place among the step's tokens, but for those in `rows`."""
+    rows: DecodeRows | None = None
+    """Spans that are served all at once."""
 
 
 class Decoder:
@@ -83,6 +89,7 @@ class Decoder:
         self.device = weights.embedding_VD.device
         self.dtype = weights.embedding_VD.dtype
         self.kernel = kernel or default_kernel(self.device, self.dtype)
+        self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -93,8 +100,7 @@ class Decoder:
 
     def begin(self, spans: Sequence[Span]) -> Step:
         """Prepares a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
-        positions_T = torch.cat([torch.arange(s.tokens.start, s.tokens.end) for s in spans])
-        return Step(tuple(spans), self.weights.positions.lookup(positions_T))
+        return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
         """Token ids, in the spans' order, to hidden states `[T, D]`; learned positions included."""
@@ -111,7 +117,9 @@ class Decoder:
         qk_TKH, v_TGH = torch.split(qkv_TKH, [num_heads + num_kv_heads, num_kv_heads], dim=1)
         qk_TKH = step.positions.turn(parts.head_norm(qk_TKH))
         q_TNH, k_TGH = torch.split(qk_TKH, [num_heads, num_kv_heads], dim=1)
-        for span, where in step.slices():
+        if step.rows is not None:
+            step.rows.append(layer, k_TGH, v_TGH)
+        for span, where in step.spans:
             own_T2GH = span.own(layer)
             own_T2GH[:, 0] = k_TGH[where]
             own_T2GH[:, 1] = v_TGH[where]
@@ -126,21 +134,61 @@ class Decoder:
         parts = self.weights.layers[layer]
         return parts.tail(hidden_TD, F.linear(attended_TNH.flatten(1), parts.o_proj, parts.o_bias))
 
-    def forward(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> Tensor:
         """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`."""
-        step = self.begin(spans)
+        step, others = self._begin_ragged(spans)
         hidden_TD = self.embed(token_ids, step)
         for layer in range(self.config.num_layers):
             q_TNH = self.project(layer, hidden_TD, step)
-            parts = []
-            for span, where in step.slices():
-                attention = self.attention(layer, q_TNH[where], span.tokens.start)
-                for rows in span.segments(layer):
-                    attention.add(rows)
-                parts.append(attention.result())
-            hidden_TD = self.complete(layer, hidden_TD, torch.cat(parts) if len(parts) > 1 else parts[0])
+            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others))
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
         return F.linear(self.weights.final_norm(hidden_RD), self.weights.head_VD).float()
+
+    def _positions(self, spans: Sequence[Span]) -> Positions:
+        ranges = (span.tokens for span in spans)
+        return self.weights.positions.lookup(
+            torch.tensor([at for each in ranges for at in range(each.start, each.end)])
+        )
+
+    def _begin_ragged(self, spans: Sequence[SequenceSpan]) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
+        """A step whose single tokens are rows, where there is a kernel for them; and its other spans."""
+        others, single = [], []
+        for span, where in _slices(spans):
+            place = span.place() if self._has_rows and len(span.tokens) == 1 else None
+            if place is None:
+                others.append((span, where))
+            else:
+                single.append((where.start, place))
+        rows = DecodeRows(single, self.layout.row_bytes, self.config.windows) if single else None
+        return Step(self._positions(spans), tuple(others), rows), others
+
+    def _attend(
+        self, layer: int, q_TNH: Tensor, rows: DecodeRows | None, others: Sequence[tuple[SequenceSpan, slice]]
+    ) -> Tensor:
+        """Attention of all of a step's tokens, `[T, N, H]`."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if rows is not None:
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, self.config.windows[layer])
+            if not others:
+                return out_BNH
+            out_TNH[rows.tokens_B] = out_BNH
+        for span, where in others:
+            attention = self.attention(layer, q_TNH[where], span.tokens.start)
+            for segment in span.segments(layer):
+                attention.add(segment)
+            out_TNH[where] = attention.result()
+        return out_TNH
+
+
+S = TypeVar("S", bound=Span)
+
+
+def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
+    """Each span with its place among the spans' tokens."""
+    start = 0
+    for span in spans:
+        yield span, slice(start, start + len(span.tokens))
+        start += len(span.tokens)

@@ -150,6 +150,18 @@ class LayerBuffers:
 
 
 @dataclass(frozen=True)
+class KvPlace:
+    """Where one sequence's keys and values lie, in memory of the CPU."""
+
+    address: int
+    """Of layer 0's K of the first position; a token's K and V follow each other, and the next token's them."""
+    layer_bytes: int
+    """From a layer to the next."""
+    num_keys: int
+    """Those of new tokens included."""
+
+
+@dataclass(frozen=True)
 class BufferSpan:
     """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row."""
 
@@ -161,6 +173,11 @@ class BufferSpan:
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         yield self.buffer.rows(layer, TokenRange(self.buffer.tokens.start, self.tokens.end))
+
+    def place(self) -> KvPlace:
+        data = self.buffer.data
+        num_keys = self.tokens.end - self.buffer.tokens.start
+        return KvPlace(data.data_ptr(), data.stride(0) * data.element_size(), num_keys)
 
 
 def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:

@@ -64,9 +64,6 @@ class _Chunk:
     def own(self, layer: int) -> Tensor:
         return self.kv
 
-    def segments(self, layer: int) -> Iterator[KvRows]:
-        raise AssertionError("the schemes attend by themselves")
-
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
     """The paper's baseline."""

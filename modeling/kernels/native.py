@@ -22,14 +22,15 @@ _FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
 _CPUINFO = Path("/proc/cpuinfo")
 
 
-NAMES = {"prefill_attention": ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")}
+_AVX512_BF16 = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
+NAMES = {"prefill_attention": _AVX512_BF16, "decode_attention": _AVX512_BF16}
 """All kernels, and what the processor must have for each, as /proc/cpuinfo names it."""
 
 
 @functools.cache
 def load(name: str) -> bool:
-    """Makes torch.ops.baton.<name> callable; False when the processor lacks what it needs, or it cannot be built: the
-    log says why."""
+    """Makes the operators of <name>.cpp callable, as torch.ops.baton.*; False when the processor lacks what they need,
+    or they cannot be built: the log says why."""
     if lacking := _lacking(name):
         logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(lacking)))
         return False
@@ -95,7 +96,12 @@ def _place(name: str) -> Path:
     """Where the library is, or will be: another file for whatever could make it another library."""
     import torch
 
-    parts = (_source(name).read_bytes(), torch.__version__.encode(), " ".join((*_FLAGS, *_cpu_flags())).encode())
+    sources = (_source(name), *sorted(_source(name).parent.glob("*.h")))
+    parts = (
+        *(each.read_bytes() for each in sources),
+        torch.__version__.encode(),
+        " ".join((*_FLAGS, *_cpu_flags())).encode(),
+    )
     key = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     return _folder() / f"{name}-{key}.so"
 

@@ -127,7 +127,7 @@ def test_kv_of_chunks_equals_kv_of_the_whole(decoder: Decoder, smollm2: Path) ->
 
 @pytest.mark.timeout(300)
 @torch.inference_mode()
-def test_bf16_in_chunks_errs_no_more_than_bf16_at_once(decoder: Decoder, smollm2: Path) -> None:
+def test_bf16_in_chunks_or_steps_errs_no_more_than_bf16_at_once(decoder: Decoder, smollm2: Path) -> None:
     token_ids = passage_ids(smollm2, NUM_SCORED)
     exact_TD = advance_hidden(decoder, buffer_for(decoder, NUM_SCORED), token_ids, 0)
     rounded = load_decoder(smollm2, dtype="bfloat16")
@@ -139,7 +139,17 @@ def test_bf16_in_chunks_errs_no_more_than_bf16_at_once(decoder: Decoder, smollm2
         in_chunks = rms_error(rounded, chunks_TD, decoder, exact_TD)
         print(f"RMS logit error against fp32: at once {at_once:.4f}, in {len(cuts) + 1} chunks {in_chunks:.4f}")
         assert in_chunks <= MAX_RATIO * at_once
+    in_steps = rms_error(rounded, in_single_steps(rounded, token_ids), decoder, exact_TD)
+    print(f"in steps of one token {in_steps:.4f}")
+    assert in_steps <= MAX_RATIO * at_once
     assert at_once > 0.01, "bf16 must differ from fp32, else nothing was compared"
+
+
+def in_single_steps(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
+    """Hidden states `[T, D]` as generation computes them: every token a row of its own. All rows share one buffer, so
+    one batch does what as many steps would: in each layer, keys are written before any row attends."""
+    buffer = buffer_for(decoder, len(token_ids))
+    return decoder.forward(token_ids, [BufferSpan(buffer, TokenRange(at, at + 1)) for at in range(len(token_ids))])
 
 
 def rms_error(rounded: Decoder, hidden_TD: Tensor, exact: Decoder, exact_TD: Tensor) -> float:

@@ -16,7 +16,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from generate_workers.engine import EngineConfig
 from generate_workers.rows import GenerationRequest
-from modeling.decoder import Decoder, Span
+from modeling.decoder import Decoder, SequenceSpan
 from tests.support.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.tiny_tokenizer import text_of
 
@@ -187,7 +187,7 @@ class FailingDecoder(Decoder):
 
     error: Exception | None = None
 
-    def forward(self, token_ids: Sequence[int], spans: Sequence[Span]) -> Tensor:
+    def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> Tensor:
         if self.error is not None:
             raise self.error
         return super().forward(token_ids, spans)

@@ -1,0 +1,60 @@
+"""The rows of a generation step: spans of one new token, attended to all at once, each over its own length.
+
+A batch of B rows has no common length and no common memory; what a kernel needs of it are B addresses and B lengths,
+which hold for a whole step but for the layer's offset. So a layer costs a handful of calls, however many rows it has.
+Step 8 of a request's way (DESIGN.md, section 4). Only on CPUs, and for dtypes, that have the native kernel
+(modeling/kernels/decode_attention.cpp); elsewhere the rows are spans like any other.
+
+B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from modeling.attention import NATIVE_HEAD_DIMS
+from modeling.kernels import native
+from modeling.kv_buffers import KvPlace
+
+
+class DecodeRows:
+    """Those spans of a step that have one new token. Holds addresses: the spans must outlive it."""
+
+    def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Iterable[int | None]) -> None:
+        """`rows`: the place of each row's token among the step's, and that of its keys. `row_bytes`: of a token's K
+        and V in one layer. `windows`: all that layers have."""
+        self.tokens_B = torch.tensor([token for token, _ in rows])
+        self._addresses_B = torch.tensor([place.address for _, place in rows])
+        self._layer_bytes_B = torch.tensor([place.layer_bytes for _, place in rows])
+        self._lengths_B = torch.tensor([place.num_keys for _, place in rows])
+        hidden_B = {window: _hidden(self._lengths_B, window) for window in set(windows)}
+        self._skipped_bytes_B = {window: each * row_bytes for window, each in hidden_B.items()}
+        self._seen_B = {window: self._lengths_B - each for window, each in hidden_B.items()}
+
+    def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
+        """Writes the rows' new keys and values to their places; the arguments are all of the step's."""
+        k_BGH, v_BGH = k_TGH[self.tokens_B], v_TGH[self.tokens_B]
+        torch.ops.baton.append_kv(k_BGH, v_BGH, self._layer_addresses(layer), self._lengths_B)
+
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, window: int | None) -> Tensor:
+        """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's."""
+        addresses_B = self._layer_addresses(layer) + self._skipped_bytes_B[window]
+        out_BNH: Tensor = torch.ops.baton.decode_attention(
+            q_TNH[self.tokens_B], addresses_B, self._seen_B[window], num_kv_heads
+        )
+        return out_BNH
+
+    def _layer_addresses(self, layer: int) -> Tensor:
+        return torch.add(self._addresses_B, self._layer_bytes_B, alpha=layer)
+
+
+def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether DecodeRows works for such KV here; builds the kernel at the first call."""
+    fits = device.type == "cpu" and dtype == torch.bfloat16 and head_dim in NATIVE_HEAD_DIMS
+    return fits and native.load("decode_attention")
+
+
+def _hidden(lengths_B: Tensor, window: int | None) -> Tensor:
+    """Keys that a sliding window hides."""
+    return torch.zeros_like(lengths_B) if window is None else (lengths_B - window).clamp(min=0)

@@ -1,0 +1,108 @@
+"""The native attention of a generation step, against the definition of attention in float64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from modeling.attention import NATIVE_HEAD_DIMS
+from modeling.decode_rows import DecodeRows, has_native_rows
+from modeling.kv_buffers import BufferSpan, KvBuffer
+from tests.support.brute_attention import brute_attention
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 700, 1500)
+NUM_LAYERS = 2
+HEADS = [pytest.param((4, 4), id="mha"), pytest.param((9, 3), id="gqa"), pytest.param((14, 2), id="gqa7"), (4, 1)]
+TOLERANCE = 2e-2
+
+pytestmark = pytest.mark.skipif(
+    not has_native_rows(torch.device("cpu"), torch.bfloat16, NATIVE_HEAD_DIMS[0]),
+    reason="needs a C++ compiler and AVX-512 BF16",
+)
+
+
+def filled(num_kv_heads: int, head_dim: int, num_tokens: int, seed: int) -> KvBuffer:
+    """Random KV, but for the last token, whose rows are NaN: they are not written yet."""
+    layout = KvLayout("test", NUM_LAYERS, num_kv_heads, head_dim, "bfloat16")
+    buffer = KvBuffer(layout, TokenRange(0, num_tokens))
+    generator = torch.Generator().manual_seed(seed)
+    buffer.data.copy_(torch.randn(buffer.data.shape, generator=generator))
+    buffer.data[:, -1] = float("nan")
+    return buffer
+
+
+def rows_of(buffers: list[KvBuffer], windows: tuple[int | None, ...] = (None,)) -> DecodeRows:
+    """A row for each buffer's last token; the step's tokens are in reverse."""
+    num = len(buffers)
+    spans = [BufferSpan(each, TokenRange(each.tokens.end - 1, each.tokens.end)) for each in buffers]
+    places = [(num - 1 - index, span.place()) for index, span in enumerate(spans)]
+    return DecodeRows(places, buffers[0].layout.row_bytes, windows)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(torch.bfloat16)
+
+
+def check_rows(head_dim: int, heads: tuple[int, int], window: int | None) -> None:
+    """Rows of all LENGTHS, in the last layer."""
+    num_heads, num_kv_heads = heads
+    buffers = [filled(num_kv_heads, head_dim, length, seed) for seed, length in enumerate(LENGTHS)]
+    rows = rows_of(buffers, (None, window))
+    fused = random(len(buffers), num_heads + 2 * num_kv_heads, head_dim, seed=99)  # as projections come
+    q_TNH, k_TGH, v_TGH = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    layer = NUM_LAYERS - 1
+    rows.append(layer, k_TGH, v_TGH)
+    out_BNH = rows.attend(layer, q_TNH, num_kv_heads, window)
+    for index, buffer in enumerate(buffers):
+        token = len(buffers) - 1 - index
+        last = buffer.tokens.end - 1
+        assert torch.equal(buffer.data[layer, last, 0], k_TGH[token])
+        assert torch.equal(buffer.data[layer, last, 1], v_TGH[token])
+        assert buffer.data[0, last].isnan().all()  # the other layer's are untouched
+        expected_1NH, _ = brute_attention(
+            q_TNH[token : token + 1], buffer.rows(layer, buffer.tokens), last, window=window
+        )
+        torch.testing.assert_close(out_BNH[index].double(), expected_1NH[0], atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", NATIVE_HEAD_DIMS)
+def test_each_row_attends_to_its_own_keys(head_dim: int, heads: tuple[int, int]) -> None:
+    check_rows(head_dim, heads, None)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("window", [1, 40])
+def test_a_window_hides_keys(window: int, heads: tuple[int, int]) -> None:
+    check_rows(64, heads, window)
+
+
+def test_threads_share_rows() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        check_rows(64, (9, 3), None)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    buffer = filled(1, 64, 300, seed=1)
+    buffer.data.mul_(100).nan_to_num_(1.0)
+    q_TNH = random(1, 2, 64, seed=2) * 100
+    out_BNH = rows_of([buffer]).attend(0, q_TNH, 1, None)
+    expected_1NH, _ = brute_attention(q_TNH, buffer.rows(0, buffer.tokens), 299)
+    torch.testing.assert_close(out_BNH.double(), expected_1NH, atol=1.0, rtol=2e-2)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    """Bit for bit: a token's logits are the same alone and in any batch, as far as attention is concerned."""
+    buffers = [filled(3, 64, length, seed) for seed, length in enumerate(LENGTHS)]
+    for buffer in buffers:
+        buffer.data.nan_to_num_(0.5)
+    q_TNH = random(len(buffers), 9, 64, seed=5)
+    together = rows_of(buffers).attend(0, q_TNH, 3, None)
+    for index, buffer in enumerate(buffers):
+        token = len(buffers) - 1 - index
+        alone = rows_of([buffer]).attend(0, q_TNH[token : token + 1], 3, None)
+        assert torch.equal(alone[0], together[index])
