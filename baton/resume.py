@@ -240,8 +240,10 @@ class StreamState:
             return False
         if self._started is None and not isinstance(error, UnavailableError):
             return False
+        if self._started is None and self._num_failed < self._reconnect.num_connects:
+            return True
         if not self._server.was_reached:
-            return self._num_failed < self._reconnect.num_connects
+            return False
         away = isinstance(error, UnavailableError | ResourceExhaustedError)
         return away and self._num_failed <= self._reconnect.num_resumes
 

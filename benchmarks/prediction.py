@@ -104,8 +104,7 @@ class _Bench:
                 for name, parts in chunks.items():
                     found[name].append(self._ranks.run(Task("kvr", prompt, parts, kernel=self._kernel)))
                 advance()
-        *earlier_s, last_s = planner.rank_s(searched)  # which counts what a request takes besides its chain
-        self._say_by_rank(num_tokens, found["kvr_s"], (*earlier_s, last_s - calibration.cost.head_s))
+        self._say_by_rank(num_tokens, found["kvr_s"], planner.rank_s(searched))
         times = {name: [outcome.seconds for outcome in outcomes] for name, outcomes in found.items()}
         keys = {"tokens": num_tokens, "ranks": width, "kernel": self._kernel}
         for name, seconds in times.items():

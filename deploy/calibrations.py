@@ -4,6 +4,7 @@ what follows from the model's shape and nominal rates. There is always one.
 Hardware is that of the machine which asks; all ranks are taken to run on its like. Blocks on the disk.
 """
 
+import logging
 import platform
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _PLAIN_FEED_FORWARD = ("opt", "falcon")
@@ -40,11 +43,20 @@ def calibration_path(assumed: Calibration, given: str) -> Path:
 
 
 def find_calibration(assumed: Calibration, given: str) -> Calibration:
-    """What is in the file `given`, or kept; `assumed` when none was given and none is kept. Raises ConfigError for a
-    damaged file, and a given one that is missing, or of another model or hardware."""
+    """What is in the file `given`, or kept; `assumed` when none was given and none is kept. A kept one that is damaged
+    or of another version counts as none: the log says so. Raises ConfigError for a given one that is damaged, missing,
+    or of another model or hardware."""
     path = calibration_path(assumed, given)
-    if not given and not path.exists():
+    if given:
+        return _of_same(assumed, path)
+    try:
+        return _of_same(assumed, path) if path.exists() else assumed
+    except ConfigError as error:
+        logger.warning("the calibration kept for this model and hardware is not used: %s", error)
         return assumed
+
+
+def _of_same(assumed: Calibration, path: Path) -> Calibration:
     found = load(path)
     if found.fingerprint != assumed.fingerprint:
         raise ConfigError(

@@ -8,7 +8,7 @@ that `baton local` or the orchestrator has as well are theirs.
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from baton.paths import cache_folder
 from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, use_threads
@@ -57,6 +57,12 @@ class PrefillSection(Section):
     """Seconds without progress on a rank, at least, before the links' life is ended."""
     calibration: str = ""
     """File of costs to predict by; `baton calibrate` replaces it. Empty: the one kept for this model and hardware."""
+
+    @field_validator("calibration")
+    @classmethod
+    def _absolute(cls, calibration: str) -> str:
+        """The cluster's processes run in folders of their own."""
+        return str(Path(calibration).expanduser().absolute()) if calibration else ""
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:

@@ -112,8 +112,10 @@ class OrchestratorKeeper:
                     kill_process(self._pid, self._node_id)
             except RayError as error:
                 logger.warning("the orchestrator ended (%s): replacing it", type(error).__name__)
-                with contextlib.suppress(BatonError):  # another try in a heartbeat
+                try:
                     await self.start()
+                except BatonError as refused:
+                    logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
                 last_seen_s = self._clock.now_s()
 
     async def close(self) -> None:

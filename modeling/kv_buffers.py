@@ -175,7 +175,9 @@ class BufferSpan:
         yield self.buffer.rows(layer, TokenRange(self.buffer.tokens.start, self.tokens.end))
 
     def place(self) -> KvPlace:
-        data = self.buffer.data
+        data, held = self.buffer.data, self.buffer.tokens
+        assert held.start <= self.tokens.start, f"{self.tokens} outside {held}"
+        assert self.tokens.end <= held.end, f"{self.tokens} outside {held}"
         num_keys = self.tokens.end - self.buffer.tokens.start
         return KvPlace(data.data_ptr(), data.stride(0) * data.element_size(), num_keys)
 

@@ -79,14 +79,14 @@ class Dispatcher:
         record.width = None
         generation = await self._find_generation(record)
         with (
-            self._members.hold(generation.name, record.num_tokens, record.num_slots),
+            self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
             found = await self._find_prefill(record)
             if found is None:
                 await self._generate(record, generation, worker, emit)
                 return
-            with self._members.hold(found[0].name, record.num_tokens), self._booked(record, *found) as prefill:
+            with self._members.hold(found[0].name), self._booked(record, *found) as prefill:
                 await self._relay(record, (generation, prefill), worker, emit)
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
@@ -94,7 +94,7 @@ class Dispatcher:
         NotFoundError when there is none."""
         generation = await self._find_kept(record)
         with (
-            self._members.hold(generation.name, record.num_tokens, record.num_slots),
+            self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
             number = self._next_stream()
@@ -277,7 +277,7 @@ class Dispatcher:
                 )
                 for run in done:
                     run.result()
-                if not done:
+                if pending:
                     await self._renew(owner, lease)
             return tuple(run.result() for run in runs)
         finally:

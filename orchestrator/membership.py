@@ -82,8 +82,6 @@ class Load:
     """What this orchestrator has given a group."""
 
     num_requests: int = 0
-    num_tokens: int = 0
-    """Whose KV those requests need."""
     num_slots: int = 0
     """That those requests hold, or are about to."""
 
@@ -111,13 +109,13 @@ class Members:
         return self._loads.get(name, Load())
 
     @contextlib.contextmanager
-    def hold(self, name: str, num_tokens: int, num_slots: int = 0) -> Iterator[None]:
+    def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
         """Counts a request as that group's."""
-        self._add(name, 1, num_tokens, num_slots)
+        self._add(name, 1, num_slots)
         try:
             yield
         finally:
-            self._add(name, -1, -num_tokens, -num_slots)
+            self._add(name, -1, -num_slots)
             self._tell()
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
@@ -130,9 +128,9 @@ class Members:
                 return found
         return None
 
-    def _add(self, name: str, num_requests: int, num_tokens: int, num_slots: int) -> None:
+    def _add(self, name: str, num_requests: int, num_slots: int) -> None:
         load = self.load(name)
-        load = Load(load.num_requests + num_requests, load.num_tokens + num_tokens, load.num_slots + num_slots)
+        load = Load(load.num_requests + num_requests, load.num_slots + num_slots)
         self._loads[name] = load
         if not load.num_requests:
             del self._loads[name]

@@ -151,6 +151,8 @@ class _Group:
         for index, delay_s in enumerate(delays_s, start=num_ahead):
             if delay_s > 0 and self._now_s + self._finish_s[index] + delay_s > pending[index].latest_s:
                 num_ahead = index + 1
+        if num_ahead > self._num_earlier:  # and behind all that are due when that one is
+            num_ahead = sum(job.due_s <= pending[num_ahead - 1].due_s for job in pending)
         ahead_s = busy_s(job.left_s for job in pending[:num_ahead])
         return _Place(
             chain=chain,

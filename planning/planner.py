@@ -96,13 +96,12 @@ class ChainPlanner:
         return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Seconds that each rank computes, all layers, waits aside."""
+        """Seconds that each rank is busy with its layers, waits aside; what else a request takes is nobody's work."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
         work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
         is_last = np.arange(len(lengths)) == len(lengths) - 1
-        seconds = rank_seconds(work, is_last, cost, self._protocol)[0]
-        return (*(float(each) for each in seconds[:-1]), float(seconds[-1]) + cost.head_s)
+        return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
         """Seconds of the longest step of one layer anywhere: a rank's computation, or a message on a link. A chain

@@ -73,7 +73,8 @@ class EpochLife:
         self._floor_s = floor_s
         self._tally = tally
         self._watchdog = Watchdog(clock, floor_s)
-        self._doubts = False
+        self._doubted_s: float | None = None
+        """Since when a peer has been overdue, on the clock's now_s; None while none is."""
         """A peer was overdue at the last look."""
 
     def open(self, links: Links) -> None:
@@ -131,13 +132,15 @@ class EpochLife:
         turns_s = (max(job.job.layer_s, job.expected_turn_s) for job in jobs)
         due = self._watchdog.first_due(waits, max(turns_s, default=0.0))
         if due is None:
+            self._doubted_s = None
             return None
-        patience_s = due.deadline_s - self._clock.now_s()
-        doubts, self._doubts = self._doubts, patience_s <= 0
-        if not self._doubts:
-            return patience_s
-        if not doubts:
-            return _DOUBT_S
+        now_s = self._clock.now_s()
+        if now_s < due.deadline_s:
+            self._doubted_s = None
+            return due.deadline_s - now_s
+        self._doubted_s = now_s if self._doubted_s is None else self._doubted_s
+        if now_s < self._doubted_s + _DOUBT_S:
+            return self._doubted_s + _DOUBT_S - now_s
         self.end(
             LinkStalledError(
                 f"rank {due.peer} has shown rank {self.rank} no sign of life for {due.limit_s:.1f} s: "
@@ -149,10 +152,9 @@ class EpochLife:
     def tell_waiting(self) -> None:
         """While this rank works: asks the ranks behind to have patience with its jobs."""
         with self._changed:
-            for job in self.sequencer.jobs:
-                target = job.relay.target
-                if job.error is None and target is not None and self._watchdog.is_idle(target):
-                    job.relay.alive()
+            relays = [job.relay for job in self.sequencer.jobs if job.error is None]
+            for relay in [each for each in relays if each.target is not None and self._watchdog.is_idle(each.target)]:
+                relay.alive()
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
         with self._changed:

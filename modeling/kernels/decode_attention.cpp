@@ -201,12 +201,20 @@ void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, int64_t B
   TORCH_CHECK(rows.size(0) == B && addresses_B.numel() == B && addresses_B.is_contiguous(), "an address for each row");
 }
 
+void check_lengths(const at::Tensor& lengths_B) {
+  const auto* lengths = lengths_B.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(lengths, lengths + lengths_B.numel(), [](int64_t length) { return length > 0; }),
+              "every row has a key, its own");
+}
+
 // Each row's new key and value, to the place after the `lengths - 1` that it has.
 void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tensor& addresses_B,
                const at::Tensor& lengths_B) {
   const int64_t B = k_BGH.size(0), G = k_BGH.size(1), H = k_BGH.size(2);
   check_rows(k_BGH, addresses_B, B);
   check_rows(v_BGH, lengths_B, B);
+  check_lengths(lengths_B);
+  TORCH_CHECK(v_BGH.sizes() == k_BGH.sizes(), "keys and values have one shape");
   for (int64_t row = 0; row < B; ++row) {
     const int64_t place = lengths_B.const_data_ptr<int64_t>()[row] - 1;
     auto* to = reinterpret_cast<uint16_t*>(addresses_B.const_data_ptr<int64_t>()[row]) + place * 2 * G * H;
@@ -222,6 +230,8 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
   const int64_t B = q_BNH.size(0), N = q_BNH.size(1), H = q_BNH.size(2);
   check_rows(q_BNH, addresses_B, B);
   check_rows(q_BNH, lengths_B, B);
+  check_lengths(lengths_B);
+  TORCH_CHECK(num_kv_heads > 0 && N % num_kv_heads == 0, N, " heads do not share ", num_kv_heads, " kv heads");
   auto o_BNH = at::empty(q_BNH.sizes(), q_BNH.options());
   const Problem p{static_cast<const uint16_t*>(q_BNH.const_data_ptr()), addresses_B.const_data_ptr<int64_t>(),
                   lengths_B.const_data_ptr<int64_t>(), static_cast<uint16_t*>(o_BNH.data_ptr()),

@@ -37,9 +37,7 @@ def timed(*lengths: int, slower: float = 1.0) -> Sample:
     """What such chunks' ranks would report if their costs were TRUE: the second waits as long as it must."""
     chunks = tuple(TokenRange(*edge) for edge in itertools.pairwise(itertools.accumulate(lengths, initial=0)))
     ttft_s = PLANNER.ttft_s(chunks) * slower
-    compute_s = [
-        slower * (each - REQUEST_S * (rank == len(chunks) - 1)) for rank, each in enumerate(PLANNER.rank_s(chunks))
-    ]
+    compute_s = [slower * each for each in PLANNER.rank_s(chunks)]
     ranks = []
     for rank, tokens in enumerate(chunks):
         is_last = rank == len(chunks) - 1

@@ -77,6 +77,19 @@ def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_pa
     assert calibration_path(assumed, str(given)) == given
 
 
+def test_a_kept_file_that_is_damaged_is_not_used_and_the_log_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    path = kept_path(assumed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"kind": "baton-calibration", "schema"')
+    assert find_calibration(assumed, "") is assumed
+    assert str(path) in caplog.text
+    with pytest.raises(ConfigError, match=path.name):
+        find_calibration(assumed, str(path))
+
+
 def test_a_file_that_is_missing_or_of_another_machine_is_refused(folder: Path, tmp_path: Path) -> None:
     assumed = nominal_calibration(folder, "float32", 1)
     with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):

@@ -38,6 +38,14 @@ def test_a_bare_word_is_a_string(assignment: str, value: str) -> None:
     assert load_config(None, [assignment]).model.name == value
 
 
+def test_a_calibration_file_is_named_from_where_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(None, ["prefill.calibration=costs.json"]).prefill.calibration == str(tmp_path / "costs.json")
+    assert load_config(None, []).prefill.calibration == ""
+
+
 def test_whole_numbers_are_taken_for_seconds() -> None:
     assert load_config(None, ["supervision.dead_after_s=9"]).supervision.dead_after_s == 9.0
 

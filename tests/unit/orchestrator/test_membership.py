@@ -29,7 +29,7 @@ async def test_waiting_ends_with_the_view_that_brings_a_group() -> None:
 
 async def test_waiting_ends_when_a_group_is_let_go() -> None:
     members = Members()
-    with members.hold("g", 10):
+    with members.hold("g"):
         waiting = asyncio.create_task(members.until(lambda: None if members.load("g").num_requests else GROUP, 20))
         await asyncio.sleep(0)
     assert await waiting == GROUP
@@ -50,14 +50,14 @@ async def test_a_cancelled_wait_is_cancelled() -> None:
 
 async def test_loads_add_up_and_go() -> None:
     members = Members()
-    with members.hold("g", 10), members.hold("g", 5):
-        assert members.load("g") == Load(num_requests=2, num_tokens=15)
+    with members.hold("g", 3), members.hold("g", 1):
+        assert members.load("g") == Load(num_requests=2, num_slots=4)
     assert members.load("g") == Load()
 
 
 async def test_a_group_s_load_outlives_its_view() -> None:
     members = Members()
-    with members.hold("g", 10):
+    with members.hold("g"):
         members.update(ClusterView())
         assert members.load("g").num_requests == 1
 

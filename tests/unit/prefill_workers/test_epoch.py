@@ -1,6 +1,7 @@
 """What a rank does with messages of every kind: its neighbours here are the test itself, at the other end of links."""
 
 import threading
+from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
@@ -12,11 +13,11 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
 from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
-from prefill_workers.job import Job
+from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
 from tests.support.chains import WAIT_S, KeepingOutlet, reference_token, until
 from tests.support.link_groups import Recorder
-from tests.support.middle_ranks import CHUNKS, IDS, middle_rank
+from tests.support.middle_ranks import CHUNKS, IDS, Middle, middle_rank
 from tests.support.tiny_models import random_decoder
 
 
@@ -226,6 +227,35 @@ def test_target_that_takes_nothing_ends_the_epoch(decoder: Decoder) -> None:
             future.result(WAIT_S)
 
 
+def pass_time(middle: Middle, clock: ManualClock, future: Future[JobReport]) -> None:
+    """Until the epoch has ended: a rank gives nobody up at its first look."""
+
+    def later() -> bool:
+        clock.advance(1.0)
+        middle.poke()
+        return future.done()
+
+    until(later)
+
+
+def test_overdue_peer_is_given_up_only_after_a_while_however_often_the_rank_looks(decoder: Decoder) -> None:
+    clock = ManualClock()
+    with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
+        future = middle.engine.submit(middle.job(num_ranks=2), KeepingOutlet())
+        until(lambda: middle.engine.status().progress == 1)
+        with middle.engine._changed:
+            life = middle.engine._life
+            assert life is not None
+            clock.advance(61.0)
+            looks = [life.patience_s() for _ in range(5)]
+            assert set(looks) == {looks[0]} and looks[0]
+            assert life.error is None
+            clock.advance(looks[0])
+            assert life.patience_s() == 0.0
+        with pytest.raises(LinkStalledError):
+            future.result(WAIT_S)
+
+
 def test_peer_is_given_the_whole_limit_from_its_last_sign_of_life(decoder: Decoder) -> None:
     clock = ManualClock()
     with middle_rank(decoder, clock=clock, floor_s=60.0) as middle:
@@ -239,7 +269,7 @@ def test_peer_is_given_the_whole_limit_from_its_last_sign_of_life(decoder: Decod
         assert not future.done()
         assert middle.engine.status().epoch_error == ""
         clock.advance(60.0)
-        middle.poke()
+        pass_time(middle, clock, future)
         with pytest.raises(LinkStalledError):
             future.result(WAIT_S)
 
@@ -301,6 +331,24 @@ def test_rank_that_serves_another_job_asks_for_patience(decoder: Decoder) -> Non
         assert (header.status, header.job) == (LinkStatus.ALIVE, 2)
 
 
+def test_rank_asks_for_patience_with_all_jobs_that_go_on_to_the_same_rank(decoder: Decoder) -> None:
+    gate, holding = threading.Event(), threading.Event()
+
+    def hold(layer: int) -> None:
+        holding.set()
+        assert gate.wait(WAIT_S)
+
+    with middle_rank(decoder, floor_s=2.0) as middle:
+        chunks = (TokenRange(0, 5), CHUNKS[2])
+        jobs = [Job(JobId(n), Epoch(1), RequestId("r"), 1, (Rank(1), Rank(2)), chunks, IDS) for n in (1, 2)]
+        middle.engine.submit(jobs[0], KeepingOutlet(hold))
+        assert holding.wait(WAIT_S)
+        middle.engine.submit(jobs[1], KeepingOutlet())
+        told = {(header.status, header.job) for _, header, _ in middle.recorders[2].wait_received(4)}
+        gate.set()
+        assert told == {(LinkStatus.ALIVE, 1), (LinkStatus.ALIVE, 2)}
+
+
 def test_rank_that_works_in_one_turn_far_beyond_the_limit_keeps_its_peers_patient(decoder: Decoder) -> None:
     ended = threading.Event()
 
@@ -330,7 +378,7 @@ def test_predicted_layer_lengthens_the_patience_with_peers(decoder: Decoder) -> 
         middle.poke()
         assert not future.done()
         clock.advance(2.0)
-        middle.poke()
+        pass_time(middle, clock, future)
         with pytest.raises(LinkStalledError, match="no sign of life for 400.0 s"):
             future.result(WAIT_S)
 
