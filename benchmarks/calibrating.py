@@ -1,6 +1,6 @@
 """The cost model of the ranks that are about to be compared, fitted while all of them are busy.
 
-A rank alone is faster than one whose neighbour computes too (`benchmarks.prediction` says by how much), so chains are
+A rank alone may be faster than one whose neighbour computes too (`benchmarks.prediction` measures it), so chains are
 run, and each rank's own seconds, waits aside, become a row: chunk, keys before it, seconds. Messages are timed between
 the ranks, over the links that the chain uses, and at their pace.
 """

@@ -137,9 +137,9 @@ def measure(
 
 
 def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> Outcome:
-    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of all ranks are fitted: a rank whose
-    neighbours idle is faster. Raises InvalidArgumentError when these are of fewer than two lengths, or their times do
-    not grow."""
+    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of the most ranks seen
+    are fitted: a rank whose neighbours idle may be faster. Raises InvalidArgumentError when these are of fewer than two
+    lengths, or their times do not grow."""
     width = max(len(sample.ranks) for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
     if len({sample.num_tokens for sample in basis}) < 2:
