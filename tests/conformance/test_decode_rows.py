@@ -95,6 +95,19 @@ def test_large_scores_do_not_overflow() -> None:
     torch.testing.assert_close(out_BNH.double(), expected_1NH, atol=1.0, rtol=2e-2)
 
 
+def test_a_row_without_a_key_is_refused() -> None:
+    rows_BGH, addresses_B = random(1, 1, 64, seed=1), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(RuntimeError, match="every row has a key"):
+        torch.ops.baton.append_kv(rows_BGH, rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="every row has a key"):
+        torch.ops.baton.decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1)
+
+
+def test_a_token_beyond_its_buffer_has_no_place() -> None:
+    with pytest.raises(AssertionError, match="outside"):
+        BufferSpan(filled(1, 64, 4, seed=1), TokenRange(4, 5)).place()
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     """Bit for bit: a token's logits are the same alone and in any batch, as far as attention is concerned."""
     buffers = [filled(3, 64, length, seed) for seed, length in enumerate(LENGTHS)]

@@ -1,7 +1,7 @@
 """The width that costs least, the turn that breaks no promise: by hand, and for any jobs in flight."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.ids import Rank
@@ -152,6 +152,14 @@ def test_of_any_widths_the_one_that_costs_least(num_tokens: int, pending: list[P
     assert len(planned.chunks) == len(planned.ranks) == len(planned.job.left_s)
 
 
+@example(  # jobs due at once: behind one of them is behind all
+    num_tokens=1,
+    pending=[
+        Pending(NOW_S + 1, NOW_S, {Rank(0): 0.0, Rank(1): 0.0}),
+        Pending(NOW_S + 1, NOW_S, {Rank(0): 0.0}),
+        Pending(NOW_S + 2, NOW_S, {Rank(0): 1.0}),
+    ],
+)
 @given(num_tokens=st.integers(1, 8000), pending=in_flight)
 def test_no_promise_is_broken_for_a_newcomer(num_tokens: int, pending: list[Pending]) -> None:
     planned = plan(num_tokens, *pending, num_ranks=3)
