@@ -34,7 +34,9 @@ class _TensorFile(Protocol):
 class Checkpoint:
     """The tensors of a folder's safetensors files; remembers what was taken, and its hashes. Used by one thread."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: str) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: str, *, int8: bool = False) -> None:
+        self.int8 = int8
+        """Whether projections are to be rounded to int8, by whoever makes them of what is taken."""
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -85,7 +87,8 @@ class Checkpoint:
         if unknown:
             remedy = "config.json describes another model; use the one that belongs to the weights"
             raise ModelError(f"{self._folder}: {len(unknown)} unknown tensors, the first is {unknown[0]}; {remedy}")
-        total = xxhash.xxh3_64(f"{self._dtype}/{description}".encode())
+        format = f"{self._dtype}/int8" if self.int8 else str(self._dtype)
+        total = xxhash.xxh3_64(f"{format}/{description}".encode())
         for name in sorted(self._digests):
             total.update(f"{name}={self._digests[name]};".encode())
         return total.hexdigest()

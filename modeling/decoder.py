@@ -17,15 +17,16 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from modeling.attention import Attention, Kernel, default_kernel
 from modeling.decode_rows import DecodeRows, has_native_rows
 from modeling.kv_buffers import KvPlace, KvRows
-from modeling.layers import Layer, Transform
+from modeling.layers import Layer
+from modeling.linear import Linear
 from modeling.model_config import ModelConfig
+from modeling.norms import Transform
 from modeling.positions import Positions, PositionTable
 
 
@@ -58,11 +59,14 @@ class SequenceSpan(Span, Protocol):
 class DecoderWeights:
     """All parameters, in the dtype that the decoder computes in, composed into what a forward runs through."""
 
-    embedding_VD: Tensor
+    device: torch.device
+    dtype: torch.dtype
+    embedding: Linear
+    """Its rows, `[V, D]`, are the tokens' embeddings."""
     positions: PositionTable
     layers: tuple[Layer, ...]
     final_norm: Transform
-    head_VD: Tensor
+    head: Linear
     """The embedding itself when tied."""
     fingerprint: str
     """Hash of the tensors that this was loaded from, and of the dtype."""
@@ -86,8 +90,8 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernel: Kernel | None = None) -> None:
         self.config = config
         self.weights = weights
-        self.device = weights.embedding_VD.device
-        self.dtype = weights.embedding_VD.dtype
+        self.device = weights.device
+        self.dtype = weights.dtype
         self.kernel = kernel or default_kernel(self.device, self.dtype)
         self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
         self.layout = KvLayout(
@@ -104,7 +108,7 @@ class Decoder:
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
         """Token ids, in the spans' order, to hidden states `[T, D]`; learned positions included."""
-        hidden_TD = F.embedding(torch.tensor(token_ids, device=self.device), self.weights.embedding_VD)
+        hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.device))
         step.positions.enter(hidden_TD)
         return hidden_TD
 
@@ -112,8 +116,7 @@ class Decoder:
         """Writes the new tokens' keys and values into the spans' memory; returns the queries `[T, N, H]`."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
-        x_TD = parts.attention_norm(hidden_TD)
-        qkv_TKH = F.linear(x_TD, parts.qkv_proj, parts.qkv_bias).view(len(x_TD), -1, config.head_dim)
+        qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
         qk_TKH, v_TGH = torch.split(qkv_TKH, [num_heads + num_kv_heads, num_kv_heads], dim=1)
         qk_TKH = step.positions.turn(parts.head_norm(qk_TKH))
         q_TNH, k_TGH = torch.split(qk_TKH, [num_heads, num_kv_heads], dim=1)
@@ -131,8 +134,7 @@ class Decoder:
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
         """Output projection, residuals and MLP: the layer's hidden states `[T, D]`."""
-        parts = self.weights.layers[layer]
-        return parts.tail(hidden_TD, F.linear(attended_TNH.flatten(1), parts.o_proj, parts.o_bias))
+        return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> Tensor:
         """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`."""
@@ -145,7 +147,7 @@ class Decoder:
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
         """Next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
-        return F.linear(self.weights.final_norm(hidden_RD), self.weights.head_VD).float()
+        return self.weights.head(hidden_RD, self.weights.final_norm).float()
 
     def _positions(self, spans: Sequence[Span]) -> Positions:
         ranges = (span.tokens for span in spans)

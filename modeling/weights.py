@@ -19,17 +19,24 @@ def load_config(folder: Path) -> ModelConfig:
     return _load_model(folder).config
 
 
-def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> Decoder:
+QUANTIZATIONS = ("none", "int8")
+"""Of projections' weights: as they are, or rounded to int8 with one scale an output."""
+
+
+def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Decoder:
     """A Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
 
     Raises ModelError, one line, for anything wrong with the folder, the dtype, the device or the memory. Its weights'
-    fingerprint hashes every tensor's name, type, shape and bytes, the config and `dtype`; it does not depend on how the
-    checkpoint is split into files.
+    fingerprint hashes every tensor's name, type, shape and bytes, the config, `dtype` and `quantization`; it does not
+    depend on how the checkpoint is split into files.
     """
     if dtype not in TORCH_DTYPES:
         raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
     model = _load_model(folder)
-    return Decoder(model.config, model.load(Checkpoint(folder, TORCH_DTYPES[dtype], device)))
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], device, int8=quantization == "int8")
+    return Decoder(model.config, model.load(checkpoint))
 
 
 def _load_model(folder: Path) -> Family:

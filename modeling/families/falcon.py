@@ -13,10 +13,12 @@ from torch import Tensor
 
 from modeling.checkpoint import Checkpoint
 from modeling.decoder import DecoderWeights
-from modeling.families.family import load_head, load_layer_norm, load_linear, seal
+from modeling.families.family import load_head, load_layer_norm, load_linear, load_parameters, make_ends, seal
 from modeling.families.fields import Fields, read_rope
-from modeling.layers import ACTIVATIONS, Layer, LayerNorm, Parallel, PlainMlp, Sequential, unchanged
+from modeling.layers import ACTIVATIONS, Layer, Parallel, PlainMlp, Sequential
+from modeling.linear import make_linear
 from modeling.model_config import ModelConfig
+from modeling.norms import LayerNorm, unchanged
 from modeling.rope import RotaryTable
 
 _DEFAULT_EPS = 1e-5
@@ -62,39 +64,49 @@ class FalconModel:
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
         embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
+        head_VD = load_head(checkpoint, config, _EMBEDDING, embedding_VD.shape)
+        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
         return DecoderWeights(
-            embedding_VD=embedding_VD,
+            device=embedding_VD.device,
+            dtype=embedding_VD.dtype,
+            embedding=embedding,
             positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
             layers=tuple(self._layer(checkpoint, f"transformer.h.{layer}") for layer in range(config.num_layers)),
             final_norm=self._norm(checkpoint, "transformer.ln_f"),
-            head_VD=load_head(checkpoint, config, _EMBEDDING, embedding_VD),
+            head=head,
             fingerprint=seal(checkpoint, self),
         )
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
         config, hidden = self.config, self.config.hidden_size
         num_rows = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        qkv_proj, qkv_bias = load_linear(
+        qkv_proj, qkv_bias = load_parameters(
             checkpoint, {f"{at}.self_attention.query_key_value": num_rows}, hidden, self.bias
         )
-        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attention.dense": hidden}, hidden, self.bias)
         norms = {name: self._norm(checkpoint, f"{at}.{name}") for name in {self.attention_norm, self.mlp_norm}}
         tail = Parallel if self.parallel else Sequential
         return Layer(
             attention_norm=norms[self.attention_norm],
-            qkv_proj=self._ungrouped(qkv_proj),
-            qkv_bias=None if qkv_bias is None else self._ungrouped(qkv_bias),
+            qkv=make_linear(
+                self._ungrouped(qkv_proj),
+                None if qkv_bias is None else self._ungrouped(qkv_bias),
+                int8=checkpoint.int8,
+            ),
             head_norm=unchanged,
-            o_proj=o_proj,
-            o_bias=o_bias,
-            tail=tail(norms[self.mlp_norm], self._mlp(checkpoint, f"{at}.mlp")),
+            tail=tail(
+                load_linear(checkpoint, {f"{at}.self_attention.dense": hidden}, hidden, self.bias),
+                norms[self.mlp_norm],
+                self._mlp(checkpoint, f"{at}.mlp"),
+            ),
         )
 
     def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        up_proj, up_bias = load_linear(checkpoint, {f"{at}.dense_h_to_4h": inner}, hidden, self.bias)
-        down_proj, down_bias = load_linear(checkpoint, {f"{at}.dense_4h_to_h": hidden}, inner, self.bias)
-        return PlainMlp(up_proj, up_bias, ACTIVATIONS[self.activation], down_proj, down_bias)
+        return PlainMlp(
+            load_linear(checkpoint, {f"{at}.dense_h_to_4h": inner}, hidden, self.bias),
+            ACTIVATIONS[self.activation],
+            load_linear(checkpoint, {f"{at}.dense_4h_to_h": hidden}, inner, self.bias),
+        )
 
     def _norm(self, checkpoint: Checkpoint, name: str) -> LayerNorm:
         return load_layer_norm(checkpoint, name, self.config.hidden_size, self.norm_eps)

@@ -5,15 +5,16 @@ A family joins in three steps: a module here whose class reads a config (`Fields
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from modeling.checkpoint import Checkpoint
 from modeling.decoder import DecoderWeights
-from modeling.layers import LayerNorm
+from modeling.linear import Linear, TorchLinear, make_linear
 from modeling.model_config import ModelConfig
+from modeling.norms import LayerNorm
 
 HEAD = "lm_head.weight"
 """The output head's name in every family, where it is not tied."""
@@ -42,9 +43,16 @@ def seal(checkpoint: Checkpoint, model: Family) -> str:
 
 
 def load_linear(
+    checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
+) -> Linear:
+    """Modules fused one below the other; `rows` by the modules' names."""
+    return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
+
+
+def load_parameters(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`(weight, bias or None)` of modules fused one below the other; `rows` by the modules' names."""
+    """`(weight, bias or None)` of the same."""
     weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
     return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
 
@@ -54,9 +62,17 @@ def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) ->
     return LayerNorm(checkpoint.take(f"{name}.weight", (size,)), checkpoint.take(f"{name}.bias", (size,)), eps)
 
 
-def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, embedding_VD: Tensor) -> Tensor:
-    """The output head `[V, D]`: the embedding itself when tied."""
+def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, shape: Sequence[int]) -> Tensor | None:
+    """The output head `[V, D]`; None when it is tied: the embedding itself."""
     if not config.tie_embeddings:
-        return checkpoint.take(HEAD, tuple(embedding_VD.shape))
+        return checkpoint.take(HEAD, tuple(shape))
     checkpoint.expect_equal(HEAD, embedding_name)
-    return embedding_VD
+    return None
+
+
+def make_ends(embedding_VD: Tensor, head_VD: Tensor | None, int8: bool) -> tuple[Linear, Linear]:
+    """A model's embedding and head: one object when tied (None), so that the weight is kept once."""
+    if head_VD is None:
+        tied = make_linear(embedding_VD, int8=int8)
+        return tied, tied
+    return TorchLinear(embedding_VD), make_linear(head_VD, int8=int8)

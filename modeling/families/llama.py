@@ -4,10 +4,11 @@ from dataclasses import dataclass
 
 from modeling.checkpoint import Checkpoint
 from modeling.decoder import DecoderWeights
-from modeling.families.family import load_head, load_linear, seal
+from modeling.families.family import load_head, load_linear, make_ends, seal
 from modeling.families.fields import Fields, read_rope
-from modeling.layers import GatedMlp, HeadNorms, Layer, RmsNorm, Sequential, unchanged
+from modeling.layers import GatedMlp, Layer, Sequential
 from modeling.model_config import ModelConfig
+from modeling.norms import HeadNorms, RmsNorm, unchanged
 from modeling.rope import RotaryTable
 
 _DEFAULT_WINDOW = 4096
@@ -47,12 +48,16 @@ class LlamaModel:
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
         embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
+        head_VD = load_head(checkpoint, config, _EMBEDDING, embedding_VD.shape)
+        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
         return DecoderWeights(
-            embedding_VD=embedding_VD,
+            device=embedding_VD.device,
+            dtype=embedding_VD.dtype,
+            embedding=embedding,
             positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
             layers=tuple(self._layer(checkpoint, f"model.layers.{layer}") for layer in range(config.num_layers)),
             final_norm=self._norm(checkpoint, "model.norm", config.hidden_size),
-            head_VD=load_head(checkpoint, config, _EMBEDDING, embedding_VD),
+            head=head,
             fingerprint=seal(checkpoint, self),
         )
 
@@ -70,26 +75,24 @@ class LlamaModel:
                 config.num_heads,
             )
         )
-        qkv_proj, qkv_bias = load_linear(checkpoint, qkv, hidden, self.qkv_bias)
-        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attn.o_proj": hidden}, width, self.output_bias)
         return Layer(
             attention_norm=self._norm(checkpoint, f"{at}.input_layernorm", hidden),
-            qkv_proj=qkv_proj,
-            qkv_bias=qkv_bias,
+            qkv=load_linear(checkpoint, qkv, hidden, self.qkv_bias),
             head_norm=head_norm,
-            o_proj=o_proj,
-            o_bias=o_bias,
             tail=Sequential(
-                self._norm(checkpoint, f"{at}.post_attention_layernorm", hidden), self._mlp(checkpoint, f"{at}.mlp")
+                load_linear(checkpoint, {f"{at}.self_attn.o_proj": hidden}, width, self.output_bias),
+                self._norm(checkpoint, f"{at}.post_attention_layernorm", hidden),
+                self._mlp(checkpoint, f"{at}.mlp"),
             ),
         )
 
     def _mlp(self, checkpoint: Checkpoint, at: str) -> GatedMlp:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
         gate_up = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
-        gate_up_proj, gate_up_bias = load_linear(checkpoint, gate_up, hidden, self.mlp_bias)
-        down_proj, down_bias = load_linear(checkpoint, {f"{at}.down_proj": hidden}, inner, self.mlp_bias)
-        return GatedMlp(gate_up_proj, gate_up_bias, down_proj, down_bias)
+        return GatedMlp(
+            load_linear(checkpoint, gate_up, hidden, self.mlp_bias, gated=True),
+            load_linear(checkpoint, {f"{at}.down_proj": hidden}, inner, self.mlp_bias),
+        )
 
     def _norm(self, checkpoint: Checkpoint, name: str, size: int) -> RmsNorm:
         return RmsNorm(checkpoint.take(f"{name}.weight", (size,)), self.norm_eps)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from modeling.checkpoint import Checkpoint
 from modeling.decoder import DecoderWeights
-from modeling.families.family import load_head, load_layer_norm, load_linear, seal
+from modeling.families.family import load_head, load_layer_norm, load_linear, make_ends, seal
 from modeling.families.fields import Fields
-from modeling.layers import ACTIVATIONS, Layer, LayerNorm, PlainMlp, PostNorm, Sequential, Transform, unchanged
+from modeling.layers import ACTIVATIONS, Layer, PlainMlp, PostNorm, Sequential
 from modeling.model_config import ModelConfig
+from modeling.norms import LayerNorm, Transform, unchanged
 from modeling.positions import LearnedTable
 
 _NORM_EPS = 1e-5
@@ -58,45 +59,49 @@ class OptModel:
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
         embedding_VD = checkpoint.take(f"{at}.embed_tokens.weight", (config.vocab_size, self.embedding_size))
-        head_VD = load_head(checkpoint, config, f"{at}.embed_tokens.weight", embedding_VD)
+        head_VD = load_head(checkpoint, config, f"{at}.embed_tokens.weight", embedding_VD.shape)
         if self.embedding_size != config.hidden_size:
             shape = (config.hidden_size, self.embedding_size)
+            tied_VD = embedding_VD if head_VD is None else head_VD
             embedding_VD = _product(embedding_VD, checkpoint.take(f"{at}.project_in.weight", shape).T)
-            head_VD = _product(head_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
+            head_VD = _product(tied_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
         num_rows = _FIRST_POSITION + config.max_position
         rows_PD = checkpoint.take(f"{at}.embed_positions.weight", (num_rows, config.hidden_size))
+        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
         return DecoderWeights(
-            embedding_VD=embedding_VD,
+            device=embedding_VD.device,
+            dtype=embedding_VD.dtype,
+            embedding=embedding,
             positions=LearnedTable(rows_PD[_FIRST_POSITION:]),
             layers=tuple(self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)),
             final_norm=self._norm(checkpoint, f"{at}.final_layer_norm") if self.final_norm else unchanged,
-            head_VD=head_VD,
+            head=head,
             fingerprint=seal(checkpoint, self),
         )
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
         hidden = self.config.hidden_size
         qkv = {f"{at}.self_attn.{name}_proj": hidden for name in "qkv"}
-        qkv_proj, qkv_bias = load_linear(checkpoint, qkv, hidden, self.bias)
-        o_proj, o_bias = load_linear(checkpoint, {f"{at}.self_attn.out_proj": hidden}, hidden, self.bias)
+        output = load_linear(checkpoint, {f"{at}.self_attn.out_proj": hidden}, hidden, self.bias)
         mlp = self._mlp(checkpoint, at)
         attention_norm = self._norm(checkpoint, f"{at}.self_attn_layer_norm")
         mlp_norm = self._norm(checkpoint, f"{at}.final_layer_norm")
         return Layer(
             attention_norm=attention_norm if self.norm_first else unchanged,
-            qkv_proj=qkv_proj,
-            qkv_bias=qkv_bias,
+            qkv=load_linear(checkpoint, qkv, hidden, self.bias),
             head_norm=unchanged,
-            o_proj=o_proj,
-            o_bias=o_bias,
-            tail=Sequential(mlp_norm, mlp) if self.norm_first else PostNorm(attention_norm, mlp, mlp_norm),
+            tail=Sequential(output, mlp_norm, mlp)
+            if self.norm_first
+            else PostNorm(output, attention_norm, mlp, mlp_norm),
         )
 
     def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        up_proj, up_bias = load_linear(checkpoint, {f"{at}.fc1": inner}, hidden, self.bias)
-        down_proj, down_bias = load_linear(checkpoint, {f"{at}.fc2": hidden}, inner, self.bias)
-        return PlainMlp(up_proj, up_bias, ACTIVATIONS[self.activation], down_proj, down_bias)
+        return PlainMlp(
+            load_linear(checkpoint, {f"{at}.fc1": inner}, hidden, self.bias),
+            ACTIVATIONS[self.activation],
+            load_linear(checkpoint, {f"{at}.fc2": hidden}, inner, self.bias),
+        )
 
     def _norm(self, checkpoint: Checkpoint, name: str) -> Transform:
         if not self.norm_parameters:

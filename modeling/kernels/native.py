@@ -23,7 +23,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 _AVX512_BF16 = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-NAMES = {"prefill_attention": _AVX512_BF16, "decode_attention": _AVX512_BF16}
+NAMES = {"products": (), "prefill_attention": _AVX512_BF16, "decode_attention": _AVX512_BF16, "linear": _AVX512_BF16}
 """All kernels, and what the processor must have for each, as /proc/cpuinfo names it."""
 
 

@@ -15,7 +15,9 @@ from torch import Tensor
 from modeling.config import ModelConfig
 from modeling.decoder import Decoder, DecoderWeights
 from modeling.kv_buffers import TORCH_DTYPES
-from modeling.layers import GatedMlp, Layer, RmsNorm, Sequential, unchanged
+from modeling.layers import GatedMlp, Layer, Sequential
+from modeling.linear import make_linear
+from modeling.norms import RmsNorm, unchanged
 from modeling.rope import RotaryTable
 from modeling.weights import load_decoder
 
@@ -174,22 +176,26 @@ def _random_weights(config: ModelConfig, seed: int, dtype: str) -> DecoderWeight
     def layer() -> Layer:
         return Layer(
             attention_norm=norm(),
-            qkv_proj=random("qkv", width + 2 * config.num_kv_heads * config.head_dim, hidden),
-            qkv_bias=None,
+            qkv=make_linear(random("qkv", width + 2 * config.num_kv_heads * config.head_dim, hidden)),
             head_norm=unchanged,
-            o_proj=random("o", hidden, width),
-            o_bias=None,
             tail=Sequential(
-                norm(), GatedMlp(random("gate_up", 2 * inner, hidden), None, random("down", hidden, inner), None)
+                make_linear(random("o", hidden, width)),
+                norm(),
+                GatedMlp(
+                    make_linear(random("gate_up", 2 * inner, hidden), gated=True),
+                    make_linear(random("down", hidden, inner)),
+                ),
             ),
         )
 
     return DecoderWeights(
-        embedding_VD=random("embed", config.vocab_size, hidden),
+        device=torch.device("cpu"),
+        dtype=TORCH_DTYPES[dtype],
+        embedding=make_linear(random("embed", config.vocab_size, hidden)),
         positions=RotaryTable(config, torch.device("cpu"), TORCH_DTYPES[dtype]),
         layers=tuple(layer() for _ in range(config.num_layers)),
         final_norm=norm(),
-        head_VD=random("head", config.vocab_size, hidden),
+        head=make_linear(random("head", config.vocab_size, hidden)),
         fingerprint=f"random-{seed}-{config.num_layers}-{hidden}-{config.vocab_size}-{dtype}",
     )
 

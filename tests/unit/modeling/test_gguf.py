@@ -11,7 +11,7 @@ from safetensors import safe_open
 
 from baton.errors import ModelError
 from modeling.gguf import convert_gguf
-from modeling.layers import HeadNorms
+from modeling.norms import HeadNorms
 from modeling.weights import load_config, load_decoder
 from tests.support.tiny_gguf import HEAD_DIM, Array, hf_name, tiny_keys, tiny_tensors, write_gguf
 
@@ -59,7 +59,7 @@ def test_every_tensor_comes_back_in_hugging_faces_order(architecture: str, tmp_p
 def test_converted_folder_loads_and_runs_the_architecture(architecture: str, tmp_path: Path) -> None:
     decoder = load_decoder(convert(tmp_path, architecture))
     assert decoder.config.model_type == architecture
-    assert (decoder.weights.layers[1].qkv_bias is not None) == (architecture == "qwen2")
+    assert (decoder.weights.layers[1].qkv.bias() is not None) == (architecture == "qwen2")
     assert isinstance(decoder.weights.layers[1].head_norm, HeadNorms) == (architecture == "qwen3")
     assert decoder.config.tie_embeddings
 
@@ -68,7 +68,7 @@ def test_output_head_makes_the_model_untied(tmp_path: Path) -> None:
     head = np.ones((128, 64), dtype=np.float32)
     decoder = load_decoder(convert(tmp_path, "llama", more={"output.weight": head}))
     assert not decoder.config.tie_embeddings
-    assert torch.equal(decoder.weights.head_VD, torch.ones(128, 64))
+    assert torch.equal(decoder.weights.head.weight(), torch.ones(128, 64))
 
 
 def test_config_holds_the_keys_values(tmp_path: Path) -> None:
@@ -97,8 +97,9 @@ def test_llama_biases_are_seen_and_their_rows_put_back(tmp_path: Path) -> None:
     }
     decoder = load_decoder(convert(tmp_path, "llama", more=biases))
     expected = torch.cat([torch.arange(width).to(torch.bfloat16).float() for width in (64, 32, 32)])
-    assert decoder.weights.layers[1].qkv_bias is not None
-    assert torch.equal(decoder.weights.layers[1].qkv_bias, expected)
+    bias_K = decoder.weights.layers[1].qkv.bias()
+    assert bias_K is not None
+    assert torch.equal(bias_K, expected)
 
 
 @pytest.mark.parametrize("kind", ["linear", "yarn"])

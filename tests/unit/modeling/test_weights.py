@@ -69,7 +69,7 @@ def test_query_key_and_value_become_one_projection(tmp_path: Path) -> None:
     content = tensors()
     layer = load_decoder(write(tmp_path, content)).weights.layers[1]
     parts = [content[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"]
-    assert torch.equal(layer.qkv_proj, torch.cat(parts))
+    assert torch.equal(layer.qkv.weight(), torch.cat(parts))
 
 
 def test_gate_and_up_become_one_projection(tmp_path: Path) -> None:
@@ -78,18 +78,18 @@ def test_gate_and_up_become_one_projection(tmp_path: Path) -> None:
     parts = [content[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
     assert isinstance(tail, Sequential)
     assert isinstance(tail.mlp, GatedMlp)
-    assert torch.equal(tail.mlp.gate_up_proj, torch.cat(parts))
+    assert torch.equal(tail.mlp.gate_up.weight(), torch.cat(parts))
 
 
 def test_tied_head_shares_the_embeddings_memory(tmp_path: Path) -> None:
     weights = load_decoder(write(tmp_path, tensors())).weights
-    assert weights.head_VD.data_ptr() == weights.embedding_VD.data_ptr()
+    assert weights.head is weights.embedding
 
 
 def test_untied_head_is_loaded(tmp_path: Path) -> None:
     head = torch.randn(VOCAB, HIDDEN)
     folder = write(tmp_path, {**tensors(), "lm_head.weight": head}, tie_word_embeddings=False)
-    assert torch.equal(load_decoder(folder).weights.head_VD, head)
+    assert torch.equal(load_decoder(folder).weights.head.weight(), head)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -98,8 +98,8 @@ def test_weights_are_converted_on_load(stored: torch.dtype, dtype: str, tmp_path
     content = {name: value.to(stored) for name, value in tensors().items()}
     decoder = load_decoder(write(tmp_path, content), dtype=dtype)
     expected = content["model.embed_tokens.weight"].to(getattr(torch, dtype))
-    assert torch.equal(decoder.weights.embedding_VD, expected)
-    assert decoder.weights.layers[0].qkv_proj.dtype == decoder.dtype == getattr(torch, dtype)
+    assert torch.equal(decoder.weights.embedding.weight(), expected)
+    assert decoder.weights.layers[0].qkv.weight().dtype == decoder.dtype == getattr(torch, dtype)
     assert decoder.layout.dtype == dtype
 
 
@@ -109,13 +109,13 @@ def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> No
     size = (folder / "model.safetensors").stat().st_size
     with (folder / "model.safetensors").open("r+b") as file:
         file.write(b"\0" * size)
-    assert torch.equal(weights.head_VD, tensors()["model.embed_tokens.weight"])
+    assert torch.equal(weights.head.weight(), tensors()["model.embed_tokens.weight"])
 
 
 def test_sharded_checkpoint_equals_the_single_file(tmp_path: Path) -> None:
     single = load_decoder(write(tmp_path / "single", tensors())).weights
     sharded = load_decoder(write_sharded(tmp_path / "sharded", tensors())).weights
-    assert torch.equal(sharded.layers[1].qkv_proj, single.layers[1].qkv_proj)
+    assert torch.equal(sharded.layers[1].qkv.weight(), single.layers[1].qkv.weight())
     assert sharded.fingerprint == single.fingerprint
 
 

@@ -204,10 +204,10 @@ def test_fused_rows_are_put_into_our_order(name: str, tmp_path: Path) -> None:
     config, num_kv_heads, norms, heads = LAYOUTS[name]
     layer = load(tmp_path, config, tensors(num_kv_heads, norms, config["bias"])).weights.layers[0]
     expected = [row for head in heads for row in head]
-    assert layer.qkv_proj[:, 0].tolist() == expected
-    assert layer.qkv_proj.is_contiguous()
-    assert (layer.qkv_bias is not None) == config["bias"]
-    assert layer.qkv_bias is None or layer.qkv_bias.tolist() == expected
+    assert layer.qkv.weight()[:, 0].tolist() == expected
+    bias_K = layer.qkv.bias()
+    assert (bias_K is not None) == config["bias"]
+    assert bias_K is None or bias_K.tolist() == expected
 
 
 def test_one_norm_serves_attention_and_mlp(tmp_path: Path) -> None:

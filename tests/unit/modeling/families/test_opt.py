@@ -13,8 +13,9 @@ from baton.errors import ModelError
 from modeling.config import read_model
 from modeling.decoder import Decoder
 from modeling.families.opt import OptModel
-from modeling.layers import LayerNorm, PlainMlp, PostNorm, Sequential, unchanged
+from modeling.layers import PlainMlp, PostNorm, Sequential
 from modeling.model_config import ModelConfig
+from modeling.norms import LayerNorm, unchanged
 from modeling.weights import load_decoder
 
 OPT_125M: dict[str, Any] = {
@@ -149,7 +150,7 @@ def test_config_that_cannot_be_run_is_refused_in_one_line(field: str, value: obj
 def test_query_key_and_value_become_one_projection(tmp_path: Path) -> None:
     content = tensors()
     layer = load(tmp_path, content).weights.layers[1]
-    for kind, fused in (("weight", layer.qkv_proj), ("bias", layer.qkv_bias)):
+    for kind, fused in (("weight", layer.qkv.weight()), ("bias", layer.qkv.bias())):
         parts = [content[f"model.decoder.layers.1.self_attn.{name}_proj.{kind}"] for name in "qkv"]
         assert fused is not None and torch.equal(fused, torch.cat(parts))
 
@@ -177,16 +178,16 @@ def test_narrow_embeddings_are_widened_once(tmp_path: Path) -> None:
     embedding, project_in, project_out = (
         content[f"model.decoder.{name}.weight"].double() for name in ("embed_tokens", "project_in", "project_out")
     )
-    torch.testing.assert_close(weights.embedding_VD.double(), embedding @ project_in.T, atol=1e-5, rtol=0)
-    torch.testing.assert_close(weights.head_VD.double(), embedding @ project_out, atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights.embedding.weight().double(), embedding @ project_in.T, atol=1e-5, rtol=0)
+    torch.testing.assert_close(weights.head.weight().double(), embedding @ project_out, atol=1e-5, rtol=0)
 
 
 def test_a_base_models_names_lack_the_first_part(tmp_path: Path) -> None:
     content = tensors()
     expected = load(tmp_path, content).weights
     short = load(tmp_path, {name.removeprefix("model."): value for name, value in content.items()}).weights
-    assert torch.equal(short.embedding_VD, expected.embedding_VD)
-    assert torch.equal(short.layers[1].qkv_proj, expected.layers[1].qkv_proj)
+    assert torch.equal(short.embedding.weight(), expected.embedding.weight())
+    assert torch.equal(short.layers[1].qkv.weight(), expected.layers[1].qkv.weight())
 
 
 @pytest.mark.parametrize("name", sorted(tensors(narrow=True)))

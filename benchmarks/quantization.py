@@ -1,0 +1,82 @@
+"""What do int8 weights cost, and what do they give? Perplexity of a novel, and steps, beside bf16 weights.
+
+Perplexity is of whole windows of natural text, each by itself. The step is one token after a context, logits and greedy
+choice included, both sides asked in turn.
+"""
+
+import argparse
+import gzip
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from baton.types import TokenRange
+from benchmarks.decode import our_step
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, interleave, make_parser, progress, resolve
+from modeling.decoder import Decoder
+from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.weights import load_decoder
+from text.tokenizer import Tokenizer
+
+_NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
+_SCORED = 256
+"""Positions whose logits are made at once."""
+
+
+def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[int]]:
+    """Consecutive windows of the novel."""
+    ids = Tokenizer.load(folder).encode(gzip.decompress(_NOVEL.read_bytes()).decode()[: 8 * num_windows * num_tokens])
+    for window in range(num_windows):
+        yield ids[window * num_tokens : (window + 1) * num_tokens]
+
+
+@torch.inference_mode()
+def perplexity(decoder: Decoder, ids: list[int]) -> float:
+    """Of one window, its first token not counted."""
+    tokens = TokenRange(0, len(ids))
+    hidden_TD = decoder.forward(ids, [BufferSpan(KvBuffer(decoder.layout, tokens), tokens)])
+    loss = 0.0
+    for start in range(0, len(ids) - 1, _SCORED):
+        successors_R = torch.tensor(ids[start + 1 : start + 1 + _SCORED])
+        logits_RV = decoder.logits(hidden_TD[start : start + len(successors_R)])
+        loss += float(torch.nn.functional.cross_entropy(logits_RV, successors_R, reduction="sum"))
+    return math.exp(loss / (len(ids) - 1))
+
+
+def run(args: argparse.Namespace) -> int:
+    """Perplexity first, then steps."""
+    folder = resolve(args)
+    plain = load_decoder(folder, dtype="bfloat16")
+    rounded = load_decoder(folder, dtype="bfloat16", quantization="int8")
+    reporter = Reporter("quantization", args.json)
+    ours, theirs = [], []
+    num_windows = 2 if args.quick else args.windows
+    with progress("perplexity", num_windows) as advance:
+        for ids in windows(folder, num_windows, args.tokens):
+            ours.append(perplexity(rounded, ids))
+            theirs.append(perplexity(plain, ids))
+            advance()
+    reporter.add(case(tokens=args.tokens, dtype="int8"), "perplexity", "", "bfloat16", Pairs(ours, theirs))
+    pairs = QUICK_PAIRS if args.quick else PAIRS
+    for batch in (1, 16):
+        sides = (our_step(rounded, batch, args.context), our_step(plain, batch, args.context))
+        name = case(batch=batch, context=args.context, dtype="int8", threads=torch.get_num_threads())
+        reporter.add(name, "step_ms", "ms", "bfloat16", interleave(*sides, pairs))
+    reporter.close()
+    return 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--windows", type=int, default=24, help="of text")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a window")
+    parser.add_argument("--context", type=int, default=192, help="of the rows that step")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Linear layers, with what stands around them: the norm before, the gate or the residual behind.
+
+One port, two implementations. `TorchLinear` is torch's, on any device. `WidenedLinear` is ours in C++
+(modeling/kernels/linear.cpp), for bf16 on CPUs where bf16 dot products are slow or absent: norm, gate and residual are
+part of one pass over the weights, and a token's result depends on no other token of the batch, bit for bit.
+
+T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.errors import ModelError
+from modeling.kernels import native
+from modeling.kernels.products import widens
+from modeling.norms import RmsNorm, Transform, unchanged
+
+_HALF = 16
+"""Rows of a panel's half."""
+
+
+class Linear(Protocol):
+    """A weight `[N, K]`, perhaps a bias `[N]`; perhaps gated: silu of the first half of the outputs times the second
+    (SwiGLU; Shazeer, 2020)."""
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        """`norm(x) W^T + b`, gated if it is, plus the residual if one is given: `[T, N]`, gated `[T, I]`."""
+        ...
+
+    def weight(self) -> Tensor:
+        """The weight `[N, K]` as it multiplies; may be a copy, and wider than what it was made of."""
+        ...
+
+    def bias(self) -> Tensor | None:
+        """The bias `[N]` as it was loaded."""
+        ...
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """Some rows of the weight, `[T, K]`: what an embedding is asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchLinear:
+    """torch's own products."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+    gated: bool = False
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
+        if self.gated:
+            gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+            out_TN = F.silu(gate_TI).mul_(up_TI)
+        return out_TN if residual_TN is None else residual_TN + out_TN
+
+    def weight(self) -> Tensor:
+        return self.weight_NK
+
+    def bias(self) -> Tensor | None:
+        return self.bias_N
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return F.embedding(indices_T, self.weight_NK)
+
+
+class WidenedLinear:
+    """Ours in C++; to be used where `has_widened_linear`. Keeps the weight in panels, and nothing besides; rounded to
+    int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
+
+    def __init__(
+        self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False, *, int8: bool = False
+    ) -> None:
+        num_rows = len(weight_NK)
+        self._gated = gated
+        self._num_outputs = num_rows // 2 if gated else num_rows
+        self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
+        self._num_places = -(-(int(self._order_N[-1]) + 1) // (2 * _HALF)) * 2 * _HALF
+        self._scales = None
+        if int8:
+            weight_NK, scale_N = _rounded(weight_NK)
+            self._scales = self._placed(scale_N)
+        self._panels_PKL = _interleave(self._placed(weight_NK)) if not int8 else _halves(self._placed(weight_NK))
+        self._bias = None if bias_N is None else self._placed(bias_N.float())
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        gain_K, eps = None, 0.0
+        if isinstance(norm, RmsNorm):
+            gain_K, eps = norm.gain_D, norm.eps
+        else:
+            x_TK = norm(x_TK)
+        out_TN: Tensor = torch.ops.baton.linear(
+            x_TK, self._panels_PKL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN, self._gated
+        )
+        return out_TN
+
+    def weight(self) -> Tensor:
+        return self._rows(torch.arange(len(self._order_N)))
+
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias[self._order_N].bfloat16()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self._rows(indices_T).bfloat16()
+
+    def _rows(self, indices_T: Tensor) -> Tensor:
+        at_T = self._order_N[indices_T]
+        panel_T, half_T, place_T = at_T // (2 * _HALF), at_T % (2 * _HALF) // _HALF, at_T % _HALF
+        if self._scales is None:
+            return self._panels_PKL[panel_T, :, 2 * place_T + half_T]
+        rounded_TK = self._panels_PKL[panel_T, :, _HALF * half_T + place_T]
+        return rounded_TK * self._scales[at_T].unsqueeze(-1)
+
+    def _placed(self, of_rows: Tensor) -> Tensor:
+        """What belongs to rows of the weight, in the panels' order; zero in places without a row."""
+        placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
+        placed[self._order_N] = of_rows
+        return placed
+
+
+def _interleave(rows_MK: Tensor) -> Tensor:
+    """Panels `[P, K, 32]` of bf16 as the kernel reads them: of a panel, input by input, its first half's rows and its
+    second's in turn."""
+    num_inputs = rows_MK.shape[1]
+    return rows_MK.view(-1, 2, _HALF, num_inputs).permute(0, 3, 2, 1).reshape(-1, num_inputs, 2 * _HALF)
+
+
+def _halves(rows_MK: Tensor) -> Tensor:
+    """The same of int8: input by input, its first half's rows, then its second's."""
+    return rows_MK.view(-1, 2 * _HALF, rows_MK.shape[1]).transpose(1, 2).contiguous()
+
+
+def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """`(int8 [N, K], scales [N] in fp32)`: to nearest, symmetric, each row's largest weight at 127."""
+    wide_NK = weight_NK.float()
+    scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
+
+
+def _gated_order(num_outputs: int) -> Tensor:
+    """Where the gates and then the ups go, so that a panel holds 16 gates and their ups."""
+    at_I = torch.arange(num_outputs)
+    gates_I = at_I // _HALF * 2 * _HALF + at_I % _HALF
+    return torch.cat((gates_I, gates_I + _HALF))
+
+
+def has_widened_linear() -> bool:
+    """Whether `WidenedLinear` can run here and is the faster one; builds it at the first call."""
+    return widens() and native.load("linear")
+
+
+def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, gated: bool = False, int8: bool = False) -> Linear:
+    """The fastest linear layer here for a weight's device and dtype; its weight rounded to int8 if asked to. Raises
+    ModelError where that cannot be."""
+    on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
+    if int8:
+        if not on_cpu or not native.load("linear"):
+            remedy = "leave quantization out, or use dtype bfloat16 on device cpu with AVX-512"
+            raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
+        return WidenedLinear(weight_NK, bias_N, gated, int8=True)
+    return (
+        WidenedLinear(weight_NK, bias_N, gated)
+        if on_cpu and has_widened_linear()
+        else TorchLinear(weight_NK, bias_N, gated)
+    )

@@ -1,0 +1,55 @@
+"""Norms, as data: what stands before projections, between heads, and at the end of a model.
+
+T tokens, D hidden, N heads, H head dim, K = N + G queries and keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Transform = Callable[[Tensor], Tensor]
+"""A tensor to one of the same shape: norms, activations."""
+
+
+def unchanged(x: Tensor) -> Tensor:
+    """The piece that is not there."""
+    return x
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """Root mean square norm (Zhang and Sennrich, 2019) over the last dimension."""
+
+    gain_D: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), self.gain_D, self.eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Layer norm (Ba et al., 2016) over the last dimension; without parameters where they are None."""
+
+    gain_D: Tensor | None
+    bias_D: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, (x.shape[-1],), self.gain_D, self.bias_D, self.eps)
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """RMSNorm per head on `[T, K, H]`, the queries and keys before RoPE (Qwen3)."""
+
+    q_norm: RmsNorm
+    k_norm: RmsNorm
+    num_heads: int
+
+    def __call__(self, qk_TKH: Tensor) -> Tensor:
+        q_TNH, k_TGH = qk_TKH[:, : self.num_heads], qk_TKH[:, self.num_heads :]
+        return torch.cat((self.q_norm(q_TNH), self.k_norm(k_TGH)), dim=1)
