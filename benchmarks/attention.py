@@ -1,7 +1,7 @@
-"""How fast is prefill attention on a core? Our native kernel beside torch's SDPA, and torch's own bf16 matrices.
+"""How fast is prefill attention on a core? Our native kernel beside torch's SDPA, and the decoder's bf16 linears.
 
 One thread. For each number of keys, a causal square (as many queries), and a dense rectangle of `--queries` queries; of
-a causal square only the pairs that are seen count. All sides are asked in turn. `matmul` is the rate of torch's bf16
+a causal square only the pairs that are seen count. All sides are asked in turn. `matmul` is the rate of the
 linears of one layer of the model over as many tokens: what attention could reach if it were a matrix product.
 """
 

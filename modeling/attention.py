@@ -17,14 +17,15 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
+from modeling.kernels.products import widens
 from modeling.kv_buffers import KvRows
 
 Kernel = Callable[[Tensor, KvRows, bool, Tensor | None], tuple[Tensor, Tensor]]
 """(q_TNH, rows, is_square_causal, mask_TS or None) -> (o_TNH in q's dtype, lse_TN in fp32). True in mask = visible."""
 
 _QUERY_BLOCK = 512
-NATIVE_HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
-"""Of the kernels in C++."""
+_HEAD_DIM_STEP = 16
+"""Of the kernels in C++: lanes of their widest registers."""
 _NOTHING = -1e30
 """Log-sum-exp over no key: finite, so that two of them merge without NaN."""
 
@@ -76,13 +77,18 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ours in C++ for many bf16 queries on a CPU (modeling/kernels/prefill_attention.cpp); torch's for all else. To be
-    used where `has_native_kernel`."""
+    """Ours in C++ for many queries on a CPU (modeling/kernels/prefill_attention.cpp); torch's for all else. To be used
+    where `has_native_kernel`."""
     T, _, H = q_TNH.shape
-    if T == 1 or mask_TS is not None or H not in NATIVE_HEAD_DIMS or q_TNH.dtype != torch.bfloat16:
+    if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
-    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal)
+    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, widens())
     return o_TNH, lse_TN
+
+
+def is_native(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels in C++ take such queries and keys."""
+    return dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
 
 
 def has_native_kernel() -> bool:
@@ -94,7 +100,8 @@ def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
     """The fastest kernel here for a device and dtype."""
     if device.type != "cpu":
         return plain_kernel
-    return native_kernel if dtype == torch.bfloat16 and has_native_kernel() else cpu_flash_kernel
+    is_ours = dtype in (torch.bfloat16, torch.float32) and has_native_kernel()
+    return native_kernel if is_ours else cpu_flash_kernel
 
 
 class Attention:

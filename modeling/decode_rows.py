@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from modeling.attention import NATIVE_HEAD_DIMS
+from modeling.attention import is_native
 from modeling.kernels import native
+from modeling.kernels.products import widens
 from modeling.kv_buffers import KvPlace
 
 
@@ -22,11 +23,12 @@ class DecodeRows:
     """Those spans of a step that have one new token. Holds addresses: the spans must outlive it."""
 
     def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Iterable[int | None]) -> None:
-        """`rows`: the place of each row's token among the step's, and that of its keys. `row_bytes`: of a token's K
-        and V in one layer. `windows`: all that layers have."""
+        """`rows`: the place of each row's token among the step's, and that of its keys; all have memory for the same
+        number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: all that layers have."""
         self.tokens_B = torch.tensor([token for token, _ in rows])
         self._addresses_B = torch.tensor([place.address for _, place in rows])
         self._layer_bytes_B = torch.tensor([place.layer_bytes for _, place in rows])
+        (self._num_layers,) = {place.num_layers for _, place in rows}
         self._lengths_B = torch.tensor([place.num_keys for _, place in rows])
         hidden_B = {window: _hidden(self._lengths_B, window) for window in set(windows)}
         self._skipped_bytes_B = {window: each * row_bytes for window, each in hidden_B.items()}
@@ -41,17 +43,17 @@ class DecodeRows:
         """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's."""
         addresses_B = self._layer_addresses(layer) + self._skipped_bytes_B[window]
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            q_TNH[self.tokens_B], addresses_B, self._seen_B[window], num_kv_heads
+            q_TNH[self.tokens_B], addresses_B, self._seen_B[window], num_kv_heads, widens()
         )
         return out_BNH
 
     def _layer_addresses(self, layer: int) -> Tensor:
-        return torch.add(self._addresses_B, self._layer_bytes_B, alpha=layer)
+        return torch.add(self._addresses_B, self._layer_bytes_B, alpha=layer % self._num_layers)
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Whether DecodeRows works for such KV here; builds the kernel at the first call."""
-    fits = device.type == "cpu" and dtype == torch.bfloat16 and head_dim in NATIVE_HEAD_DIMS
+    fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load("decode_attention")
 
 

@@ -55,6 +55,18 @@ class SequenceSpan(Span, Protocol):
         ...
 
 
+class LayerTurns(Protocol):
+    """Whoever is told how far a forward has come: keys that are not always at hand are fetched in time."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """`layer` is about to run on `hidden_TD`; on return its keys are where the spans say."""
+        ...
+
+    def end(self, layer: int) -> None:
+        """`layer` has run: its new tokens' keys are where the spans say, and nobody reads them there any more."""
+        ...
+
+
 @dataclass(frozen=True)
 class DecoderWeights:
     """All parameters, in the dtype that the decoder computes in, composed into what a forward runs through."""
@@ -136,13 +148,19 @@ class Decoder:
         """Output projection, residuals and MLP: the layer's hidden states `[T, D]`."""
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
-    def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> Tensor:
+    def forward(
+        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+    ) -> Tensor:
         """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`."""
         step, others = self._begin_ragged(spans)
         hidden_TD = self.embed(token_ids, step)
         for layer in range(self.config.num_layers):
+            if turns is not None:
+                turns.begin(layer, hidden_TD)
             q_TNH = self.project(layer, hidden_TD, step)
             hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others))
+            if turns is not None:
+                turns.end(layer)
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:

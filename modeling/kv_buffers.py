@@ -63,10 +63,17 @@ class KvBuffer:
         """A buffer whose data is `memory`: writable, of exactly the buffer's bytes, and held until the last view of the
         buffer is gone."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
+        data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
+        return cls.of(layout, tokens, data)
+
+    @classmethod
+    def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor) -> Self:
+        """A buffer whose data is `data`, `[L, S, 2, G, H]`; each layer lies in one piece."""
+        assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
         self.tokens = tokens
-        self.data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
+        self.data = data
         return self
 
     @property
@@ -157,6 +164,8 @@ class KvPlace:
     """Of layer 0's K of the first position; a token's K and V follow each other, and the next token's them."""
     layer_bytes: int
     """From a layer to the next."""
+    num_layers: int
+    """Layers that have memory there: the model's layer l is number l modulo this."""
     num_keys: int
     """Those of new tokens included."""
 
@@ -179,7 +188,7 @@ class BufferSpan:
         assert held.start <= self.tokens.start, f"{self.tokens} outside {held}"
         assert self.tokens.end <= held.end, f"{self.tokens} outside {held}"
         num_keys = self.tokens.end - self.buffer.tokens.start
-        return KvPlace(data.data_ptr(), data.stride(0) * data.element_size(), num_keys)
+        return KvPlace(data.data_ptr(), data.stride(0) * data.element_size(), len(data), num_keys)
 
 
 def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:

@@ -74,8 +74,15 @@ class WidenedLinear:
     int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
 
     def __init__(
-        self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False, *, int8: bool = False
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        gated: bool = False,
+        *,
+        int8: bool = False,
+        instruction_set: str = native.NATIVE,
     ) -> None:
+        self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
         num_rows = len(weight_NK)
         self._gated = gated
         self._num_outputs = num_rows // 2 if gated else num_rows
@@ -94,7 +101,7 @@ class WidenedLinear:
             gain_K, eps = norm.gain_D, norm.eps
         else:
             x_TK = norm(x_TK)
-        out_TN: Tensor = torch.ops.baton.linear(
+        out_TN: Tensor = self._linear(
             x_TK, self._panels_PKL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN, self._gated
         )
         return out_TN
@@ -160,7 +167,7 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, gated: bool 
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load("linear"):
-            remedy = "leave quantization out, or use dtype bfloat16 on device cpu with AVX-512"
+            remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
             raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
         return WidenedLinear(weight_NK, bias_N, gated, int8=True)
     return (

@@ -18,24 +18,31 @@ from baton.paths import cache_folder
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared")
+_FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 _CPUINFO = Path("/proc/cpuinfo")
 
-
-_AVX512_BF16 = ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
-NAMES = {"products": (), "prefill_attention": _AVX512_BF16, "decode_attention": _AVX512_BF16, "linear": _AVX512_BF16}
-"""All kernels, and what the processor must have for each, as /proc/cpuinfo names it."""
+NAMES = ("products", "prefill_attention", "decode_attention", "linear")
+"""All kernels."""
+NATIVE = "native"
+INSTRUCTION_SETS = {
+    NATIVE: ("-march=native", ()),
+    "avx512": ("-march=x86-64-v4", ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")),
+    "avx2": ("-march=x86-64-v3", ("avx2", "fma", "f16c", "bmi2", "movbe")),
+    "plain": ("-march=x86-64", ("sse2",)),
+}
+"""What kernels are built for: the compiler's flag, and what the processor must have, as /proc/cpuinfo names it. This
+processor's own counts; the others let tests run here what runs elsewhere."""
 
 
 @functools.cache
-def load(name: str) -> bool:
-    """Makes the operators of <name>.cpp callable, as torch.ops.baton.*; False when the processor lacks what they need,
-    or they cannot be built: the log says why."""
-    if lacking := _lacking(name):
+def load(name: str, instruction_set: str = NATIVE) -> bool:
+    """Makes the operators of <name>.cpp callable, as torch.ops.baton.*, or of the namespace that another of
+    INSTRUCTION_SETS has; False when the processor lacks that set, or they cannot be built: the log says why."""
+    if lacking := _lacking(instruction_set):
         logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(lacking)))
         return False
     try:
-        _load(name, _place(name))
+        _load(name, instruction_set)
     except (OSError, RuntimeError) as error:
         logger.warning("kernel %s cannot be built, torch's own is used: %s", name, str(error).strip().splitlines()[0])
         return False
@@ -43,24 +50,29 @@ def load(name: str) -> bool:
 
 
 def may_need_building() -> bool:
-    """Whether a first use may have to build kernels: this processor has a use for one, a compiler is there, and no
-    earlier use has left it."""
-    usable = [name for name in NAMES if not _lacking(name)]
-    return find_compiler() is not None and not all(any(_folder().glob(f"{name}-*.so")) for name in usable)
+    """Whether a first use may have to build kernels: a compiler is there, and no earlier use has left them."""
+    return find_compiler() is not None and not all(any(_folder().glob(f"{name}-*.so")) for name in NAMES)
 
 
-def _load(name: str, library: Path) -> None:
+def namespace(instruction_set: str) -> str:
+    """Where torch.ops has the kernels built for it."""
+    return "baton" if instruction_set == NATIVE else f"baton_{instruction_set}"
+
+
+def _load(name: str, instruction_set: str) -> None:
+    flags = (*_FLAGS, INSTRUCTION_SETS[instruction_set][0], f"-DBATON_OPERATORS={namespace(instruction_set)}")
+    library = _place(name, flags)
     library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, whatever ends it
         if not library.exists():
-            _build(name, library)
+            _build(name, library, flags)
     import torch
 
     torch.ops.load_library(library)  # type: ignore[no-untyped-call]
 
 
-def _build(name: str, library: Path) -> None:
+def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
     """One call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is killed."""
     from torch.utils import cpp_extension  # takes setuptools along
 
@@ -73,7 +85,7 @@ def _build(name: str, library: Path) -> None:
     made = library.with_suffix(f".{os.getpid()}")
     try:
         run = subprocess.run(
-            [compiler, *_FLAGS, *includes, str(_source(name)), *links, "-o", str(made)], text=True, capture_output=True
+            [compiler, *flags, *includes, str(_source(name)), *links, "-o", str(made)], text=True, capture_output=True
         )
         if run.returncode:
             raise RuntimeError(f"{compiler} failed: {_first_error(run.stderr)}")
@@ -92,7 +104,7 @@ def _first_error(text: str) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
-def _place(name: str) -> Path:
+def _place(name: str, flags: tuple[str, ...]) -> Path:
     """Where the library is, or will be: another file for whatever could make it another library."""
     import torch
 
@@ -100,7 +112,7 @@ def _place(name: str) -> Path:
     parts = (
         *(each.read_bytes() for each in sources),
         torch.__version__.encode(),
-        " ".join((*_FLAGS, *_cpu_flags())).encode(),
+        " ".join((*flags, *_cpu_flags())).encode(),
     )
     key = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
     return _folder() / f"{name}-{key}.so"
@@ -110,8 +122,8 @@ def _folder() -> Path:
     return cache_folder() / "kernels"
 
 
-def _lacking(name: str) -> set[str]:
-    return set(NAMES[name]) - set(_cpu_flags())
+def _lacking(instruction_set: str) -> set[str]:
+    return set(INSTRUCTION_SETS[instruction_set][1]) - set(_cpu_flags())
 
 
 def _source(name: str) -> Path:

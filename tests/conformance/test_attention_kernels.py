@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.attention import Kernel, attend, cpu_flash_kernel, has_native_kernel, native_kernel, plain_kernel
+from modeling.attention import Kernel, attend, cpu_flash_kernel, native_kernel, plain_kernel
+from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
+from tests.support.kernel_paths import PATHS, KernelPath, lane
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Case:
     kernel: Kernel
     device: str
     dtype: torch.dtype
+    instruction_set: str | None = None
+    """Of a kernel in C++."""
 
     @property
     def tolerance(self) -> float:
@@ -27,11 +31,33 @@ class Case:
 
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-NEEDS_NATIVE = pytest.mark.skipif(not has_native_kernel(), reason="needs a C++ compiler and AVX-512 BF16")
+
+
+def kernel_on(path: KernelPath) -> Kernel:
+    """Ours in C++, on one of its paths, for one query as for many."""
+
+    def kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
+        if mask_TS is not None:
+            return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
+        o_TNH, lse_TN = path.operators().prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, path.widen)
+        return o_TNH, lse_TN
+
+    return kernel
+
+
 CASES = [
     pytest.param(Case(cpu_flash_kernel, "cpu", torch.float32), id="flash-cpu-float32"),
     pytest.param(Case(cpu_flash_kernel, "cpu", torch.bfloat16), id="flash-cpu-bfloat16"),
-    pytest.param(Case(native_kernel, "cpu", torch.bfloat16), id="native-cpu-bfloat16", marks=NEEDS_NATIVE),
+    pytest.param(Case(native_kernel, "cpu", torch.float32, native.NATIVE), id="native-cpu-float32"),
+    pytest.param(Case(native_kernel, "cpu", torch.bfloat16, native.NATIVE), id="native-cpu-bfloat16"),
+    *(
+        pytest.param(
+            Case(kernel_on(each), "cpu", each.dtype, each.instruction_set),
+            id=str(each),
+            marks=lane(each.instruction_set),
+        )
+        for each in PATHS
+    ),
     pytest.param(Case(plain_kernel, "cpu", torch.float32), id="plain-cpu-float32"),
     pytest.param(Case(plain_kernel, "cpu", torch.bfloat16), id="plain-cpu-bfloat16"),
     pytest.param(Case(plain_kernel, "cuda", torch.float32), id="plain-cuda-float32", marks=NEEDS_CUDA),
@@ -43,16 +69,23 @@ HEAD_DIM = 16
 pytestmark = pytest.mark.parametrize("case", CASES)
 
 
-def queries(case: Case, num_queries: int, num_heads: int, seed: int = 1) -> Tensor:
+@pytest.fixture(autouse=True)
+def loaded(case: Case) -> None:
+    """The kernel is there: built at its first use."""
+    if case.instruction_set and not native.load("prefill_attention", case.instruction_set):
+        pytest.skip("needs a C++ compiler and a processor for it")
+
+
+def queries(case: Case, num_queries: int, num_heads: int, head_dim: int = HEAD_DIM) -> Tensor:
     """Random queries, large enough that attention is far from uniform."""
-    generator = torch.Generator().manual_seed(seed)
-    return (2.0 * torch.randn(num_queries, num_heads, HEAD_DIM, generator=generator)).to(case.device, case.dtype)
+    generator = torch.Generator().manual_seed(1)
+    return (2.0 * torch.randn(num_queries, num_heads, head_dim, generator=generator)).to(case.device, case.dtype)
 
 
-def cached(case: Case, num_keys: int, num_kv_heads: int, first_position: int = 0, seed: int = 2) -> KvRows:
+def cached(case: Case, num_keys: int, num_kv_heads: int, first_position: int = 0, head_dim: int = HEAD_DIM) -> KvRows:
     """Rows as a KvBuffer hands them out: K and V interleaved token by token, so neither is contiguous."""
-    generator = torch.Generator().manual_seed(seed)
-    data_S2GH = torch.randn(num_keys, 2, num_kv_heads, HEAD_DIM, generator=generator).to(case.device, case.dtype)
+    generator = torch.Generator().manual_seed(2)
+    data_S2GH = torch.randn(num_keys, 2, num_kv_heads, head_dim, generator=generator).to(case.device, case.dtype)
     rows = KvRows(data_S2GH[:, 0], data_S2GH[:, 1], first_position)
     assert not rows.k_SGH.is_contiguous() or num_keys <= 1
     return rows
@@ -79,6 +112,13 @@ def test_dense(case: Case, heads: tuple[int, int], num_queries: int, num_keys: i
 def test_square_causal(case: Case, heads: tuple[int, int], num_tokens: int) -> None:
     q_TNH, rows = queries(case, num_tokens, heads[0]), cached(case, num_tokens, heads[1])
     check(case, case.kernel(q_TNH, rows, True, None), brute_attention(q_TNH, rows, 0))
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 256])
+def test_head_dims(case: Case, head_dim: int) -> None:
+    q_TNH, rows = queries(case, 140, 6, head_dim) / 2, cached(case, 140, 2, head_dim=head_dim)
+    check(case, case.kernel(q_TNH, rows, True, None), brute_attention(q_TNH, rows, 0))
+    check(case, case.kernel(q_TNH[:7], rows, False, None), brute_attention(q_TNH[:7], rows, 0, dense=True))
 
 
 @pytest.mark.parametrize("heads", HEADS)

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -23,8 +24,8 @@ from baton.errors import (
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.leases import Seat
-from generate_workers.slots import SlotTable
 from tests.support.memory_sink import MemorySink
+from tests.support.slot_tables import make_slots
 from transport.kv_sink import KvSink, ReserveSpec
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -52,20 +53,24 @@ def memory_sink() -> SinkUnderTest:
     return SinkUnderTest(sink, clock, sink.read)
 
 
-def slot_table() -> SinkUnderTest:
+def slot_table(policy: str) -> SinkUnderTest:
     clock = ManualClock(start_s=100.0)
-    table = SlotTable(LAYOUT, clock, num_slots=NUM_SLOTS, max_slot_tokens=CAPACITY, endpoint="127.0.0.1:1")
+    table = make_slots(clock, num_slots=NUM_SLOTS, max_slot_tokens=CAPACITY, layout=LAYOUT, policy=policy)
     seats: dict[LeaseRef, Seat] = {}
 
     def read(ref: LeaseRef, layer: int, tokens: TokenRange) -> bytes:
         if ref not in seats:
             [seats[ref]] = table.activate(ref)
-        return bytes(seats[ref].buffer.export(layer, tokens))
+        return bytes(seats[ref].row.export(layer, tokens))
 
     return SinkUnderTest(table, clock, read)
 
 
-SINKS: dict[str, Callable[[], SinkUnderTest]] = {"memory": memory_sink, "slots": slot_table}
+SINKS: dict[str, Callable[[], SinkUnderTest]] = {
+    "memory": memory_sink,
+    "slots-device": partial(slot_table, "device"),
+    "slots-host": partial(slot_table, "host"),
+}
 
 
 @pytest.fixture(params=SINKS)

@@ -158,7 +158,8 @@ def test_result_without_a_visible_key_is_a_bug() -> None:
 
 
 def test_cpu_has_its_own_kernel() -> None:
-    assert default_kernel(torch.device("cpu"), torch.float32) is cpu_flash_kernel
+    assert default_kernel(torch.device("cpu"), torch.float64) is cpu_flash_kernel
     fastest = native_kernel if has_native_kernel() else cpu_flash_kernel
     assert default_kernel(torch.device("cpu"), torch.bfloat16) is fastest
+    assert default_kernel(torch.device("cpu"), torch.float32) is fastest
     assert default_kernel(torch.device("cuda"), torch.bfloat16) is plain_kernel

@@ -130,6 +130,19 @@ def test_buffer_span_owns_its_new_tokens_and_sees_all_before() -> None:
     assert (rows.first_position, rows.end_position) == (5, 12)
 
 
+def test_place_says_where_each_layer_s_keys_lie() -> None:
+    memory = torch.zeros(3, 40, 2, 2, 4)  # room for more than the buffer's tokens
+    buffer = KvBuffer.of(layout(), TokenRange(5, 20), memory[:, :15])
+    place = BufferSpan(buffer, TokenRange(9, 12)).place()
+    assert (place.address, place.num_layers, place.num_keys) == (memory.data_ptr(), 3, 7)
+    assert place.address + 2 * place.layer_bytes == memory[2].data_ptr()
+
+
+def test_data_of_another_shape_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="for TokenRange"):
+        KvBuffer.of(layout(), TokenRange(5, 20), torch.zeros(3, 14, 2, 2, 4))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_buffer_over_memory_is_that_memory(dtype: str) -> None:
     kv = numbered(TokenRange(0, 4), dtype)

@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ModelError
+from modeling.kernels import native
 from modeling.layers import GatedMlp, Sequential
 from modeling.weights import load_config, load_decoder
 from tests.support.tiny_gguf import HEAD_DIM, HEADS, HIDDEN, INNER, KV_HEADS, LAYERS, VOCAB, hf_name, tiny_tensors
@@ -101,6 +102,24 @@ def test_weights_are_converted_on_load(stored: torch.dtype, dtype: str, tmp_path
     assert torch.equal(decoder.weights.embedding.weight(), expected)
     assert decoder.weights.layers[0].qkv.weight().dtype == decoder.dtype == getattr(torch, dtype)
     assert decoder.layout.dtype == dtype
+
+
+@pytest.mark.skipif(not native.load("linear"), reason="there is no compiler")
+def test_weights_rounded_to_int8_are_another_model_close_to_the_first(tmp_path: Path) -> None:
+    folder = write(tmp_path, tensors())
+    plain = load_decoder(folder, dtype="bfloat16").weights
+    rounded = load_decoder(folder, dtype="bfloat16", quantization="int8").weights
+    assert rounded.fingerprint != plain.fingerprint
+    assert rounded.dtype == torch.bfloat16
+    for mine, loaded in ((rounded.head, plain.head), (rounded.layers[1].qkv, plain.layers[1].qkv)):
+        weight_NK = loaded.weight().float()
+        step_N1 = weight_NK.abs().amax(1, keepdim=True) / 127
+        assert ((mine.weight().float() - weight_NK).abs() <= 0.501 * step_N1).all()
+
+
+def test_unknown_quantization_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="quantization 'int4' is not supported; choose one of none, int8"):
+        load_decoder(write(tmp_path, tensors()), quantization="int4")
 
 
 def test_loaded_weights_do_not_depend_on_the_file_any_more(tmp_path: Path) -> None:

@@ -1,0 +1,155 @@
+// What the attention kernels share: ways to multiply, and the online softmax.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "simd.h"
+
+namespace {
+
+constexpr float kNothing = -1e30f;  // as in modeling/attention.py: finite, so that merging two of them makes no NaN
+constexpr float kLog2E = 1.44269504f;
+
+// A product has
+//   Element  what keys, values, queries and outputs are stored as;
+//   Factor   what is broadcast: elements of a query, weights of keys;
+//   kDepth   how many neighbours are multiplied at a time, packed into one 32-bit lane;
+//   add      sums + factor * packed, where `factor` points to kDepth factors;
+//   spread   a word of the stored elements, as it is packed: kSpread words, each of kDepth elements.
+
+// Products of fp32, to which elements are widened.
+template <class E>
+struct Fma {
+  using Element = E;
+  using Factor = float;
+  static constexpr int kDepth = 1;
+  static constexpr int kSpread = 4 / sizeof(E);
+
+  static Floats add(Floats sum, const float* factor, Words packed) { return (Floats)packed * *factor + sum; }
+
+  static Words spread(Words word, int part) {
+    if constexpr (kSpread == 1) return word;
+    return part == 0 ? word << 16 : word & 0xffff0000;
+  }
+};
+
+#ifdef __AVX512BF16__
+// The processor's dot products of pairs of bf16.
+struct Dot {
+  using Element = uint16_t;
+  using Factor = uint16_t;
+  static constexpr int kDepth = 2;
+  static constexpr int kSpread = 1;
+
+  static Floats add(Floats sum, const uint16_t* factor, Words packed) {
+    int32_t pair;
+    std::memcpy(&pair, factor, sizeof(pair));
+    return _mm512_dpbf16_ps(sum, (__m512bh)_mm512_set1_epi32(pair), (__m512bh)packed);
+  }
+
+  static Words spread(Words word, int) { return word; }
+};
+#endif
+
+// Calls `run` with the product for elements of this size.
+template <class Run>
+void with_product(bool is_bf16, bool widen, Run run) {
+  if (!is_bf16) return run(Fma<float>());
+#ifdef __AVX512BF16__
+  if (!widen) return run(Dot());
+#endif
+  run(Fma<uint16_t>());
+}
+
+// `num` words (kLanes, or half of that) from memory.
+inline Words load_words(const void* from, int num) {
+  if (num == kLanes) return load<Words>(from);
+  Words words = {};
+  std::memcpy(&words, from, sizeof(words) / 2);
+  return words;
+}
+
+// Calls with the first register and the number of registers of each part of a row of `num` registers: parts of at most
+// kWide, as even as they can be, so that each keeps many sums going.
+template <class Run>
+void for_parts(int num, Run run) {
+  const int num_parts = (num + kWide - 1) / kWide;
+  for (int part = 0; part < num_parts; ++part) {
+    const int from = num * part / num_parts;
+    switch (num * (part + 1) / num_parts - from) {
+      case 1: run(from, std::integral_constant<int, 1>()); break;
+      case 2: run(from, std::integral_constant<int, 2>()); break;
+      case 3: run(from, std::integral_constant<int, 3>()); break;
+      default: run(from, std::integral_constant<int, kWide>());
+    }
+  }
+}
+
+// sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kRows rows
+// of W registers, `row` registers apart. Not inlined, so that nothing else wants its registers.
+template <class P, int W>
+[[gnu::noinline]] void multiply(Floats* to, int row, const float* scales, const typename P::Factor* factors,
+                                int64_t stride, const Words* packed, int num_steps) {
+  Floats sums[kRows][W];
+  for (int r = 0; r < kRows; ++r) {
+    for (int w = 0; w < W; ++w) sums[r][w] = scales ? to[r * row + w] * scales[r] : Floats{};
+  }
+  for (int i = 0; i < num_steps; ++i, factors += P::kDepth, packed += W) {
+    Words operands[W];
+    for (int w = 0; w < W; ++w) operands[w] = in_register(packed[w]);
+    for (int r = 0; r < kRows; ++r) {
+      for (int w = 0; w < W; ++w) sums[r][w] = P::add(sums[r][w], factors + r * stride, operands[w]);
+    }
+  }
+  for (int r = 0; r < kRows; ++r) {
+    for (int w = 0; w < W; ++w) to[r * row + w] = sums[r][w];
+  }
+}
+
+// The state of a row's online softmax (Milakov and Gimelshein, 2018), in powers of two: score * scale * log2(e).
+struct Softmax {
+  float largest = kNothing;
+  Floats total = {};  // of the weights, lane by lane
+
+  // Takes in a row's scores of a tile, of which the first `visible` count; what its earlier sums are to be multiplied
+  // with. Another loop than that of `weigh`: this one waits for a row's largest, while other rows' can be sought.
+  float take(const Floats* scores, int visible, float scale) {
+    const int whole = visible / kLanes;
+    Floats most = splat(kNothing);
+    for (int j = 0; j < whole; ++j) most = larger(most, scores[j]);
+    if (visible % kLanes) most = larger(most, lanes() < visible % kLanes ? scores[whole] : splat(kNothing));
+    const float before = largest;
+    largest = std::max(before, largest_of(most) * scale);
+    return largest == before ? 1.0f : std::exp2(before - largest);
+  }
+
+  // The weights of the scores last taken: of `count`, a multiple of kLanes; 0 for those that are not visible.
+  template <class Factor>
+  void weigh(const Floats* scores, Factor* weights, int count, int visible, float scale, float factor) {
+    const int whole = visible / kLanes;
+    Floats sum = total * factor;
+    for (int j = 0; j < whole; ++j) {
+      const Floats weight = exp2_of(scores[j] * scale - largest);
+      store_floats(weights + j * kLanes, weight);
+      sum += weight;
+    }
+    for (int j = whole; j < count / kLanes; ++j) {
+      Floats weight = {};
+      if (j * kLanes < visible) weight = lanes() < visible - j * kLanes ? exp2_of(scores[j] * scale - largest) : weight;
+      store_floats(weights + j * kLanes, weight);
+      sum += weight;
+    }
+    total = sum;
+  }
+
+  float sum() const { return sum_of(total); }
+
+  // Natural logarithm of the sum of exponentials of the scores.
+  float lse() const { return largest / kLog2E + std::log(sum()); }
+};
+
+}  // namespace

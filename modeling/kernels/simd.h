@@ -1,0 +1,160 @@
+// Vectors as wide as the processor's registers, in the compiler's own vector types (GCC 12, Clang 15): arithmetic is
+// written with + and *, multiply-adds are contracted (-ffp-contract=fast), and one source serves every processor.
+//
+// The flag -march decides, at compile time: 16 lanes with AVX-512, 8 with AVX2, else 4 (SSE2, NEON).
+
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <utility>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;  // 32-bit numbers of a register
+constexpr int kWide = 4;    // registers of packed operands that a block of kRows rows is multiplied with at a time:
+constexpr int kRows = 6;    // the sums, the operands and a factor must fit in the registers there are
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kWide = 2;
+constexpr int kRows = 6;
+#else
+constexpr int kLanes = 4;
+constexpr int kWide = 2;
+constexpr int kRows = 6;
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+
+template <class Vector>
+inline Vector load(const void* from) {
+  Vector vector;
+  std::memcpy(&vector, from, sizeof(vector));
+  return vector;
+}
+
+template <class Vector>
+inline void store(void* to, Vector vector) {
+  std::memcpy(to, &vector, sizeof(vector));
+}
+
+// Loaded once, not by each instruction that uses it.
+inline Words in_register(Words words) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(words));
+#elif defined(__x86_64__)
+  asm("" : "+x"(words));
+#endif
+  return words;
+}
+
+inline Floats splat(float value) { return value - Floats{}; }
+
+inline Floats larger(Floats a, Floats b) {
+#ifdef __AVX512F__
+  return _mm512_max_ps(a, b);
+#else
+  return a > b ? a : b;
+#endif
+}
+
+// run(0), run(1), ...: a loop that is sure to be unrolled.
+template <class Run, int... I>
+inline void unrolled(std::integer_sequence<int, I...>, Run run) {
+  (run(I), ...);
+}
+
+// Numbers of the lanes.
+template <int... L>
+inline Ints lanes(std::integer_sequence<int, L...>) {
+  return Ints{L...};
+}
+inline Ints lanes() { return lanes(std::make_integer_sequence<int, kLanes>()); }
+
+// bf16 is the upper half of fp32.
+inline Floats widened(Halves values) {
+#if defined(__AVX512F__)
+  const Words words = (Words)_mm512_cvtepu16_epi32((__m256i)values);
+#elif defined(__AVX2__)
+  const Words words = (Words)_mm256_cvtepu16_epi32((__m128i)values);
+#else
+  const Words words = __builtin_convertvector(values, Words);
+#endif
+  return (Floats)(words << 16);
+}
+
+inline Floats load_floats(const uint16_t* bf16) { return widened(load<Halves>(bf16)); }
+inline Floats load_floats(const float* from) { return load<Floats>(from); }
+
+// Rounded to the nearest, ties to even.
+inline void store_floats(uint16_t* to, Floats values) {
+#ifdef __AVX512BF16__
+  store(to, _mm512_cvtneps_pbh(values));
+#else
+  const Words bits = (Words)values;
+  const Words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  store(to, __builtin_convertvector(values == values ? rounded : (bits >> 16) | 1, Halves));
+#endif
+}
+inline void store_floats(float* to, Floats values) { store(to, values); }
+
+template <int D, int... L>
+inline Floats rotated(Floats a, std::integer_sequence<int, L...>) {
+  return __builtin_shufflevector(a, a, ((L + D) % kLanes)...);
+}
+
+// The join of all lanes.
+template <int D = kLanes / 2, class Join>
+inline float reduced(Floats a, Join join) {
+  if constexpr (D == 0) {
+    return a[0];
+  } else {
+    return reduced<D / 2>(join(a, rotated<D>(a, std::make_integer_sequence<int, kLanes>())), join);
+  }
+}
+inline float sum_of(Floats a) {
+  return reduced(a, [](Floats x, Floats y) { return x + y; });
+}
+inline float largest_of(Floats a) { return reduced(a, larger); }
+
+// Swaps the blocks of D lanes off the diagonal of two rows.
+template <int D, int... L>
+inline void swap_blocks(Words& a, Words& b, std::integer_sequence<int, L...>) {
+  const Words upper = __builtin_shufflevector(a, b, (L & D ? kLanes + L - D : L)...);
+  b = __builtin_shufflevector(a, b, (L & D ? kLanes + L : L + D)...);
+  a = upper;
+}
+
+// Rows become columns.
+template <int D = 1>
+inline void transpose(Words (&rows)[kLanes]) {
+  for (int i = 0; i < kLanes; ++i) {
+    if (!(i & D)) swap_blocks<D>(rows[i], rows[i + D], std::make_integer_sequence<int, kLanes>());
+  }
+  if constexpr (2 * D < kLanes) transpose<2 * D>(rows);
+}
+
+// 2^x to fp32's precision for x <= 0; what is below 2^-100 counts as that. The rest of x beside an integer, at most a
+// half, goes through a polynomial (minimax, error 8e-8), the integer is added to the exponent.
+inline Floats exp2_of(Floats x) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bit for fractions
+  x = larger(x, splat(-100.0f));
+  const Floats shifted = x + kRound;
+  const Floats f = x - (shifted - kRound);
+  Floats y = f * 1.32764691e-3f + 9.67554131e-3f;
+  y = y * f + 5.55071328e-2f;
+  y = y * f + 2.40221197e-1f;
+  y = y * f + 6.93146967e-1f;
+  y = y * f + 1.00000007f;
+  return (Floats)((Words)y + ((Words)shifted << 23));
+}
+
+}  // namespace

@@ -1,0 +1,48 @@
+"""The ways through the attention kernels in C++ that this processor can take: its own, and those of lesser ones.
+
+Building a kernel takes its time: of the lesser ones, AVX2's are built by every run of the tests, the others in the soak
+lane.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from modeling.kernels import native
+
+
+@dataclass(frozen=True)
+class KernelPath:
+    """What a kernel is built for, and how it multiplies."""
+
+    instruction_set: str
+    dtype: torch.dtype
+    widen: bool
+
+    def operators(self) -> Any:  # torch.ops' namespaces have no type
+        """Where the operators are, once they are loaded."""
+        return getattr(torch.ops, native.namespace(self.instruction_set))
+
+    def __str__(self) -> str:
+        products = "widened" if self.widen else "dot"
+        return f"{self.instruction_set}-{products}-{str(self.dtype).removeprefix('torch.')}"
+
+
+_SOAK = ("avx512", "plain")
+
+
+def lane(instruction_set: str) -> tuple[pytest.MarkDecorator, ...]:
+    """The marks of a test that needs kernels built for it."""
+    return (pytest.mark.soak,) if instruction_set in _SOAK else ()
+
+
+PATHS = [
+    KernelPath(native.NATIVE, torch.bfloat16, widen=False),
+    *(
+        KernelPath(instruction_set, dtype, widen=True)
+        for instruction_set in native.INSTRUCTION_SETS
+        for dtype in (torch.bfloat16, torch.float32)
+    ),
+]
