@@ -8,7 +8,7 @@ import contextlib
 import multiprocessing
 import threading
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from time import time_ns
@@ -19,6 +19,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.streams import Load, Measured, StreamTimes
 from generate_workers.engine import EngineConfig, GenerationEngine
+from generate_workers.machine_memory import make_memory
 from generate_workers.rows import GenerationRequest
 from generate_workers.slots import SlotTable
 from modeling.threads import use_cores
@@ -98,7 +99,7 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     decoder = load_decoder(spec.folder, dtype=spec.dtype)
     config, clock = spec.config, SystemClock()
     most = min(config.max_slot_tokens, decoder.config.max_position)
-    slots = SlotTable(decoder.layout, clock, num_slots=config.num_slots, max_slot_tokens=most, endpoint="none:0")
+    slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
     engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config)
     engine.start()
     pipe.send("ready")

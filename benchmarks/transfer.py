@@ -22,6 +22,9 @@ from baton.ids import RequestId
 from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
 from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser
+from generate_workers.memory import KvMemory, MemoryLimits
+from generate_workers.residency.policies import make_residency
+from generate_workers.residency.port import KvShape
 from generate_workers.slots import SlotTable
 from modeling.kv_buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
@@ -66,7 +69,10 @@ def _receive(pipe: Connection) -> None:
     async def serve() -> None:
         server = make_server()
         port = bind(server, "127.0.0.1", 0)
-        slots = SlotTable(LAYOUT, SystemClock(), num_slots=1, max_slot_tokens=MAX_TOKENS, endpoint=f"127.0.0.1:{port}")
+        shape = KvShape(LAYOUT, (None,) * LAYOUT.num_layers, num_slots=1, max_slot_tokens=MAX_TOKENS)
+        residency = make_residency("device", shape, torch.device("cpu"))
+        memory = KvMemory(residency, shape, MemoryLimits(MAX_TOKENS * LAYOUT.token_bytes), growth_tokens=1)
+        slots = SlotTable(memory, SystemClock(), endpoint=f"127.0.0.1:{port}")
         KvReceiverServicer(slots).add_to(server)
         server.add_generic_rpc_handlers((_PlainHandler(),))
         await server.start()

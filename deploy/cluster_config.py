@@ -8,14 +8,17 @@ that `baton local` or the orchestrator has as well are theirs.
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
 
 from baton.paths import cache_folder
+from deploy.byte_sizes import parse_bytes
 from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, use_threads
 from orchestrator.config import OrchestratorConfig
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+"""A number, or text like "1.5GiB"."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(strict=False)]
 """Core numbers; lax, because TOML has lists and no tuples."""
@@ -40,6 +43,13 @@ class ModelSection(Section):
     """Folder for converted models."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """bfloat16 or float32, for weights, activations and KV."""
+    quantization: Literal["none", "int8"] = "none"
+    """none, or int8: weights rounded to half the bytes to read, which changes answers a little."""
+
+    @property
+    def description(self) -> str:
+        """The number formats, for people."""
+        return self.dtype if self.quantization == "none" else f"{self.dtype}, weights {self.quantization}"
 
 
 class PrefillSection(Section):
@@ -85,6 +95,14 @@ class GenerateSection(Section):
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: Count = LocalConfig.max_prefill_tokens_per_step
     """Tokens of local prefill between two decode steps."""
+    residency: Literal["device", "host"] = "device"
+    """Where KV lives: on the device, or in host memory, from where each layer is fetched for every step."""
+    kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
+    """KV of one engine, like "4GiB"; 0: what all slots could hold, at most half of the memory free at the start."""
+    device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
+    """The device's memory for weights and KV, like "1GiB", accounted on CPUs too; 0: no limit but kv_memory_bytes."""
+    growth_tokens: Count = LocalConfig.growth_tokens
+    """Tokens by which a row is expected to grow yet, when it is taken on: less packs more, and preempts more often."""
 
     @model_validator(mode="after")
     def _one_list_for_each_engine(self) -> Self:
@@ -171,12 +189,17 @@ class ClusterConfig(Section):
             rank=rank,
             model_folder=str(folder),
             dtype=self.model.dtype,
+            quantization=self.model.quantization,
             num_threads=prefill.num_threads if role == "prefill" else use_threads(generate.num_threads),
             cores=all_cores[place] if all_cores else (),
             host=self.worker_host,
             num_slots=generate.num_slots,
             max_slot_tokens=generate.max_slot_tokens,
             max_prefill_tokens_per_step=generate.max_prefill_tokens_per_step,
+            residency=generate.residency,
+            kv_memory_bytes=generate.kv_memory_bytes,
+            device_memory_bytes=generate.device_memory_bytes,
+            growth_tokens=generate.growth_tokens,
             watchdog_floor_s=prefill.watchdog_floor_s,
         )
 

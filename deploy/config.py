@@ -9,6 +9,10 @@ from baton.errors import ConfigError
 from orchestrator.config import OrchestratorConfig
 
 DTYPES = ("bfloat16", "float32")
+QUANTIZATIONS = ("none", "int8")
+"""Of weights."""
+POLICIES = ("device", "host")
+"""Of residency."""
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -52,10 +56,20 @@ class WorkerConfig:
     """Generation: tokens of local prefill between two decode steps."""
     watchdog_floor_s: float
     """Prefill: seconds without progress, at least, before the links are given up, or the rank as one that hangs."""
+    quantization: str = "none"
+    """none, or int8: of weights."""
     group: int = 0
     """Which of the groups of its role."""
     cores: tuple[int, ...] = ()
     """Cores that the process is pinned to; empty: not pinned."""
+    residency: str = "device"
+    """Generation: where KV lives."""
+    kv_memory_bytes: int = 0
+    """Generation: of KV, over all slots; 0: derived."""
+    device_memory_bytes: int = 0
+    """Generation: of the device, for weights and KV; 0: no limit."""
+    growth_tokens: int = 256
+    """Generation: by which a row is expected to grow yet, when it is taken on."""
 
     @property
     def name(self) -> str:
@@ -82,6 +96,8 @@ class LocalConfig:
     """Prefill ranks; 0 means colocated: the generation engine prefills by itself."""
     dtype: str = "bfloat16"
     """bfloat16 or float32, for weights, activations and KV."""
+    quantization: str = "none"
+    """none, or int8: weights rounded to half the bytes, which changes answers a little."""
     prefill_threads: int = 1
     """torch threads of each prefill rank."""
     generate_threads: int = 0
@@ -92,6 +108,14 @@ class LocalConfig:
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: int = 256
     """Tokens of local prefill between two decode steps."""
+    residency: str = "device"
+    """Where KV lives: on the device, or in host memory."""
+    kv_memory_bytes: int = 0
+    """Bytes of KV over all slots; 0: what all slots could hold, at most half of the memory free at the start."""
+    device_memory_bytes: int = 0
+    """Bytes of the device for weights and KV, accounted on CPUs too; 0: no limit but that of KV."""
+    growth_tokens: int = 256
+    """Tokens by which a row is expected to grow yet, when it is taken on."""
     host: str = "127.0.0.1"
     """Interface that all workers bind to."""
     start_timeout_s: float = 120.0
@@ -110,9 +134,13 @@ class LocalConfig:
     def __post_init__(self) -> None:
         self._require(0 <= self.num_ranks <= 64, "num_ranks", "use 0 (colocated) to 64")
         self._require(self.dtype in DTYPES, "dtype", f"use one of {', '.join(DTYPES)}")
+        self._require(self.quantization in QUANTIZATIONS, "quantization", f"use one of {', '.join(QUANTIZATIONS)}")
         positive = ("num_slots", "max_slot_tokens", "prefill_threads", "max_prefill_tokens_per_step", "max_attempts")
-        for name in positive:
+        for name in (*positive, "growth_tokens"):
             self._require(getattr(self, name) >= 1, name, "use at least 1")
+        self._require(self.residency in POLICIES, "residency", f"use one of {', '.join(POLICIES)}")
+        for name in ("kv_memory_bytes", "device_memory_bytes"):
+            self._require(getattr(self, name) >= 0, name, "use 0 (derived) or more")
         self._require(self.generate_threads >= 0, "generate_threads", "use 0 (all cores) or more")
         for field in fields(self):
             if field.name.endswith("_s"):
@@ -127,11 +155,16 @@ class LocalConfig:
             rank=rank,
             model_folder=str(self.model_folder),
             dtype=self.dtype,
+            quantization=self.quantization,
             num_threads=threads,
             host=self.host,
             num_slots=self.num_slots,
             max_slot_tokens=self.max_slot_tokens,
             max_prefill_tokens_per_step=self.max_prefill_tokens_per_step,
+            residency=self.residency,
+            kv_memory_bytes=self.kv_memory_bytes,
+            device_memory_bytes=self.device_memory_bytes,
+            growth_tokens=self.growth_tokens,
             watchdog_floor_s=self.watchdog_floor_s,
         )
 

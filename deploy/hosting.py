@@ -26,6 +26,7 @@ async def start_server(config: WorkerConfig) -> Server:
         return await PrefillHost(
             model_folder=folder,
             dtype=config.dtype,
+            quantization=config.quantization,
             num_threads=config.num_threads,
             cores=config.cores,
             host=config.host,
@@ -38,10 +39,15 @@ async def start_server(config: WorkerConfig) -> Server:
         num_slots=config.num_slots,
         max_slot_tokens=config.max_slot_tokens,
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
+        residency=config.residency,
+        kv_memory_bytes=config.kv_memory_bytes,
+        device_memory_bytes=config.device_memory_bytes,
+        growth_tokens=config.growth_tokens,
     )
     return await GenerationHost(
         model_folder=folder,
         dtype=config.dtype,
+        quantization=config.quantization,
         num_threads=config.num_threads,
         cores=config.cores,
         host=config.host,

@@ -6,7 +6,7 @@ from pathlib import Path
 from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from baton.sampling_params import params_from_options
-from deploy.config import DEFAULT_MODEL, DTYPES
+from deploy.config import DEFAULT_MODEL, DTYPES, QUANTIZATIONS
 from deploy.options import add_prompt, add_sampling, read_prompt, sampling_options
 
 
@@ -25,6 +25,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--ranks", type=int, default=2, help="prefill ranks in the chain")
     parser.add_argument("--colocated", action="store_true", help="no prefill ranks: the generation engine does it all")
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and KV")
+    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of weights, on top of the dtype")
     parser.add_argument("--threads", type=int, default=0, help="torch threads of generation; 0 for all cores")
     parser.add_argument("--no-timeline", action="store_true", help="print the answer only")
     add_sampling(parser)

@@ -154,7 +154,7 @@ class SupervisorActor:
             name=Path(self._config.model.name).name,
             max_tokens=self._max_tokens,
             vocab_size=model.vocab_size,
-            dtype=self._config.model.dtype,
+            dtype=self._config.model.description,
             has_chat_template=Tokenizer.load(self._folder).has_chat_template,
             layout_fingerprint=self._around.agreement.layout_fingerprint,
         )

@@ -45,7 +45,7 @@ def serve(args: argparse.Namespace) -> int:
         from deploy.calibrations import served_calibration  # takes torch along
 
         served_calibration(config, folder)  # refused now, not when all workers have loaded
-    if not config.ray.address and config.model.dtype == "bfloat16":
+    if not config.ray.address:
         prepare_kernels(console)
     stopping = threading.Event()
     # Once more, because Ray sets handlers of its own; before, because a Ray that is half started could not be ended.

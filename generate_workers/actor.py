@@ -24,6 +24,8 @@ class GenerationHost:
     model_folder: Path
     dtype: str
     """bfloat16 or float32."""
+    quantization: str
+    """Of weights: none or int8."""
     num_threads: int
     """Of torch."""
     cores: Sequence[int]
@@ -42,4 +44,4 @@ class GenerationHost:
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)
-        return load_decoder(self.model_folder, dtype=self.dtype)
+        return load_decoder(self.model_folder, dtype=self.dtype, quantization=self.quantization)

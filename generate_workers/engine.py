@@ -2,7 +2,8 @@
 
 Step 8 of a request's way (DESIGN.md, section 4). A stream's life: `submit` (any thread) puts it into the inbox; between
 two steps it joins the batch, when its lease is committed or, without a lease, when a slot is free; every step runs one
-forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out.
+forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out. When
+memory runs out meanwhile, young rows pause (`running`).
 
 A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
 for the first of them; when its KV is in place the others get a copy, and all draw their first tokens from one row of
@@ -14,73 +15,25 @@ logits.
 import logging
 import threading
 from collections import deque
-from dataclasses import dataclass
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from baton.clock import Clock
-from baton.errors import ConfigError, InvalidArgumentError, LeaseError, ResourceExhaustedError
-from baton.ids import SlotId
-from baton.types import FinishReason, SampledToken, TokenEvent, TokenRange
+from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
+from baton.types import FinishReason, SampledToken, TokenEvent
 from generate_workers.batcher import Batcher, StepPlan
 from generate_workers.book import StreamBook
-from generate_workers.leases import Seat, SlotLedger, Standing
+from generate_workers.engine_config import EngineConfig, EngineStatus, StepStats
+from generate_workers.leases import Seat, Standing
 from generate_workers.rows import EventSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.running import RunningRows
 from generate_workers.slots import SlotTable
+from generate_workers.step_runner import StepRunner
 from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan
-from modeling.sampling import sample, score
 from text.tokenizer import Tokenizer
 
+__all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
+
 logger = logging.getLogger(__name__)
-
-_SCORED_TOKENS = 64
-"""Of a prompt whose logits are made at once: 4 bytes for each token of the vocabulary each."""
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """How much a generation group takes on. Raises ConfigError on a bad field."""
-
-    num_slots: int = 16
-    """Rows in the batch."""
-    max_slot_tokens: int = 8192
-    """Tokens that one slot may hold, prompt and output."""
-    max_prefill_tokens_per_step: int = 256
-    """Tokens of local prefill in one step, over all rows: what a prefill may add to the time between two tokens."""
-    max_waiting: int = 64
-    """Choices that may wait for a slot to prefill locally, those that a free slot awaits not counted."""
-
-    def __post_init__(self) -> None:
-        for name in ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use at least 1")
-
-
-@dataclass(frozen=True)
-class StepStats:
-    """What one step did."""
-
-    num_decode_rows: int
-    num_prefill_tokens: int
-    """Tokens of local prefill."""
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class EngineStatus:
-    """A snapshot for heartbeats and metrics."""
-
-    ledger: SlotLedger
-    num_streams: int
-    """Open requests, those that wait for a slot or a commit included."""
-    num_rows: int
-    """Rows in the batch."""
-    num_steps: int
-    """Forwards begun so far."""
-    last_step: StepStats | None
 
 
 class GenerationEngine:
@@ -98,8 +51,8 @@ class GenerationEngine:
         slots.on_change = self._book.wake
 
         # The engine thread's own:
-        self._batcher = Batcher(config.max_prefill_tokens_per_step)
-        self._rows: dict[SlotId, Row] = {}
+        self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step))
+        self._runner = StepRunner(decoder, slots.memory.residency)
         self._waiting: deque[Stream] = deque()
         self._leased: dict[Ticket, Stream] = {}
         self._num_steps = 0
@@ -118,6 +71,7 @@ class GenerationEngine:
             self._thread.join()
         else:
             self._end_all()
+        self._slots.memory.residency.close()
 
     def submit(self, request: GenerationRequest, on_event: EventSink) -> Ticket:
         """Opens a stream; from then on `on_event` is called on the engine's thread, the last time for each choice with
@@ -128,6 +82,7 @@ class GenerationEngine:
         UnavailableError when the engine is closed. Then nothing is opened, and a lease stays its owner's.
         """
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
+        self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
             leased = self._slots.leased_tokens(request.lease_ref)
             if leased != request.num_tokens:
@@ -143,8 +98,15 @@ class GenerationEngine:
     def status(self) -> EngineStatus:
         """What the engine holds and does now. Any thread. Raises UnavailableError when it has failed or is closed."""
         self._book.check_open()
-        num_streams = len(self._book.streams())
-        return EngineStatus(self._slots.ledger(), num_streams, len(self._rows), self._num_steps, self._last_step)
+        return EngineStatus(
+            ledger=self._slots.ledger(),
+            num_streams=len(self._book.streams()),
+            num_rows=len(self._running.rows),
+            num_steps=self._num_steps,
+            num_preemptions=self._running.num_preemptions,
+            num_preempted=len(self._running.waiting),
+            last_step=self._last_step,
+        )
 
     def step(self) -> None:
         """One turn: takes what came in, lets rows join and leave, then runs all rows that have tokens to run."""
@@ -153,12 +115,19 @@ class GenerationEngine:
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        plan = self._batcher.plan()
+        plan = self._running.plan()
         if plan:
             self._num_steps += 1
+            kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
             self._run_plan(plan)
-            duration_s = self._clock.now_s() - started_s
-            self._last_step = StepStats(plan.num_decode_rows, plan.num_prefill_tokens, duration_s)
+            self._last_step = StepStats(
+                num_decode_rows=plan.num_decode_rows,
+                num_prefill_tokens=plan.num_prefill_tokens,
+                duration_s=self._clock.now_s() - started_s,
+                num_kv_bytes=self._runner.num_kv_bytes - kv_bytes,
+                num_weight_bytes=self._runner.num_weight_bytes,
+                num_link_bytes=self._runner.num_link_bytes - link_bytes,
+            )
 
     def _run(self) -> None:
         try:
@@ -172,7 +141,7 @@ class GenerationEngine:
 
     def _await_work(self) -> bool:
         """Returns when there is something to do; False when the engine is closed."""
-        if len(self._batcher):
+        if len(self._running.batcher) and not self._running.is_stalled:
             return not self._book.close_reason
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
 
@@ -188,8 +157,8 @@ class GenerationEngine:
 
     def _join_committed(self) -> None:
         """Streams whose lease is committed join; those whose lease has ended end."""
-        for row in [row for row in self._rows.values() if row.stream.request.lease_ref == row.seat.ref]:
-            if self._slots.standing(row.seat.ref) is Standing.ABANDONED:
+        for row in [row for row in self._running.rows.values() if row.stream.request.lease_ref == row.ref]:
+            if self._slots.standing(row.ref) is Standing.ABANDONED:
                 self._end(row.stream, FinishReason.CANCELLED)
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
@@ -205,17 +174,18 @@ class GenerationEngine:
             leader = self._join(stream, seats, num_cached=stream.request.num_tokens)
             if leader is not None:
                 rows = [leader, *leader.followers]
-                self._fork(leader)
+                self._running.fork(leader)
                 for row in rows:
-                    assert row.seat.first is not None
-                    self._accept(row, row.seat.first)
+                    assert row.first is not None
+                    self._accept(row, row.first)
 
     def _join_waiting(self) -> None:
-        """Streams without a lease take free slots, first come, first served."""
-        while self._waiting:
+        """Streams without a lease take free slots, first come, first served, after rows that had to give theirs up."""
+        has_turn = self._running.resume()
+        while has_turn and self._waiting:
             stream = self._waiting[0]
-            params = stream.request.params
-            occupy = partial(self._slots.occupy, len(stream.request.prompt_ids) + params.max_tokens, params.n)
+            request = stream.request
+            occupy = partial(self._slots.occupy, request.num_tokens, request.capacity_tokens, request.params.n)
             try:
                 seats = self._book.seat(stream, occupy)
             except ResourceExhaustedError as error:
@@ -239,67 +209,27 @@ class GenerationEngine:
                 self._slots.release(seat.ref)
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return None
-        leader = rows[0]
-        leader.followers = rows[1:]
-        stream.rows, stream.has_rows = rows, True
-        self._rows.update((row.slot, row) for row in rows)
-        self._batcher.join(leader.slot, num_cached=num_cached, num_known=len(leader.token_ids))
-        return leader
-
-    def _fork(self, leader: Row) -> None:
-        """The history's KV is in place: the other choices get a copy, and join the batch."""
-        followers, leader.followers = leader.followers, []
-        num_tokens = len(leader.token_ids)
-        for row in followers:
-            row.seat.buffer.copy_from(leader.seat.buffer, TokenRange(0, num_tokens))
-            self._batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
+        stream.rows, stream.has_rows = list(rows), True
+        self._running.add(rows, num_cached)
+        return rows[0]
 
     def _run_plan(self, plan: StepPlan) -> None:
-        leaders = [self._rows[span.slot] for span in plan.spans if span.samples]
+        running = self._running
+        leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
         rows = [row for leader in leaders for row in (leader, *leader.followers)]
         try:
-            tokens = self._forward(plan, rows)
-            self._batcher.ran(plan)
+            tokens = self._runner.run(plan, running.rows, rows)
+            running.batcher.ran(plan)
             for leader in leaders:
-                self._fork(leader)
+                running.fork(leader)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
-            streams = {row.stream.ticket: row.stream for row in (self._rows[span.slot] for span in plan.spans)}
+            streams = {row.stream.ticket: row.stream for row in (running.rows[span.slot] for span in plan.spans)}
             for stream in streams.values():
                 self._end(stream, FinishReason.ERROR, _one_line(error))
             return
         for row, token in zip(rows, tokens, strict=True):
             self._accept(row, token)
-
-    @torch.inference_mode()
-    def _forward(self, plan: StepPlan, rows: list[Row]) -> list[SampledToken]:
-        """One ragged forward; then one sampling for `rows`, which have reached their last token."""
-        token_ids: list[int] = []
-        spans: list[BufferSpan] = []
-        starts: dict[SlotId, int] = {}
-        last: list[int] = []
-        for part in plan.spans:
-            row = self._rows[part.slot]
-            starts[part.slot] = len(token_ids)
-            token_ids += row.token_ids[part.tokens.start : part.tokens.end]
-            spans.append(BufferSpan(row.seat.buffer, part.tokens))
-            if part.samples:
-                last += [len(token_ids) - 1] * (1 + len(row.followers))
-        hidden_TD = self._decoder.forward(token_ids, spans)
-        for part in plan.spans:
-            self._score(self._rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])
-        if not last:
-            return []
-        return sample(self._decoder.logits(hidden_TD[last]), [row.sampler for row in rows])
-
-    def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
-        """Scores the prompt, where the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
-        for part in row.unscored(tokens).split(_SCORED_TOKENS):
-            rows = slice(part.start - tokens.start, part.end - tokens.start)
-            num_top = row.sampler.params.prompt_logprobs
-            assert num_top is not None
-            successors = row.token_ids[part.start + 1 : part.end + 1]
-            row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
 
     def _accept(self, row: Row, token: SampledToken) -> None:
         """A row's next token: its event goes out, after its slot is freed if it is the last."""
@@ -313,7 +243,7 @@ class GenerationEngine:
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return
         if event.finish is None:
-            self._batcher.sampled(row.slot)
+            self._running.batcher.sampled(row.slot)
         else:
             self._free(row)
             if not stream.rows:
@@ -342,10 +272,7 @@ class GenerationEngine:
 
     def _free(self, row: Row) -> None:
         row.stream.rows.remove(row)
-        del self._rows[row.slot]
-        if row.slot in self._batcher:
-            self._batcher.leave(row.slot)
-        self._slots.release(row.seat.ref)
+        self._running.remove(row)
 
     def _emit(self, stream: Stream, event: TokenEvent) -> None:
         try:

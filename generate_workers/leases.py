@@ -12,12 +12,13 @@ Steps 3 and 7 of a request's way (DESIGN.md, section 4). Plain values without a 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol, Self
+from typing import Self
 
 from baton.ids import SlotId, Stamp
-from baton.types import KvLayout, LeaseRef, SampledToken, TokenRange
+from baton.types import LeaseRef, SampledToken
+from generate_workers.memory import KvMemory, Promise
+from generate_workers.residency.port import KvBytes, RowKv
 from generate_workers.waiting import LoopWaiter
-from modeling.kv_buffers import KvBuffer
 from transport.coverage import Coverage
 
 
@@ -95,7 +96,7 @@ class Claim:
     """One life of a slot: made when it is claimed, dropped when it is freed. Owned by the SlotTable."""
 
     ref: LeaseRef
-    buffer: KvBuffer
+    memory: Promise
     coverage: Coverage
     """What has been pushed of the leased tokens; complete from the start for a local row."""
     num_tokens: int
@@ -123,8 +124,9 @@ class Claim:
 class Slot:
     """One slot: its state, its present claim, and how many writers are inside. Owned by the SlotTable."""
 
-    def __init__(self, number: SlotId) -> None:
+    def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
+        self._memory = memory
         self.state = SlotState.FREE
         self.num_writers = 0
         self.claim: Claim | None = None
@@ -158,7 +160,7 @@ class Slot:
             self._move(SlotMove.QUARANTINE)
         else:
             self._move(SlotMove.FREE)
-            self.claim = None
+            self._drop()
 
     def leave(self) -> bool:
         """One writer has left; returns whether that freed the slot."""
@@ -167,8 +169,13 @@ class Slot:
         if self.state is not SlotState.QUARANTINED or self.num_writers:
             return False
         self._move(SlotMove.EMPTY)
-        self.claim = None
+        self._drop()
         return True
+
+    def _drop(self) -> None:
+        assert self.claim is not None
+        self._memory.give_back(self.claim.memory)
+        self.claim = None
 
     def _move(self, move: SlotMove) -> None:
         target = TRANSITIONS.get((self.state, move))
@@ -178,10 +185,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot that has become a row: what the engine needs of it. The buffer is the table's until `release`."""
+    """A slot that has become a row: what the engine needs of it. Its memory is the table's until `release`."""
 
     ref: LeaseRef
-    buffer: KvBuffer
+    row: RowKv
     first: SampledToken | None
     """The choice's first token, when the KV was pushed."""
 
@@ -197,33 +204,39 @@ class SlotLedger:
     num_active: int
     num_quarantined: int
     num_bytes_held: int
+    """Of KV, at home, committed to the page."""
+    num_device_bytes: int
+    """Of KV on the device; where home is the device, the same bytes."""
+    num_bytes_promised: int
+    """At home: what is held, and what the present rows may come to hold without asking."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot]) -> Self:
         """What these slots hold now."""
         states = [slot.state for slot in slots]
+        promises = [slot.claim.memory for slot in slots if slot.claim]
+        held = sum((each.row.num_bytes for each in promises), KvBytes())
         return cls(
             num_slots=len(states),
             num_free=states.count(SlotState.FREE),
             num_leased=sum(states.count(each) for each in (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)),
             num_active=states.count(SlotState.ACTIVE),
             num_quarantined=states.count(SlotState.QUARANTINED),
-            num_bytes_held=sum(slot.claim.buffer.num_bytes for slot in slots if slot.claim),
+            num_bytes_held=held.home,
+            num_device_bytes=held.device,
+            num_bytes_promised=sum(each.num_bytes.home for each in promises),
         )
 
     @property
     def balances(self) -> bool:
-        """Whether every slot is counted once, and memory is held exactly if some slot is not free."""
+        """Whether every slot is counted once, memory is promised exactly if some slot is not free, and not more is
+        held."""
         taken = self.num_leased + self.num_active + self.num_quarantined
-        return self.num_free + taken == self.num_slots and (self.num_bytes_held > 0) == (taken > 0)
+        slots_balance = self.num_free + taken == self.num_slots
+        bytes_balance = self.num_bytes_held <= self.num_bytes_promised and (self.num_bytes_promised > 0) == (taken > 0)
+        return slots_balance and bytes_balance
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing is held."""
-        return self.num_free == self.num_slots and self.num_bytes_held == 0
-
-
-class MakeBuffer(Protocol):
-    """How a slot's memory is made."""
-
-    def __call__(self, layout: KvLayout, tokens: TokenRange) -> KvBuffer: ...
+        return self.num_free == self.num_slots and self.num_bytes_held == self.num_device_bytes == 0

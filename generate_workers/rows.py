@@ -43,6 +43,11 @@ class GenerationRequest:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a row of it may come to hold."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
     def wants_prompt_scores(self) -> bool:
         """Whether the prompt's logprobs are asked for, and not out already: they come with the first output token."""
         return self.params.prompt_logprobs is not None and not self.output_ids
@@ -104,7 +109,11 @@ class Row:
         params = request.params.of_choice(choice)
         self.stream = stream
         self.choice = choice
-        self.seat = seat
+        self.seat: Seat | None = seat
+        """None while the row waits to come back, its memory given to older ones."""
+        self.first = seat.first
+        """The first token, where another group sampled it."""
+        self.capacity_tokens = len(seat.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         """All known tokens of the sequence."""
         self.sampler = SamplerState(params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids)
@@ -114,17 +123,30 @@ class Row:
         """The prompt's tokens scored so far; empty when that was not asked for."""
         self._text = TextStream.rebuild(tokenizer, params.stop, request.output_ids)
         self._vocab_size = config.vocab_size
-        self._max_tokens = min(len(seat.buffer.tokens), config.max_position)
+        self._max_tokens = min(self.capacity_tokens, config.max_position)
+
+    @property
+    def ref(self) -> LeaseRef:
+        """Its claim on the slot that it holds, while it has a seat."""
+        assert self.seat is not None
+        return self.seat.ref
 
     @property
     def slot(self) -> SlotId:
-        """The row's name in the batch."""
-        return self.seat.ref.slot
+        """The row's name in the batch, while it has a seat."""
+        return self.ref.slot
+
+    @property
+    def age(self) -> tuple[Ticket, int]:
+        """Less is older."""
+        return self.stream.ticket, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
-        """The positions among `tokens` whose successors are the prompt's and are to be scored."""
-        end = min(tokens.end, len(self.stream.request.prompt_ids) - 1) if self._prompt else 0
-        return TokenRange(tokens.start, max(end, tokens.start))
+        """The positions among `tokens` whose successors are the prompt's and are yet to be scored."""
+        if not self._prompt:
+            return TokenRange(tokens.start, tokens.start)
+        start = max(tokens.start, len(self._prompt) - 1)  # those before were scored before the row lost its memory
+        return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
 
     def add_scores(self, tokens: Sequence[SampledToken]) -> None:
         """Takes the scores of the next tokens of the prompt."""

@@ -17,6 +17,7 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, StreamNumber
 from baton.v1 import generate_pb2, generate_pb2_grpc
 from generate_workers.engine import EngineConfig, GenerationEngine
+from generate_workers.machine_memory import make_memory
 from generate_workers.open_streams import OpenStreams
 from generate_workers.rows import GenerationRequest
 from generate_workers.slots import SlotTable
@@ -107,17 +108,12 @@ class GenerationServer:
     ) -> Self:
         """Serves on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it.
 
-        Raises ConfigError when it cannot listen there.
+        Raises ConfigError when it cannot listen there, and for memory that cannot be had.
         """
+        memory = make_memory(decoder, config)
         server = make_server()
         bound = bind(server, host, port)
-        slots = SlotTable(
-            decoder.layout,
-            clock,
-            num_slots=config.num_slots,
-            max_slot_tokens=config.max_slot_tokens,
-            endpoint=f"{host}:{bound}",
-        )
+        slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         engine = GenerationEngine(decoder, tokenizer, slots, clock, config)
         servicer = GenerationServicer(engine, decoder.layout.fingerprint)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)

@@ -21,18 +21,10 @@ from baton.errors import (
 )
 from baton.ids import SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
-from generate_workers.leases import (
-    Claim,
-    MakeBuffer,
-    Seat,
-    Slot,
-    SlotLedger,
-    SlotMove,
-    SlotState,
-    Standing,
-)
+from generate_workers.leases import Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
+from generate_workers.memory import KvMemory
+from generate_workers.residency.port import KvBytes
 from generate_workers.waiting import LoopWaiter
-from modeling.kv_buffers import KvBuffer
 from transport.coverage import Added, Coverage
 from transport.kv_sink import ReserveSpec
 
@@ -40,35 +32,32 @@ from transport.kv_sink import ReserveSpec
 class SlotTable:
     """All slots of one generation group. Thread-safe."""
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        clock: Clock,
-        *,
-        num_slots: int,
-        max_slot_tokens: int,
-        endpoint: str,
-        make_buffer: MakeBuffer = KvBuffer,
-    ) -> None:
-        """`endpoint` is the host:port that leases name; `max_slot_tokens` is what one slot may hold at most."""
-        assert num_slots >= 1 and max_slot_tokens >= 1
-        self.max_slot_tokens = max_slot_tokens
+    def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
+        """`endpoint` is the host:port that leases name; the memory is the table's from now on."""
+        num_slots = memory.shape.num_slots
+        self.max_slot_tokens = memory.shape.max_slot_tokens
         self.on_change: Callable[[], None] = _ignore
         """Called whenever a claim begins, is committed, is renewed or ends, on the changing thread and without the
         lock; set once, by the engine, before the table is used. It must neither block nor raise."""
         self._changed = False
-        self._layout = layout
+        self._memory = memory
+        self._layout = memory.shape.layout
         self._endpoint = endpoint
         self._clock = clock
-        self._make_buffer = make_buffer
         self._lock = threading.Lock()
-        self._slots = tuple(Slot(SlotId(number)) for number in range(num_slots))
+        self._slots = tuple(Slot(SlotId(number), memory) for number in range(num_slots))
+        self._num_owed, self._owed = 0, KvBytes()
         self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not give out stamps of its former life
 
     @property
     def layout(self) -> KvLayout:
         """How the slots store KV."""
         return self._layout
+
+    @property
+    def memory(self) -> KvMemory:
+        """Of all slots; what changes in it, changes under the table's lock."""
+        return self._memory
 
     @property
     def num_slots(self) -> int:
@@ -78,16 +67,20 @@ class SlotTable:
     # On the loop: the KvSink.
 
     def reserve(self, request: ReserveSpec) -> Lease:
-        """Leases a free slot with memory for `capacity_tokens`, and holds one for each further choice. Raises
+        """Leases a free slot, with memory for its tokens and some growth, and holds one for each further choice. Raises
         ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError that names the
         field that is out of its limits."""
+        num_tokens, capacity = request.num_tokens, request.capacity_tokens
         self._check(request)
         with self._changing():
-            slots = self._free_slots(request.num_choices)
-            if slots is None:
+            slots = self._free_slots(request.num_choices + self._num_owed)[: request.num_choices]
+            if not slots:
                 few = f"fewer than {request.num_choices} of {len(self._slots)} slots are free"
                 raise ResourceExhaustedError(f"{few}: try again, or add num_slots")
-            claims = [self._claim(each, request.num_tokens, request.capacity_tokens, request.ttl_s) for each in slots]
+            need = self._memory.need(num_tokens, capacity, request.num_choices) + self._owed
+            if shortage := self._memory.shortage(need):
+                raise ResourceExhaustedError(f"{shortage}: try again, or raise it")
+            claims = self._claims(slots, num_tokens, capacity, request.ttl_s)
             claim = claims[0]
             claim.held = tuple(slots[1:])
             for slot, each in zip(slots, claims, strict=True):
@@ -161,17 +154,31 @@ class SlotTable:
 
     # On the engine's thread.
 
-    def occupy(self, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
-        """Claims slots for the rows of a request that prefills locally; None when too few are free. Raises
-        ResourceExhaustedError when no memory is left."""
+    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
+        """Claims slots for rows of `num_tokens` tokens that prefill locally; None when too few, or too little memory,
+        is free. Raises ResourceExhaustedError when a device has less than it was said to have."""
         with self._changing():
             slots = self._free_slots(num_choices)
-            if slots is None:
+            if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
                 return None
-            claims = [self._claim(slot, 0, capacity_tokens, math.inf) for slot in slots]
+            claims = self._claims(slots, num_tokens, capacity_tokens)
             for slot, claim in zip(slots, claims, strict=True):
                 slot.begin(claim, SlotMove.OCCUPY)
-        return [Seat(claim.ref, claim.buffer, None) for claim in claims]
+        return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
+
+    def extend(self, slot: SlotId, num_tokens: int) -> bool:
+        """Promises an active row memory for `num_tokens` tokens; False when there is no room now."""
+        claim = self._slots[slot].claim
+        assert claim is not None
+        if num_tokens <= claim.memory.num_tokens:
+            return True
+        with self._lock:
+            return self._memory.extend(claim.memory, num_tokens)
+
+    def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
+        """What rows need that wait to come back: leases leave so much free."""
+        with self._lock:
+            self._num_owed, self._owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat]:
         """Turns a lease that is READY into rows, one a choice; the first has the KV. StaleStampError or
@@ -183,7 +190,7 @@ class SlotTable:
             for slot, first in zip(slots, lease.firsts, strict=True):
                 slot.advance(SlotMove.ACTIVATE)
                 assert slot.claim is not None
-                seats.append(Seat(slot.claim.ref, slot.claim.buffer, first))
+                seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first))
         return seats
 
     def release(self, ref: LeaseRef) -> None:
@@ -248,7 +255,7 @@ class SlotTable:
             is_new = claim.coverage.add(layer, tokens) is Added.NEW
             if is_new:
                 try:
-                    claim.buffer.write(layer, tokens, data)
+                    claim.memory.row.write(layer, tokens, data)
                 except BaseException:  # noted as present and yet not there: this claim must never be committed
                     self._slots[claim.ref.slot].end()
                     self._changed = True
@@ -267,6 +274,7 @@ class SlotTable:
         _require(0 < request.ttl_s < math.inf, "ttl_s", request.ttl_s, "use a time above 0 seconds")
         num_slots = len(self._slots)
         _require(1 <= request.num_choices <= num_slots, "n", request.num_choices, f"this group has {num_slots} slots")
+        self._memory.check(request.num_tokens, capacity, request.num_choices)
 
     def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
         with self._changing():
@@ -290,28 +298,32 @@ class SlotTable:
 
     # With the lock held.
 
-    def _free_slots(self, count: int) -> list[Slot] | None:
+    def _free_slots(self, count: int) -> list[Slot]:
+        """That many, or none."""
         self._expire()
         free = [slot for slot in self._slots if slot.state is SlotState.FREE]
-        return free[:count] if len(free) >= count else None
+        return free[:count] if len(free) >= count else []
 
-    def _claim(self, slot: Slot, num_tokens: int, capacity_tokens: int, ttl_s: float) -> Claim:
-        tokens = TokenRange(0, capacity_tokens)
-        try:
-            buffer = self._make_buffer(self._layout, tokens)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError when memory is short
-            raise ResourceExhaustedError(f"no memory for a slot of {capacity_tokens} tokens: ask for fewer") from error
-        stamp = Stamp(self._next_stamp)
-        self._next_stamp += 1
+    def _claims(
+        self, slots: Sequence[Slot], num_tokens: int, capacity_tokens: int, ttl_s: float = math.inf
+    ) -> list[Claim]:
+        """With a ttl: for tokens that are pushed."""
+        num_pushed = 0 if ttl_s == math.inf else num_tokens
+        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity_tokens)
+        stamps = range(self._next_stamp, self._next_stamp + len(slots))
+        self._next_stamp = stamps.stop
         self._changed = True
-        return Claim(
-            ref=LeaseRef(slot.number, stamp),
-            buffer=buffer,
-            coverage=Coverage(self._layout.num_layers, num_tokens),
-            num_tokens=num_tokens,
-            ttl_s=ttl_s,
-            deadline_s=self._clock.now_s() + ttl_s,
-        )
+        return [
+            Claim(
+                ref=LeaseRef(slot.number, Stamp(stamp)),
+                memory=memory,
+                coverage=Coverage(self._layout.num_layers, num_pushed),
+                num_tokens=num_pushed,
+                ttl_s=ttl_s,
+                deadline_s=self._clock.now_s() + ttl_s,
+            )
+            for slot, stamp, memory in zip(slots, stamps, promises, strict=True)
+        ]
 
     def _find(self, ref: LeaseRef) -> Slot | None:
         """The slot whose present, unended claim carries this stamp."""

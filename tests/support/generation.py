@@ -15,12 +15,15 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
 from generate_workers.engine import EngineConfig, GenerationEngine
+from generate_workers.memory import KvMemory, MemoryLimits
+from generate_workers.residency.host_link import CopyTensor, copy_tensor
+from generate_workers.residency.port import KvShape
 from generate_workers.rows import GenerationRequest, Ticket
 from generate_workers.slots import SlotTable
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.sampling import SamplerState, sample
-from tests.support.slot_tables import ends_empty, make_slots, push_buffer
+from tests.support.slot_tables import UNLIMITED, ends_empty, make_residency, push_buffer
 from tests.support.tiny_models import random_decoder
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec
@@ -153,11 +156,18 @@ def harness(
     max_slot_tokens: int = 128,
     max_prefill_tokens_per_step: int = 16,
     max_waiting: int = 8,
+    limits: MemoryLimits = UNLIMITED,
+    growth_tokens: int = 256,
+    policy: str = "device",
+    copy: CopyTensor = copy_tensor,
+    poison: bool = True,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
     clock = clock or ManualClock(start_s=100.0)
-    slots = make_slots(clock, num_slots=num_slots, max_slot_tokens=max_slot_tokens, layout=decoder.layout)
+    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens)
+    memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
+    slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting)
     engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config)
     made = Harness(decoder, slots, engine, clock)

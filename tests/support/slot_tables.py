@@ -1,37 +1,83 @@
 """Slot tables for tests: tiny, on a manual clock, with memory poisoned by NaN until it is written."""
 
-import math
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import numpy as np
 
 from baton.clock import Clock
 from baton.ids import RequestId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from generate_workers.memory import KvMemory, MemoryLimits
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.host import HostResidency
+from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tensor
+from generate_workers.residency.port import KvShape, Residency
 from generate_workers.slots import SlotTable
 from modeling.kv_buffers import KvBuffer
+from modeling.kv_memory import PAGE_BYTES, PagedMemory
 from transport.kv_sink import ReserveSpec
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 FIRST = SampledToken(token_id=7)
+UNLIMITED = MemoryLimits(1 << 40)
 
 
-def poisoned_buffer(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
+class PoisonedMemory(PagedMemory):
     """Memory in which every row that nobody wrote shows: NaN spreads to whatever reads it."""
-    buffer = KvBuffer(layout, tokens)
-    buffer.data.fill_(math.nan)
-    return buffer
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        had_LP = self._has_page_LP.copy()
+        super().commit(tokens, layer)
+        for at, page in np.argwhere(self._has_page_LP & ~had_LP):
+            ctypes.memset(self.address + int(at) * self._layer_bytes + int(page) * PAGE_BYTES, 0xFF, PAGE_BYTES)
 
 
-def make_slots(clock: Clock, *, num_slots: int = 2, max_slot_tokens: int = 12, layout: KvLayout = LAYOUT) -> SlotTable:
+def make_residency(
+    shape: KvShape, policy: str = "device", copy: CopyTensor = copy_tensor, *, poison: bool = True
+) -> Residency:
+    """A policy, over poisoned memory unless told otherwise."""
+    make = PoisonedMemory if poison else PagedMemory
+    if policy == "host":
+        return HostResidency(shape, make, make, HostLink(copy))
+    return DeviceResidency(shape, make)
+
+
+def memories_of(memory: KvMemory) -> list[PagedMemory]:
+    """The home memories of all slots."""
+    residency = memory.residency
+    assert isinstance(residency, DeviceResidency | HostResidency)
+    memories = [row.memory for row in residency._rows]
+    assert all(isinstance(each, PagedMemory) for each in memories)
+    return [each for each in memories if isinstance(each, PagedMemory)]
+
+
+def make_slots(
+    clock: Clock,
+    *,
+    num_slots: int = 2,
+    max_slot_tokens: int = 12,
+    layout: KvLayout = LAYOUT,
+    limits: MemoryLimits = UNLIMITED,
+    growth_tokens: int = 256,
+    policy: str = "device",
+) -> SlotTable:
     """A table of poisoned slots."""
-    return SlotTable(
-        layout,
-        clock,
-        num_slots=num_slots,
-        max_slot_tokens=max_slot_tokens,
-        endpoint="127.0.0.1:1",
-        make_buffer=poisoned_buffer,
-    )
+    shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
+    memory = KvMemory(make_residency(shape, policy), shape, limits, growth_tokens)
+    return SlotTable(memory, clock, endpoint="127.0.0.1:1")
+
+
+def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
+    """What a row of that many tokens takes: in each layer a whole number of pages."""
+    return layout.num_layers * -(-num_tokens * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def make_memory(*, num_slots: int = 1, max_slot_tokens: int = 12, layout: KvLayout = LAYOUT) -> KvMemory:
+    """Unlimited memory on the device."""
+    shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
+    return KvMemory(make_residency(shape), shape, UNLIMITED, growth_tokens=4)
 
 
 def lease(slots: SlotTable, num_tokens: int = 4, capacity_tokens: int = 8, ttl_s: float = 5.0) -> Lease:

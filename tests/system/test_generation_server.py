@@ -4,11 +4,9 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import grpc
 import pytest
-import torch
 
 from baton import __version__
 from baton.clock import SystemClock
@@ -22,104 +20,27 @@ from baton.errors import (
 )
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from baton.v1 import generate_pb2, generate_pb2_grpc
+from baton.types import FinishReason, SampledToken
+from baton.v1 import generate_pb2
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
-from modeling.decoder import Decoder
 from tests.support.eventually import eventually
-from tests.support.generation import eos_decoder, prefilled, prompt, reference_ids, sampled_next
+from tests.support.generation import prompt, reference_ids
+from tests.support.generation_servers import SHORT, Client, ids_in, read, serving
+from tests.support.slot_tables import page_bytes
 from tests.support.tiny_tokenizer import letter_tokenizer, text_of
 from transport.channel import make_channel
 from transport.kv_sender import KvPushClient
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import event_from_proto, history_to_proto, lease_ref_to_proto
-from transport.status import translate_rpc_errors
+from transport.proto_types import history_to_proto
 
-SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 CONFIG = EngineConfig(num_slots=3, max_slot_tokens=500, max_prefill_tokens_per_step=16, max_waiting=2)
-IDLE = generate_pb2.GenerationStatusRequest()
-
-
-class Client:
-    """What a controller does to one generation group."""
-
-    def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
-        self.server = server
-        self.decoder = decoder
-        self.kv = KvPushClient(channel, decoder.layout)
-        self.stub: generate_pb2_grpc.GenerationGroupAsyncStub = generate_pb2_grpc.GenerationGroupStub(channel)
-
-    def open(
-        self,
-        prompt_ids: tuple[int, ...],
-        params: SamplingParams = SHORT,
-        ref: LeaseRef | None = None,
-        output_ids: tuple[int, ...] = (),
-    ) -> "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]":
-        history = history_to_proto(prompt_ids, output_ids, params)
-        lease = None if ref is None else lease_ref_to_proto(ref)
-        return self.stub.Stream(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
-
-    async def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 30.0) -> Lease:
-        return await self.kv.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
-
-    async def push(self, lease: Lease, prompt_ids: tuple[int, ...]) -> None:
-        """Prefills on its own and pushes, layer by layer, in two halves."""
-        buffer, _ = prefilled(self.decoder, prompt_ids)
-        push = self.kv.open_push(lease)
-        for layer in range(self.decoder.config.num_layers):
-            for tokens in TokenRange(0, len(prompt_ids)).split(max(1, len(prompt_ids) // 2)):
-                push.offer(layer, tokens, buffer.export(layer, tokens))
-        push.finish()
-        assert (await push.result()).num_bytes == len(prompt_ids) * self.decoder.layout.token_bytes
-
-    async def push_and_commit(self, lease: Lease, prompt_ids: tuple[int, ...], params: SamplingParams = SHORT) -> None:
-        await self.push(lease, prompt_ids)
-        await self.kv.commit(lease.ref, [sampled_next(self.decoder, prompt_ids, (), params)])
-
-    async def status(self) -> generate_pb2.GenerationStatus:
-        with translate_rpc_errors():
-            return await self.stub.GetStatus(IDLE)
-
-    async def num_streams(self) -> int:
-        return self.server.engine.status().num_streams
-
-    async def until_empty(self) -> None:
-        status = await eventually(self.status, lambda held: held.num_free == held.num_slots, within_s=10)
-        assert status.num_bytes_held == 0
-
-
-async def read(
-    call: "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]",
-) -> list[TokenEvent]:
-    """A stream to its end."""
-    with translate_rpc_errors():
-        return [event_from_proto(message) async for message in call]
-
-
-def ids_in(events: list[TokenEvent]) -> list[int]:
-    assert [event.finish is not None for event in events] == [False] * (len(events) - 1) + [True]
-    return [event.token.token_id for event in events if event.token is not None]
-
-
-@asynccontextmanager
-async def serving(config: EngineConfig = CONFIG) -> AsyncIterator[Client]:
-    torch.set_num_threads(1)
-    decoder = eos_decoder()
-    server = await GenerationServer.start(decoder, letter_tokenizer(), config, clock=SystemClock(), host="127.0.0.1")
-    try:
-        async with make_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Client(server, channel, decoder)
-    finally:
-        await server.stop()
-    assert server.slots.ledger().num_active == 0
 
 
 @pytest.fixture
 async def client() -> AsyncIterator[Client]:
-    async with serving() as made:
+    async with serving(CONFIG) as made:
         yield made
         await made.until_empty()
 
@@ -253,10 +174,12 @@ async def test_kv_of_another_model_is_refused(client: Client) -> None:
 
 
 async def test_status_says_what_is_held(client: Client) -> None:
-    await client.reserve(4, 40, ttl_s=0.2)
+    lease = await client.reserve(4, 40, ttl_s=0.2)
+    assert (await client.status()).num_bytes_held == 0  # promised, not taken
+    await client.push(lease, prompt(4))
     status = await client.status()
     assert (status.num_slots, status.num_free, status.num_leased) == (3, 2, 1)
-    assert status.num_bytes_held == 40 * client.decoder.layout.token_bytes
+    assert status.num_bytes_held == page_bytes(4, client.decoder.layout)
     assert status.layout_fingerprint == client.decoder.layout.fingerprint
     assert status.version == __version__
     await client.until_empty()  # nobody renewed it
@@ -269,7 +192,7 @@ async def test_status_steps_grow(client: Client) -> None:
 
 
 async def test_a_server_that_stops_ends_running_streams() -> None:
-    async with serving() as client:
+    async with serving(CONFIG) as client:
         reading = asyncio.create_task(read(client.open(prompt(5), LONG)))
         await eventually(client.num_streams, lambda number: number == 1, within_s=10)
         await client.server.stop()

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
-from deploy.config import LocalConfig, WorkerConfig
+from deploy.config import POLICIES, LocalConfig, WorkerConfig
 from generate_workers.engine import EngineConfig
+from generate_workers.residency import policies
 
 
 @pytest.mark.parametrize(
@@ -16,11 +17,15 @@ from generate_workers.engine import EngineConfig
         ("num_ranks", -1),
         ("num_ranks", 65),
         ("dtype", "float8"),
+        ("quantization", "int4"),
         ("num_slots", 0),
         ("generate_threads", -1),
         ("heartbeat_s", 0.0),
         ("dead_after_s", 0.5),
         ("max_attempts", 0),
+        ("residency", "disk"),
+        ("kv_memory_bytes", -1),
+        ("growth_tokens", 0),
     ],
 )
 def test_bad_field_is_named(field: str, value: Any) -> None:
@@ -38,3 +43,9 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
     engine, local = EngineConfig(), LocalConfig(Path("model"))
     assert (engine.num_slots, engine.max_slot_tokens) == (local.num_slots, local.max_slot_tokens)
     assert engine.max_prefill_tokens_per_step == local.max_prefill_tokens_per_step
+    for name in ("residency", "kv_memory_bytes", "device_memory_bytes", "growth_tokens"):
+        assert getattr(engine, name) == getattr(local, name)
+
+
+def test_the_residency_policies_are_the_engine_s() -> None:
+    assert tuple(policies.POLICIES) == POLICIES

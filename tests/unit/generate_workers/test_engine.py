@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,7 +17,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from generate_workers.engine import EngineConfig
 from generate_workers.rows import GenerationRequest
-from modeling.decoder import Decoder, SequenceSpan
+from modeling.decoder import Decoder, LayerTurns, SequenceSpan
 from tests.support.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.tiny_tokenizer import text_of
 
@@ -173,10 +174,20 @@ def test_the_models_context_limits_requests_too() -> None:
         made.submit(prompt(5), dataclasses.replace(LONG, max_tokens=600))
 
 
-@pytest.mark.parametrize("name", ["num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting"])
+@pytest.mark.parametrize(
+    "name", ["num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting", "growth_tokens"]
+)
 def test_config_names_the_bad_field(name: str) -> None:
+    fields: dict[str, Any] = {name: 0}
     with pytest.raises(ConfigError, match=f"{name} = 0"):
-        EngineConfig(**{name: 0})
+        EngineConfig(**fields)
+
+
+@pytest.mark.parametrize("name", ["kv_memory_bytes", "device_memory_bytes"])
+def test_config_takes_no_negative_memory(name: str) -> None:
+    fields: dict[str, Any] = {name: -1}
+    with pytest.raises(ConfigError, match=f"{name} = -1"):
+        EngineConfig(**fields)
 
 
 # Failures.
@@ -187,10 +198,12 @@ class FailingDecoder(Decoder):
 
     error: Exception | None = None
 
-    def forward(self, token_ids: Sequence[int], spans: Sequence[SequenceSpan]) -> Tensor:
+    def forward(
+        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+    ) -> Tensor:
         if self.error is not None:
             raise self.error
-        return super().forward(token_ids, spans)
+        return super().forward(token_ids, spans, turns)
 
 
 def failing_decoder() -> FailingDecoder:

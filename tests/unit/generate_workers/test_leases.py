@@ -3,16 +3,17 @@
 import pytest
 
 from baton.ids import SlotId, Stamp
-from baton.types import LeaseRef, TokenRange
+from baton.types import LeaseRef
 from generate_workers.leases import TRANSITIONS, Claim, Slot, SlotLedger, SlotMove, SlotState
-from tests.support.slot_tables import LAYOUT, poisoned_buffer
+from tests.support.slot_tables import make_memory
 from transport.coverage import Coverage
 
 
 def claimed_slot(move: SlotMove) -> Slot:
-    slot = Slot(SlotId(0))
-    buffer = poisoned_buffer(LAYOUT, TokenRange(0, 4))
-    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), buffer, Coverage(2, 4), 4, 5.0, 5.0), move)
+    memory = make_memory()
+    slot = Slot(SlotId(0), memory)
+    [promise] = memory.promise([slot.number], 4, 8)
+    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), promise, Coverage(2, 4), 4, 5.0, 5.0), move)
     return slot
 
 
@@ -63,11 +64,14 @@ def test_a_writer_that_leaves_a_living_claim_frees_nothing() -> None:
 @pytest.mark.parametrize(
     ("ledger", "balances"),
     [
-        (SlotLedger(4, 4, 0, 0, 0, 0), True),
-        (SlotLedger(4, 1, 1, 1, 1, 64), True),
-        (SlotLedger(4, 1, 1, 1, 0, 64), False),
-        (SlotLedger(4, 4, 0, 0, 0, 64), False),
-        (SlotLedger(4, 3, 1, 0, 0, 0), False),
+        (SlotLedger(4, 4, 0, 0, 0, 0, 0, 0), True),
+        (SlotLedger(4, 1, 1, 1, 1, 64, 64, 64), True),
+        (SlotLedger(4, 1, 1, 1, 1, 0, 0, 64), True),
+        (SlotLedger(4, 1, 1, 1, 0, 64, 64, 64), False),
+        (SlotLedger(4, 4, 0, 0, 0, 64, 64, 64), False),
+        (SlotLedger(4, 4, 0, 0, 0, 0, 0, 64), False),
+        (SlotLedger(4, 3, 1, 0, 0, 0, 0, 0), False),
+        (SlotLedger(4, 3, 1, 0, 0, 65, 65, 64), False),
     ],
 )
 def test_ledger_counts_each_slot_once_and_memory_with_it(ledger: SlotLedger, balances: bool) -> None:

@@ -8,12 +8,12 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId, Stamp
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
+from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent
 from generate_workers.leases import Seat
 from generate_workers.rows import GenerationRequest, Row, Stream, Ticket
 from modeling.config import ModelConfig
 from tests.support.generation import eos_decoder
-from tests.support.slot_tables import LAYOUT, poisoned_buffer
+from tests.support.slot_tables import make_memory
 from tests.support.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
 from tests.support.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
 from text.tokenizer import Tokenizer
@@ -29,7 +29,8 @@ def make_row(
     config: ModelConfig = CONFIG,
 ) -> Row:
     request = GenerationRequest(RequestId("r"), (1, 2, 3), output, params)
-    seat = Seat(LeaseRef(SlotId(0), Stamp(1)), poisoned_buffer(LAYOUT, TokenRange(0, capacity)), None)
+    [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
+    seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
     return Row(Stream(Ticket(1), request, lambda event: None), 0, seat, tokenizer or letter_tokenizer(), config)
 
 

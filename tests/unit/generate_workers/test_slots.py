@@ -16,14 +16,19 @@ from baton.errors import (
     StaleStampError,
 )
 from baton.ids import RequestId, SlotId, Stamp
-from baton.types import KvLayout, LeaseRef, SampledToken, TokenRange
+from baton.types import LeaseRef, SampledToken, TokenRange
 from generate_workers.leases import SlotLedger, Standing
+from generate_workers.memory import KvMemory
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.slots import SlotTable
-from modeling.kv_buffers import KvBuffer
-from tests.support.slot_tables import FIRST, LAYOUT, ends_empty, lease, make_slots, push_zeros
+from modeling.kv_memory import PagedMemory
+from tests.support.slot_tables import FIRST, LAYOUT, UNLIMITED, ends_empty, lease, make_slots, page_bytes, push_zeros
 from transport.kv_sink import ReserveSpec
 
 TTL_S = 5.0
+ROW_BYTES = page_bytes(8)
+"""A page a layer."""
 
 
 @pytest.fixture
@@ -43,34 +48,36 @@ async def committed(slots: SlotTable, num_tokens: int = 4) -> LeaseRef:
     return ref
 
 
-def test_memory_is_held_from_reserve_to_abort(slots: SlotTable) -> None:
+def test_memory_is_promised_from_reserve_to_abort_and_held_once_it_is_written(slots: SlotTable) -> None:
     ref = lease(slots, capacity_tokens=8).ref
-    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, 8 * LAYOUT.token_bytes)
+    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, 0, 0, ROW_BYTES)
+    push_zeros(slots, ref, 4)
+    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, ROW_BYTES, ROW_BYTES, ROW_BYTES)
     slots.abort(ref)
-    assert slots.ledger() == SlotLedger(2, 2, 0, 0, 0, 0)
+    assert slots.ledger() == SlotLedger(2, 2, 0, 0, 0, 0, 0, 0)
 
 
 async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable) -> None:
     ref = await committed(slots)
     assert slots.standing(ref) is Standing.READY
     [seat] = slots.activate(ref)
-    assert (seat.ref, seat.first, len(seat.buffer.tokens)) == (ref, FIRST, 8)
+    assert (seat.ref, seat.first, len(seat.row.tokens)) == (ref, FIRST, 8)
     assert slots.ledger().num_active == 1
     with ends_empty(slots):
         slots.release(ref)
 
 
 def test_a_local_row_takes_a_slot_at_once_and_none_when_all_are_taken(slots: SlotTable) -> None:
-    seats = [*(slots.occupy(8) or ()), *(slots.occupy(12) or ())]
-    assert slots.occupy(1) is None
-    assert slots.ledger() == SlotLedger(2, 0, 0, 2, 0, 20 * LAYOUT.token_bytes)
+    seats = [*(slots.occupy(4, 8) or ()), *(slots.occupy(4, 12) or ())]
+    assert slots.occupy(1, 1) is None
+    assert slots.ledger() == SlotLedger(2, 0, 0, 2, 0, 0, 0, 2 * ROW_BYTES)
     with ends_empty(slots):
         for seat in seats:
             slots.release(seat.ref)
 
 
 def test_a_local_row_does_not_expire(slots: SlotTable, clock: ManualClock) -> None:
-    [seat] = slots.occupy(8) or []
+    [seat] = slots.occupy(4, 8) or []
     clock.advance(1e9)
     slots.expire()
     assert slots.standing(seat.ref) is Standing.RUNNING
@@ -160,20 +167,29 @@ def test_reserve_checks_its_fields(slots: SlotTable, num_tokens: int, ttl_s: flo
     assert slots.ledger().is_empty
 
 
-def test_no_memory_is_no_room_and_takes_no_slot(clock: ManualClock) -> None:
-    def fail(layout: KvLayout, tokens: TokenRange) -> KvBuffer:
-        raise RuntimeError("can't allocate memory")
+def test_a_device_with_too_little_memory_is_no_room_and_takes_no_slot(clock: ManualClock) -> None:
+    class Small(PagedMemory):
+        """The second row's memory cannot be had."""
 
-    table = SlotTable(LAYOUT, clock, num_slots=1, max_slot_tokens=12, endpoint="127.0.0.1:1", make_buffer=fail)
-    with pytest.raises(ResourceExhaustedError, match="no memory for a slot of 8 tokens"):
-        lease(table)
+        num_rows = 0
+
+        def expect(self, num_tokens: int) -> None:
+            Small.num_rows += 1
+            if Small.num_rows % 2 == 0:
+                raise RuntimeError("out of memory")
+
+    shape = KvShape(LAYOUT, (None, None), 2, 12)
+    memory = KvMemory(DeviceResidency(shape, Small), shape, UNLIMITED, 4)
+    table = SlotTable(memory, clock, endpoint="127.0.0.1:1")
+    with pytest.raises(ResourceExhaustedError, match="no memory for 2 slots of 8 tokens"):
+        table.reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0, 2))
     with pytest.raises(ResourceExhaustedError):
-        table.occupy(8)
-    assert table.ledger().is_empty
+        table.occupy(4, 8, 2)
+    assert (table.ledger().is_empty, memory.promised) == (True, KvBytes())
 
 
 async def test_local_rows_take_no_commit(slots: SlotTable) -> None:
-    [seat] = slots.occupy(8) or []
+    [seat] = slots.occupy(4, 8) or []
     with pytest.raises(LeaseError):
         await slots.commit(seat.ref, [FIRST])
 
@@ -261,11 +277,12 @@ def test_listener_may_call_the_table(slots: SlotTable) -> None:
 
 
 def test_a_piece_that_could_not_be_copied_can_never_be_committed(clock: ManualClock) -> None:
-    class Broken(KvBuffer):
-        def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+    class Broken(PagedMemory):
+        def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
             raise MemoryError
 
-    table = SlotTable(LAYOUT, clock, num_slots=1, max_slot_tokens=12, endpoint="127.0.0.1:1", make_buffer=Broken)
+    shape = KvShape(LAYOUT, (None, None), 1, 12)
+    table = SlotTable(KvMemory(DeviceResidency(shape, Broken), shape, UNLIMITED, 4), clock, endpoint="127.0.0.1:1")
     ref = lease(table).ref
     with pytest.raises(MemoryError):
         push_zeros(table, ref, 4)
@@ -291,7 +308,7 @@ async def committed_choices(slots: SlotTable, num_choices: int) -> LeaseRef:
 async def test_a_lease_of_several_choices_becomes_as_many_rows(clock: ManualClock) -> None:
     slots = make_slots(clock, num_slots=4)
     ref = await committed_choices(slots, 3)
-    assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, 3 * 8 * LAYOUT.token_bytes)
+    assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, ROW_BYTES, ROW_BYTES, 3 * ROW_BYTES)
     seats = slots.activate(ref)
     assert seats[0].ref == ref
     assert [seat.first for seat in seats] == [SampledToken(0), SampledToken(1), SampledToken(2)]
@@ -318,7 +335,7 @@ def test_choices_get_all_their_slots_or_none(slots: SlotTable) -> None:
     first = lease(slots).ref
     with pytest.raises(ResourceExhaustedError, match="fewer than 2 of 2 slots are free"):
         slots.reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0, 2))
-    assert slots.occupy(8, 2) is None
+    assert slots.occupy(4, 8, 2) is None
     assert slots.ledger().num_free == 1
     slots.abort(first)
 

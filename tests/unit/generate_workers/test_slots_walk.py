@@ -1,6 +1,7 @@
 """A random walk over everything that can happen to slots, checked against a model a few lines long."""
 
 import asyncio
+import dataclasses
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -13,12 +14,19 @@ from baton.clock import ManualClock
 from baton.errors import IncompletePushError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.types import LeaseRef, TokenRange
 from generate_workers.leases import SlotLedger, Standing
+from generate_workers.memory import MemoryLimits
 from generate_workers.slots import SlotTable, SlotWriter
-from tests.support.slot_tables import FIRST, LAYOUT, lease, make_slots
+from tests.support.slot_tables import FIRST, lease, make_slots, page_bytes
+from tests.support.slot_tables import LAYOUT as SMALL
 
-NUM_SLOTS = 3
+LAYOUT = dataclasses.replace(SMALL, num_kv_heads=2, head_dim=128)
+"""2048 bytes a token and layer: two tokens fill a page."""
+NUM_SLOTS = 4
 NUM_TOKENS = 4
 CAPACITY = 8
+GROWTH = 2
+LIMIT = 3 * page_bytes(NUM_TOKENS + GROWTH, LAYOUT) + page_bytes(1, LAYOUT)
+"""Memory runs out before slots do."""
 PIECE = memoryview(bytes(NUM_TOKENS * LAYOUT.row_bytes))
 STANDINGS = {
     "leased": Standing.PENDING,
@@ -39,6 +47,9 @@ class Life:
     ttl_s: float
     deadline_s: float
     layers: set[int] = field(default_factory=set)
+    num_cached: int = 0
+    """Tokens of a row."""
+    num_promised: int = NUM_TOKENS + GROWTH
     writers: list[tuple[AbstractContextManager[SlotWriter], SlotWriter]] = field(default_factory=list)
 
     @property
@@ -49,6 +60,12 @@ class Life:
     def is_row(self) -> bool:
         return self.state in ("active", "abandoned")
 
+    @property
+    def num_bytes(self) -> int:
+        """Held."""
+        pushed = len(self.layers) * page_bytes(NUM_TOKENS, LAYOUT) // LAYOUT.num_layers
+        return max(page_bytes(self.num_cached, LAYOUT), pushed)
+
 
 class SlotWalk(RuleBasedStateMachine):
     """Every rule does one thing to the table and to the model; both must agree on what came of it."""
@@ -58,7 +75,13 @@ class SlotWalk(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = ManualClock(start_s=100.0)
-        self.slots: SlotTable = make_slots(self.clock, num_slots=NUM_SLOTS)
+        self.slots: SlotTable = make_slots(
+            self.clock,
+            num_slots=NUM_SLOTS,
+            layout=LAYOUT,
+            limits=MemoryLimits(LIMIT),
+            growth_tokens=GROWTH,
+        )
         self.all: list[Life] = []
         self.loop = asyncio.new_event_loop()
 
@@ -76,7 +99,7 @@ class SlotWalk(RuleBasedStateMachine):
 
     @rule(target=lives, ttl_s=sampled_from([2.0, 5.0]))
     def reserve(self, ttl_s: float) -> object:
-        if not self._num_free():
+        if not self._has_room():
             with pytest.raises(ResourceExhaustedError):
                 lease(self.slots, NUM_TOKENS, CAPACITY, ttl_s)
             return multiple()
@@ -84,9 +107,9 @@ class SlotWalk(RuleBasedStateMachine):
 
     @rule(target=lives)
     def occupy(self) -> object:
-        num_free = self._num_free()
-        seats = self.slots.occupy(CAPACITY)
-        assert (seats is not None) == (num_free > 0)
+        has_room = self._has_room()
+        seats = self.slots.occupy(NUM_TOKENS, CAPACITY)
+        assert (seats is not None) == has_room
         return multiple() if seats is None else self._born(seats[0].ref, "active", float("inf"))
 
     @rule(life=lives)
@@ -151,7 +174,27 @@ class SlotWalk(RuleBasedStateMachine):
         self._expire()
         if life.state == "committed":
             assert [seat.first for seat in self.slots.activate(life.ref)] == [FIRST]
-            life.state = "active"
+            life.state, life.num_cached = "active", NUM_TOKENS
+
+    @rule(life=lives, num_tokens=integers(1, CAPACITY))
+    def extend(self, life: Life, num_tokens: int) -> None:
+        if not life.is_row:
+            return
+        others = self._promised_bytes() - page_bytes(life.num_promised, LAYOUT)
+        fitting = [each for each in (CAPACITY, num_tokens) if others + page_bytes(each, LAYOUT) <= LIMIT]
+        is_enough = num_tokens <= life.num_promised
+        assert self.slots.extend(life.ref.slot, num_tokens) == (is_enough or bool(fitting))
+        if not is_enough and fitting:
+            life.num_promised = fitting[0]
+
+    @rule(life=lives)
+    def run(self, life: Life) -> None:
+        if life.is_row and life.num_cached < life.num_promised:
+            new = TokenRange(life.num_cached, life.num_cached + 1)
+            with self.slots.memory.residency.step([(life.ref.slot, new)]) as step:
+                for layer in range(LAYOUT.num_layers):
+                    step.spans[0].own(layer).zero_()
+            life.num_cached = new.end
 
     @rule(life=lives)
     def release(self, life: Life) -> None:
@@ -182,9 +225,12 @@ class SlotWalk(RuleBasedStateMachine):
         num_leased = states.count("leased") + states.count("committed")
         num_active = sum(life.is_row for life in self.all)
         num_free = NUM_SLOTS - num_leased - num_active - num_quarantined
-        num_bytes = (NUM_SLOTS - num_free) * CAPACITY * LAYOUT.token_bytes
+        num_bytes = sum(life.num_bytes for life in self._holding())
+        promised = self._promised_bytes()
         ledger = self.slots.ledger()
-        assert ledger == SlotLedger(NUM_SLOTS, num_free, num_leased, num_active, num_quarantined, num_bytes)
+        slots = (NUM_SLOTS, num_free, num_leased, num_active, num_quarantined)
+        assert ledger == SlotLedger(*slots, num_bytes, num_bytes, promised)
+        assert promised == self.slots.memory.promised.home <= LIMIT
         assert ledger.balances
 
     @invariant()
@@ -219,6 +265,16 @@ class SlotWalk(RuleBasedStateMachine):
     def _num_free(self) -> int:
         self._expire()
         return NUM_SLOTS - sum(life.is_present or bool(life.writers) for life in self.all)
+
+    def _holding(self) -> list[Life]:
+        return [life for life in self.all if life.is_present or life.writers]
+
+    def _promised_bytes(self) -> int:
+        return sum(page_bytes(life.num_promised, LAYOUT) for life in self._holding())
+
+    def _has_room(self) -> bool:
+        more = page_bytes(NUM_TOKENS + GROWTH, LAYOUT)
+        return self._num_free() > 0 and self._promised_bytes() + more <= LIMIT
 
     def _refused(self, life: Life) -> bool:
         self._expire()

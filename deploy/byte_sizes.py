@@ -1,0 +1,17 @@
+"""Amounts of memory as people write them."""
+
+import re
+
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_bytes(value: object) -> object:
+    """Text like "512MiB" or "1.5 GiB" to bytes; what is no text stays as it is. Raises ValueError for other text."""
+    if not isinstance(value, str):
+        return value
+    match = _AMOUNT.fullmatch(value.strip())
+    if match is None or match[2] not in _UNITS:
+        units = ", ".join(unit for unit in _UNITS if unit)
+        raise ValueError(f"{value!r} is no amount of memory: use a number, alone (bytes) or with one of {units}")
+    return int(float(match[1]) * _UNITS[match[2]])

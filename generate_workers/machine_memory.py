@@ -1,0 +1,55 @@
+"""How much memory KV may take: from the configuration, or from what the machine has when the group starts."""
+
+from pathlib import Path
+
+from baton.errors import ConfigError
+from generate_workers.engine_config import EngineConfig
+from generate_workers.memory import KvMemory, MemoryLimits
+from generate_workers.residency.policies import make_residency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.step_runner import weight_bytes
+from modeling.decoder import Decoder
+
+_SHARE = 0.5
+"""Of the free memory, at most, if nothing is configured: weights and other processes need some too."""
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
+    """A group's KV memory, as it is configured. Raises ConfigError for an unknown policy and for memory that cannot be
+    had."""
+    shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
+    residency = make_residency(config.residency, shape, decoder.device)
+    limits = memory_limits(config, residency, weight_bytes(decoder.weights))
+    return KvMemory(residency, shape, limits, config.growth_tokens)
+
+
+def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: int) -> MemoryLimits:
+    """Raises ConfigError when the device's memory does not hold the weights, or no row at all fits."""
+    kv_bytes = config.kv_memory_bytes
+    if not kv_bytes:
+        all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
+        kv_bytes = min(all_slots, int(_SHARE * free_bytes()))
+    device_bytes = None
+    if config.device_memory_bytes:
+        device_bytes = config.device_memory_bytes - num_weight_bytes
+        if device_bytes <= 0:
+            raise ConfigError(
+                f"device_memory_bytes = {config.device_memory_bytes} is out of range: weights take {num_weight_bytes}, "
+                "use more"
+            )
+    limits = MemoryLimits(kv_bytes, device_bytes)
+    if limit := limits.exceeded_by(residency.bytes_for(1)):
+        raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
+    return limits
+
+
+def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Bytes that processes can still take here: the machine's, or what the container's limit leaves."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        free = min(free, int(text) - int(used.read_text()))
+    return max(free, 0)

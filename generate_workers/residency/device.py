@@ -1,0 +1,80 @@
+"""Residency `device`: all KV lies where attention reads it. Nothing is fetched, nothing is copied.
+
+Step 8 of a request's way (DESIGN.md, section 4). Home is the device itself, so that every byte counts as both.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from baton.ids import SlotId
+from generate_workers.residency.paged_row import MakeMemory, PagedRow
+from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from modeling.decoder import SequenceSpan
+from modeling.kv_buffers import BufferSpan
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """A StepKv that has nothing to do between layers."""
+
+    spans: Sequence[SequenceSpan]
+    num_bytes_read: int
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """All keys are in place."""
+
+    def end(self, layer: int) -> None:
+        """And stay there."""
+
+
+class DeviceRow(PagedRow):
+    """A RowKv."""
+
+    @property
+    def num_bytes(self) -> KvBytes:
+        """The same bytes, counted in both memories."""
+        return KvBytes(self.memory.num_bytes, self.memory.num_bytes)
+
+
+class DeviceResidency:
+    """A Residency."""
+
+    name = "device"
+    is_exact = True
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
+        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        self.num_link_bytes = 0
+        self._shape = shape
+        memories = (make_memory(shape.layout, shape.max_slot_tokens) for _ in range(shape.num_slots))
+        self._rows = [DeviceRow(shape.layout, memory) for memory in memories]
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """The same bytes, counted in both memories."""
+        num_bytes = self._rows[0].memory.bytes_for(num_tokens)
+        return KvBytes(num_bytes, num_bytes)
+
+    def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> DeviceRow:
+        """A view of the slot's memory."""
+        self._rows[slot].open(num_tokens, capacity_tokens)
+        return self._rows[slot]
+
+    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
+        """Within the device."""
+        self._rows[target].copy_from(self._rows[source], num_tokens)
+
+    @contextmanager
+    def step(self, rows: StepRows) -> Iterator[DeviceStep]:
+        """Spans over the slots' own memory."""
+        spans = []
+        for slot, tokens in rows:
+            row = self._rows[slot]
+            row.memory.commit(tokens)
+            spans.append(BufferSpan(row.buffer, tokens))
+        yield DeviceStep(spans, self._shape.bytes_read(tokens for _, tokens in rows))
+
+    def close(self) -> None:
+        """No threads."""
