@@ -26,7 +26,10 @@ _DESCRIPTION = """\
 Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
 and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
 what a request takes besides its chain. The orchestrator predicts by these numbers from then on, and so do its next
-lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are."""
+lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
+
+With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
+row: what placement and admission predict by."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,12 +43,25 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
     parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="measure generation steps instead: seconds by rows in the batch and tokens a row",
+    )
+    parser.add_argument(
+        "--batches", metavar="N,N,...", help="with --generate: rows (default: 1, 4, 16, 64 and all slots)"
+    )
+    parser.add_argument(
+        "--contexts", metavar="N,N,...", help="with --generate: tokens a row (default: 192, 1024, 4096, as fit)"
+    )
+    parser.add_argument(
         "--lengths", metavar="N,N,...", help="prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"
     )
     parser.add_argument(
         "--checks", metavar="N,N,...", help="prompt tokens to hold predictions against (default: between those)"
     )
-    parser.add_argument("--repeats", default=5, type=int, metavar="N", help="prompts of each length (default: 5)")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="write a copy, as `baton simulate` reads it")
     parser.add_argument(
         "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
@@ -56,6 +72,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Runs the command; returns the exit status."""
+    _check_options(args)
+    if args.repeats is None:
+        args.repeats = 2 if args.generate else 5
     if not 1 <= args.repeats <= _MAX_REPEATS:
         raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
     # Imported here, as below: --help and mistyped options are answered without grpc and numpy.
@@ -69,8 +88,14 @@ def run(args: argparse.Namespace) -> int:
     target = args.target or _endpoint(args.name)
     with Client(target) as client, grpc.insecure_channel(target) as channel:
         stub = PlanningStub(channel)
+        if args.generate:
+            from deploy.calibrate_generate import calibrate_generate
+
+            _require_idle(client, "generate", args.anyway)
+            calibrate_generate(args, client, stub, console)
+            return 0
         origin = _in_force(stub)
-        _require_idle(client, args.anyway)
+        _require_idle(client, "prefill", args.anyway)
         outcome = _measure(args, client, origin, console)
         _show(outcome, console)
         if args.output is not None:
@@ -84,6 +109,13 @@ def run(args: argparse.Namespace) -> int:
             path = _hand_over(stub, outcome.calibration)
             console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
     return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Each kind of measurement has options of its own."""
+    for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
+        if getattr(args, name) is not None:
+            raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
 
 
 def _endpoint(name: str) -> str:
@@ -119,10 +151,11 @@ def _hand_over(stub: "PlanningStub", calibration: "Calibration") -> str:
     return reply.path or "no file"
 
 
-def _require_idle(client: "Client", anyway: bool) -> None:
+def _require_idle(client: "Client", role: str, anyway: bool) -> None:
+    """The cluster has a group of that role, and nothing else to do."""
     state = client.cluster_state()
-    if not any(group.role == "prefill" for group in state.groups):
-        raise ConfigError("the cluster has no prefill group, so there is no chain to measure: set prefill.num_groups")
+    if not any(group.role == role for group in state.groups):
+        raise ConfigError(f"the cluster has no {role} group, so there is nothing to measure: set {role}.num_groups")
     num_requests = state.num_running + state.num_queued
     if num_requests and not anyway:
         raise UnavailableError(
@@ -174,6 +207,11 @@ def _show(outcome: "Outcome", console: "Console") -> None:
     ):
         table.add_row(name, value)
     console.print(table)
+    if outcome.width < outcome.num_ranks:
+        console.print(
+            f"no prompt was divided among all {outcome.num_ranks} ranks of a group: fitted to chains of "
+            f"{outcome.width}; give longer --lengths if longer prompts are to come"
+        )
     headings = ("tokens", "by rank", "measured s", "predicted s", "off", "predicted before", "")
     times = Table(*headings, box=None, title="time to first token, median", title_justify="left")
     for check in outcome.checks:

@@ -18,6 +18,7 @@ from baton.sampling_params import SamplingParams
 from planning.calibration import Calibration, calibrate_chain
 from planning.cost_model import BATON
 from planning.fit import RankRow
+from planning.pace import computed_s
 from planning.wavefront import chain_ttft
 
 LEAST_TOKENS = 8
@@ -36,6 +37,8 @@ class Sample:
     ttft_s: float
     ranks: tuple[RankTiming, ...]
     """Of its chain, in rank order."""
+    num_ranks: int
+    """Of its group."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
@@ -77,6 +80,10 @@ class Outcome:
     """The largest deviation of a rank's seconds from the fit, as a fraction."""
     checks: tuple[Check, ...]
     """By length, ascending."""
+    width: int
+    """Ranks of the chains that were fitted."""
+    num_ranks: int
+    """Of the group."""
 
     @property
     def median_error(self) -> float:
@@ -137,10 +144,10 @@ def measure(
 
 
 def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> Outcome:
-    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of the most ranks seen
-    are fitted: a rank whose neighbours idle may be faster. Raises InvalidArgumentError when these are of fewer than two
-    lengths, or their times do not grow."""
-    width = max(len(sample.ranks) for sample in samples)
+    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of all the group's ranks are fitted,
+    for a rank whose neighbours idle may be faster; or, where no prompt took all of them, the widest. Raises
+    InvalidArgumentError when these are of fewer than two lengths, or their times do not grow."""
+    width, num_ranks = max(len(sample.ranks) for sample in samples), max(sample.num_ranks for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
     if len({sample.num_tokens for sample in basis}) < 2:
         raise InvalidArgumentError(f"fewer than two lengths were divided among {width} ranks: give longer --lengths")
@@ -160,7 +167,7 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
         )
         for (num_tokens, chunks), times in sorted(by_length.items())
     ]
-    return Outcome(calibration, residual, tuple(checks))
+    return Outcome(calibration, residual, tuple(checks), width, num_ranks)
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
@@ -168,8 +175,7 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:
-            compute_s = (rank.end_ns - rank.start_ns) / 1e9 - rank.wait_s
-            seconds[len(rank.tokens), rank.tokens.start, rank is sample.ranks[-1]].append(compute_s)
+            seconds[len(rank.tokens), rank.tokens.start, rank is sample.ranks[-1]].append(computed_s(rank))
     return [RankRow(*chunk, statistics.median(times)) for chunk, times in sorted(seconds.items())]
 
 
@@ -185,10 +191,11 @@ def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
 
 def _sample(output: Completion) -> Sample:
     assert output.usage is not None and output.timings is not None, "a stream ended without its last message"
-    ranks, ttft_s = output.timings.ranks, output.timings.time_to_first_token_s
-    if not ranks or ttft_s is None or output.usage.num_attempts > 1:
+    ranks, ttft_s, width = output.timings.ranks, output.timings.time_to_first_token_s, output.timings.width
+    if not ranks or ttft_s is None or width is None or output.usage.num_attempts > 1:
         raise UnavailableError(
             "the prefill group lost a prompt, or a generation group prefilled it: calibrate when `baton status` shows "
             "all groups ready"
         )
-    return Sample(output.usage.num_prompt_tokens, ttft_s, tuple(sorted(ranks, key=lambda rank: rank.tokens.start)))
+    in_order = tuple(sorted(ranks, key=lambda rank: rank.tokens.start))
+    return Sample(output.usage.num_prompt_tokens, ttft_s, in_order, width.num_ranks)

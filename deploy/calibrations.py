@@ -1,5 +1,6 @@
 """Which calibration a cluster predicts by: the file it was given, else what was kept for its model and hardware, else
-what follows from the model's shape and nominal rates. There is always one.
+what follows from the model's shape and nominal rates. There is always one. Likewise its step times, which are kept
+beside the calibration.
 
 Hardware is that of the machine which asks; all ranks are taken to run on its like. Blocks on the disk.
 """
@@ -11,12 +12,14 @@ from pathlib import Path
 from baton.errors import ConfigError
 from baton.paths import cache_folder
 from deploy.cluster_config import ClusterConfig
-from deploy.config import LocalConfig
+from deploy.config import LocalConfig, use_threads
 from deploy.limits import tokens_of_slot
+from planning import step_times
 from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
+from planning.step_times import StepTimes, nominal_steps, path_beside
 
 logger = logging.getLogger(__name__)
 
@@ -25,9 +28,9 @@ _PLAIN_FEED_FORWARD = ("opt", "falcon")
 """Model types whose feed-forward part has two matrices, and no gate."""
 
 
-def nominal_calibration(folder: Path, dtype: str, num_threads: int) -> Calibration:
+def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
     """Of the model in `folder` on ranks of `num_threads` threads here. Raises ModelError."""
-    hardware = f"{_processor()}, cpu, {num_threads} thread{'s' if num_threads > 1 else ''} a rank"
+    hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
     shape = _shape(folder, dtype)
     return nominal(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
 
@@ -56,6 +59,32 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
         return assumed
 
 
+def nominal_step_times(
+    folder: Path, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
+) -> StepTimes:
+    """Of the model in `folder` on generation engines of `num_threads` threads here, their KV where `residency` says.
+    Raises ModelError."""
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
+    hardware = _machine(f"{threads}, residency {residency}", quantization)
+    shape = _shape(folder, dtype)
+    return nominal_steps(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
+
+
+def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
+    """What is kept beside that file; `assumed` when none is kept. One that is damaged or of another version counts as
+    none: the log says so."""
+    path = path_beside(calibration, assumed)
+    try:
+        found = step_times.load(path) if path.exists() else assumed
+    except ConfigError as error:
+        logger.warning("the step times kept for this model and hardware are not used: %s", error)
+        return assumed
+    if found.fingerprint != assumed.fingerprint:
+        logger.warning("%s: of another model or hardware than its name says; not used", path)
+        return assumed
+    return found
+
+
 def _of_same(assumed: Calibration, path: Path) -> Calibration:
     found = load(path)
     if found.fingerprint != assumed.fingerprint:
@@ -68,27 +97,65 @@ def _of_same(assumed: Calibration, path: Path) -> Calibration:
 
 def served_calibration(config: ClusterConfig, folder: Path) -> Calibration:
     """What a cluster that is about to start predicts by. Raises as `find_calibration`, and ModelError."""
-    assumed = nominal_calibration(folder, config.model.dtype, config.prefill.num_threads)
-    return find_calibration(assumed, config.prefill.calibration)
+    return find_calibration(_assumed(config, folder), config.prefill.calibration)
 
 
-def served_planner(config: ClusterConfig, folder: Path) -> ChainPlanner:
-    """Of such a cluster; takes as long as making a ChainPlanner does."""
+def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
+    """As `served_calibration`, of its generation groups; also where the file given for prefill is bad. Raises
+    ModelError."""
+    beside = calibration_path(_assumed(config, folder), config.prefill.calibration)
+    assumed = nominal_step_times(
+        folder,
+        config.model.dtype,
+        use_threads(config.generate.num_threads),
+        residency=config.generate.residency,
+        quantization=config.model.quantization,
+    )
+    return find_step_times(assumed, beside)
+
+
+def _assumed(config: ClusterConfig, folder: Path) -> Calibration:
+    return nominal_calibration(folder, config.model.dtype, config.prefill.num_threads, config.model.quantization)
+
+
+def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | None = None) -> ChainPlanner:
+    """Of such a cluster: `former`, which was made for it, where the calibration is still the same. Else it takes as
+    long as making a ChainPlanner does."""
+    calibration, steps = served_calibration(config, folder), served_step_times(config, folder)
+    if former is not None and former.calibration == calibration:
+        former.use_steps(steps)
+        return former
     return ChainPlanner(
-        served_calibration(config, folder),
+        calibration,
         max_ranks=config.prefill.num_ranks,
         max_tokens=tokens_of_slot(folder, config.generate.max_slot_tokens),
+        steps=steps,
     )
 
 
 def local_planner(config: LocalConfig) -> ChainPlanner:
     """Of a relay in one process tree."""
-    assumed = nominal_calibration(config.model_folder, config.dtype, config.prefill_threads)
+    folder, dtype = config.model_folder, config.dtype
+    assumed = nominal_calibration(folder, dtype, config.prefill_threads, config.quantization)
+    assumed_steps = nominal_step_times(
+        folder,
+        dtype,
+        use_threads(config.generate_threads),
+        residency=config.residency,
+        quantization=config.quantization,
+    )
     return ChainPlanner(
         find_calibration(assumed, ""),
         max_ranks=max(config.num_ranks, 1),
-        max_tokens=tokens_of_slot(config.model_folder, config.max_slot_tokens),
+        max_tokens=tokens_of_slot(folder, config.max_slot_tokens),
+        steps=find_step_times(assumed_steps, kept_path(assumed)),
     )
+
+
+def _machine(engine: str, quantization: str) -> str:
+    """What tells engines like these from others."""
+    weights = "" if quantization == "none" else f", weights {quantization}"
+    return f"{_processor()}, cpu, {engine}{weights}"
 
 
 def _processor() -> str:

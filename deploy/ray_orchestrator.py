@@ -139,11 +139,11 @@ class OrchestratorKeeper:
         return actor
 
     async def _plan_chains(self) -> ChainPlanner:
-        """Of the calibration that is kept now: an earlier life may have been given another one. A file that has been
-        damaged since ends no cluster that serves."""
+        """Of the calibration that is kept now: an earlier life may have been given another one; if not, its partitions
+        serve again. A file that has been damaged since ends no cluster that serves."""
         plan = self._plan
         try:
-            self._planner = await asyncio.to_thread(served_planner, plan.config, plan.folder)
+            self._planner = await asyncio.to_thread(served_planner, plan.config, plan.folder, self._planner)
         except ConfigError as error:
             if self._planner is None:
                 raise

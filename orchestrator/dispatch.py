@@ -63,6 +63,7 @@ class Dispatcher:
         """Attempts whose generation group prefilled because no prefill group was ready in time."""
         self._members = members
         self._clients = clients
+        self._planner = planner
         self._policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
         self._clock = clock
         self._config = config
@@ -279,7 +280,9 @@ class Dispatcher:
                     run.result()
                 if pending:
                     await self._renew(owner, lease)
-            return tuple(run.result() for run in runs)
+            timings = tuple(run.result() for run in runs)
+            self._planner.observe(prefill.group.name, timings)
+            return timings
         finally:
             for run in runs:
                 run.cancel()

@@ -1,10 +1,13 @@
-"""Which calibration the orchestrator predicts by, over gRPC: shows it, and takes another one while requests run.
+"""What the orchestrator predicts by, over gRPC: shows it, and takes other measurements while requests run.
 
-The second half of `baton calibrate`. On the process's asyncio loop; knots are searched, and files written, in a thread.
+The second half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. On the
+process's asyncio loop; knots are searched, and files written, in a thread.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,10 @@ import grpc
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.v1 import planning_pb2 as pb
 from baton.v1 import planning_pb2_grpc
-from planning.calibration import Calibration, dumps, loads, save
+from planning import calibration, step_times
+from planning.calibration import Calibration
 from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -27,45 +32,92 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning over the planner that the controller asks."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """A calibration that is taken is kept at `path`, where the orchestrator's next life finds it; None: nowhere."""
+        """A calibration that is taken is kept at `path`, and step times beside it, where the orchestrator's next life
+        finds them; None: nowhere."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
 
     async def GetCalibration(self, request: pb.GetCalibrationRequest, context: Context) -> pb.CalibrationInUse:
         """The one in force."""
-        return self._in_use()
+        return self._calibration_in_use()
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Predicts by the given one from the answer on. Raises ConfigError for a damaged text, or when it cannot be
-        kept, and InvalidArgumentError for one of another model or hardware; nothing has changed then."""
-        calibration = loads(request.calibration, "calibration")
-        own = self._planner.calibration
-        if calibration.fingerprint != own.fingerprint:
-            raise InvalidArgumentError(
-                f"calibration is of {calibration.model} on {calibration.hardware}, in another shape or place than "
-                f"{own.model} on {own.hardware}, which is served: run `baton calibrate` on this cluster"
-            )
-        async with self._using:
-            if self._path is not None:
-                await asyncio.to_thread(_keep, calibration, self._path)
-            await asyncio.to_thread(self._planner.use, calibration)
-        logger.info("predicting by a calibration of %d rows", len(calibration.rank_rows))
-        return self._in_use()
+        """Predicts by the given one from the answer on, and keeps it: both or, however the call ends, neither. Raises
+        ConfigError for a damaged text, or when it cannot be kept, and InvalidArgumentError for one of another model or
+        hardware; nothing has changed then."""
+        given = calibration.loads(request.calibration, "calibration")
+        _require_same("calibration is", given, self._planner.calibration)
+        basis = await asyncio.to_thread(self._planner.search, given)
+        await self._take(self._path, partial(calibration.save, given), partial(self._planner.adopt, basis))
+        return self._calibration_in_use()
 
-    def _in_use(self) -> pb.CalibrationInUse:
-        calibration = self._planner.calibration
+    async def GetStepTimes(self, request: pb.GetStepTimesRequest, context: Context) -> pb.StepTimesInUse:
+        """Those in force. Raises ConfigError when the planner has none."""
+        return self._steps_in_use()
+
+    async def UseStepTimes(self, request: pb.UseStepTimesRequest, context: Context) -> pb.StepTimesInUse:
+        """As UseCalibration."""
+        given = step_times.loads(request.step_times, "step_times")
+        _require_same("step_times are", given, self._steps())
+        path = self._steps_path(given)
+        await self._take(path, partial(step_times.save, given), partial(self._planner.use_steps, given))
+        return self._steps_in_use()
+
+    async def _take(self, path: Path | None, save: Callable[[Path], None], adopt: Callable[[], None]) -> None:
+        """Keeps something, then predicts by it. Goes on when the call is given up: file and planner agree."""
+
+        async def both() -> None:
+            async with self._using:
+                try:
+                    if path is not None:
+                        await asyncio.to_thread(_keep, path, save)
+                except ConfigError as error:
+                    logger.warning("the former measurements stay in force: %s", error)  # the caller may have left
+                    raise
+                adopt()
+            logger.info("predicting by other measurements, kept in %s", path or "no file")
+
+        await asyncio.shield(asyncio.create_task(both()))
+
+    def _steps(self) -> StepTimes:
+        if self._planner.steps is None:
+            raise ConfigError("this orchestrator was given no step times: start it by `baton serve`")
+        return self._planner.steps
+
+    def _steps_path(self, times: StepTimes) -> Path | None:
+        return None if self._path is None else step_times.path_beside(self._path, times)
+
+    def _calibration_in_use(self) -> pb.CalibrationInUse:
+        in_use = self._planner.calibration
         return pb.CalibrationInUse(
-            calibration=dumps(calibration),
-            fingerprint=calibration.fingerprint,
-            is_measured=calibration.is_measured,
+            calibration=calibration.dumps(in_use),
+            fingerprint=in_use.fingerprint,
+            is_measured=in_use.is_measured,
             path=str(self._path or ""),
         )
 
+    def _steps_in_use(self) -> pb.StepTimesInUse:
+        in_use = self._steps()
+        return pb.StepTimesInUse(
+            step_times=step_times.dumps(in_use),
+            fingerprint=in_use.fingerprint,
+            is_measured=in_use.is_measured,
+            path=str(self._steps_path(in_use) or ""),
+        )
 
-def _keep(calibration: Calibration, path: Path) -> None:
+
+def _require_same(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
+    if given.fingerprint != own.fingerprint:
+        raise InvalidArgumentError(
+            f"{what} of {given.model} on {given.hardware}, in another shape or place than {own.model} on "
+            f"{own.hardware}, which is served: run `baton calibrate` on this cluster"
+        )
+
+
+def _keep(path: Path, save: Callable[[Path], None]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path.parent}: cannot be made ({error.strerror}): give the orchestrator a cache") from error
-    save(calibration, path)
+    save(path)

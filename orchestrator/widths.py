@@ -1,6 +1,7 @@
 """Which ranks of a group prefill a prompt, how it is divided among them, and when its turn is.
 
-Of all widths the one is taken that costs least, in seconds of predicted time to first token over all prompts:
+Of the widths that are worth comparing (all of them while they are few, then some of each size, and wherever the next
+rank has more to do) the one is taken that costs least, in seconds of predicted time to first token over all prompts:
 
     own      the jobs that its ranks serve first, and then the prompt's own time on a chain of that width
     others   how much later the jobs that they serve after it are done; and, for as many more prompts as there are jobs
@@ -22,6 +23,7 @@ Step 3 of a request's way (DESIGN.md, section 4). Pure: the planner predicts, `o
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from baton.ids import Rank
 from baton.results import WidthChoice, WidthOption
@@ -100,10 +102,12 @@ class PromptChains:
         `now_s` in unix seconds. Deterministic."""
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
-        chains = [self._chain(width) for width in (range(1, most + 1) if elastic else (most,))]
-        least_s = min(sum(chain.rank_s) for chain in chains)
-        due_s = now_s + (min(chain.ttft_s for chain in chains) if elastic else 0.0)
+        spaced = spaced_widths(most) if elastic else {most}
+        due_s = now_s + (min(self._chain(width).ttft_s for width in spaced) if elastic else 0.0)
         group = _Group(num_ranks, pending, now_s, due_s)
+        widths = sorted(spaced | group.edges(most)) if elastic else [most]
+        chains = [self._chain(width) for width in widths]
+        least_s = min(sum(chain.rank_s) for chain in chains)
         places = [group.place(chain, sum(chain.rank_s) - least_s) for chain in chains]
         best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the one of fewest ranks
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
@@ -141,6 +145,12 @@ class _Group:
         all_s = busy_s(job.left_s for job in pending)
         self._ranks = sorted(map(Rank, range(num_ranks)), key=lambda rank: (earlier_s[rank], all_s[rank], rank))
         """Those first that are free first; of equals, those with least to do."""
+        self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
+
+    def edges(self, most: int) -> set[int]:
+        """The numbers of ranks, up to `most`, beyond which the next one has more to do: where costs jump."""
+        steps = enumerate(pairwise(self._busy_s), start=1)
+        return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, chain: _Chain, extra_s: float) -> _Place:
         """`extra_s`: rank-seconds that the chain takes beyond the most economical one."""
@@ -167,6 +177,12 @@ class _Group:
         lefts_s = [job.left_s for job in self._pending]
         after_s = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
         return [after - before for after, before in zip(after_s, self._finish_s[num_ahead:], strict=True)]
+
+
+def spaced_widths(most: int) -> set[int]:
+    """Numbers of ranks that are worth comparing on an idle group, `most` among them: each one while they are few, then
+    four from a power of two to the next, for there costs hardly change from one to the next."""
+    return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 
 def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:

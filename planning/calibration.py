@@ -16,6 +16,7 @@ partitions was made for. Pure but for load and save, which block on the disk.
 import dataclasses
 import hashlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
@@ -24,7 +25,7 @@ from typing import Any
 
 from baton.errors import ConfigError, InvalidArgumentError
 from planning import json_file
-from planning.cost_model import BATON, CostModel, Kernel, Link
+from planning.cost_model import BATON, COSTS, CostModel, Kernel, Link
 from planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
 from planning.hardware import Hardware, derive
 from planning.model_shape import ModelShape, shape_from
@@ -33,8 +34,6 @@ KIND = "baton-calibration"
 SCHEMA = 1
 
 Points = tuple[tuple[float, float], ...]
-
-_COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,20 @@ class Calibration:
     cost: CostModel
     rank_rows: tuple[RankRow, ...] = ()
     """What ranks of a chain computed while all of them were busy."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError that names the field of a number that cannot have been measured."""
+        rows = [(row.tokens, row.before, row.seconds) for row in self.rank_rows]
+        for name, measured in (
+            ("prefill_points", self.prefill_points),
+            ("link_points", self.link_points),
+            ("rank_rows", rows),
+        ):
+            for numbers in measured:
+                if not all(0 <= number < math.inf for number in numbers):
+                    raise ConfigError(
+                        f"{name}: {numbers} is out of range: use finite numbers of at least 0, or calibrate again"
+                    )
 
     @property
     def is_measured(self) -> bool:
@@ -136,7 +149,7 @@ def dumps(calibration: Calibration) -> str:
         "prefill_points": calibration.prefill_points,
         "rank_rows": [astuple(row) for row in calibration.rank_rows],
         "link_points": calibration.link_points,
-        "cost": {name: getattr(cost, name) for name in _COSTS},
+        "cost": {name: getattr(cost, name) for name in COSTS},
         "link": _link_fields(cost.link),
         "push": None if cost.push is None else _link_fields(cost.push),
     }
@@ -160,7 +173,7 @@ def _calibration(data: dict[str, Any], where: str) -> Calibration:
         kernel = Kernel(data.get("kernel"))
     except ValueError as error:
         raise ConfigError(f"{where}: kernel = {data.get('kernel')!r} is unknown: use dense or causal") from error
-    fields = {name: json_file.number(numbers, name, f"{where}: cost") for name in _COSTS}
+    fields = {name: json_file.number(numbers, name, f"{where}: cost") for name in COSTS}
     link = _link(data, "link", where)
     push = None if data.get("push") is None else _link(data, "push", where)
     num_layers, kv_bytes, share = shape.num_layers, shape.kv_bytes, shape.project_share
@@ -168,16 +181,13 @@ def _calibration(data: dict[str, Any], where: str) -> Calibration:
         cost = CostModel(num_layers, kv_bytes=kv_bytes, project_share=share, link=link, push=push, **fields)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
-    calibration = Calibration(
-        model=_text(data, "model", where),
-        hardware=_text(data, "hardware", where),
-        kernel=kernel,
-        shape=shape,
-        prefill_points=_points(data, "prefill_points", where),
-        link_points=_points(data, "link_points", where),
-        cost=cost,
-        rank_rows=_rows(data, where),
-    )
+    measured = _points(data, "prefill_points", where), _points(data, "link_points", where)
+    model, hardware = json_file.text(data, "model", where), json_file.text(data, "hardware", where)
+    rows = _rows(data, where)
+    try:
+        calibration = Calibration(model, hardware, kernel, shape, *measured, cost, rows)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
     if data.get("fingerprint", calibration.fingerprint) != calibration.fingerprint:
         raise ConfigError(f"{where}: fingerprint does not match model, hardware, kernel and shape: calibrate again")
     return calibration
@@ -200,27 +210,18 @@ def _link(data: dict[str, Any], name: str, where: str) -> Link:
     fields = json_file.section(data, name, where)
     where = f"{where}: {name}"
     latency_s = json_file.number(fields, "latency_s", where)
-    if fields.get("bandwidth", 0) is None:
-        return Link(latency_s)
-    bandwidth = json_file.number(fields, "bandwidth", where)
+    bandwidth = math.inf if fields.get("bandwidth", 0) is None else json_file.number(fields, "bandwidth", where)
     try:
         return Link(latency_s, bandwidth)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
 
-def _text(data: dict[str, Any], name: str, where: str) -> str:
-    value = data.get(name)
-    if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where}: {name} = {value!r} is no text: give a name")
-    return value
-
-
 def _points(data: dict[str, Any], name: str, where: str) -> Points:
     value = data.get(name)
     try:
         return tuple((float(x), float(seconds)) for x, seconds in value)  # type: ignore[union-attr]
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"{where}: {name} is no list of pairs of numbers: calibrate again") from error
 
 
@@ -231,5 +232,5 @@ def _rows(data: dict[str, Any], where: str) -> tuple[RankRow, ...]:
             RankRow(int(tokens), int(before), bool(last), float(seconds))
             for tokens, before, last, seconds in data.get("rank_rows", ())
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:  # int() of an infinity overflows
         raise ConfigError(f"{where}: rank_rows is no list of four numbers each: calibrate again") from error

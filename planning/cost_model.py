@@ -16,6 +16,9 @@ from enum import Enum
 
 from baton.errors import ConfigError
 
+COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
+"""The fields of a CostModel that are seconds."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -34,6 +37,10 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """One message, alone."""
         return self.latency_s + num_bytes / self.bandwidth
+
+    def times(self, factor: float) -> "Link":
+        """A link on which everything takes so many times as long."""
+        return Link(self.latency_s * factor, self.bandwidth / factor)
 
 
 @dataclass(frozen=True)
@@ -65,6 +72,12 @@ class CostModel:
             _at_least_zero("cost", name, getattr(self, name))
         if not self.linear_s + self.pair_s > 0:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
+
+    def times(self, factor: float) -> "CostModel":
+        """Everything takes so many times as long, links included: the best division of a prompt stays the same."""
+        slower = {name: factor * getattr(self, name) for name in COSTS}
+        push = None if self.push is None else self.push.times(factor)
+        return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
     def without_links(self) -> "CostModel":
         """The same ranks, joined by links that take no time."""

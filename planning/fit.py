@@ -4,6 +4,7 @@ Points are weighed by 1 / seconds: a short prompt that is 5 % off counts as much
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: 
     tokens, seconds = _points("points", "token counts", points)
     pairs = tokens**2 * (1.0 if kernel is Kernel.DENSE else 0.5)
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
-    (linear_s, pair_s, fixed_s), residual = _solve(columns, seconds)
+    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
 
 
@@ -73,14 +74,14 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
 
     linear = column(1.0, 0.0, 0.0)
     columns = np.stack([linear, column(0.0, 1.0, 0.0), column(1.0, 0.0, 1.0) - linear], axis=1)
-    (linear_s, pair_s, fixed_s), residual = _solve(columns, np.array([row.seconds for row in rows]))
+    (linear_s, pair_s, fixed_s), residual = fit_relative(columns, np.array([row.seconds for row in rows]))
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> LinkFit:
     """From (bytes, seconds) of single messages. Raises InvalidArgumentError for too few, or times that do not grow."""
     num_bytes, seconds = _points("points", "sizes", points)
-    (latency_s, byte_s), residual = _solve(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
+    (latency_s, byte_s), residual = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
         raise InvalidArgumentError("points: larger messages took no longer: measure larger ones")
     return LinkFit(Link(latency_s, 1 / byte_s), residual)
@@ -89,18 +90,21 @@ def fit_link(points: Sequence[tuple[float, float]]) -> LinkFit:
 def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
     if len({x for x, _ in points}) < 2:
         raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
-    if any(not (x > 0 and seconds > 0) for x, seconds in points):
-        raise InvalidArgumentError(f"{name}: {what} and seconds must be above 0: leave out what was not measured")
+    if not all(0 < each < math.inf for point in points for each in point):
+        raise InvalidArgumentError(
+            f"{name}: {what} and seconds must be above 0, and finite: leave out what was not measured"
+        )
     return tuple(np.array(points, dtype=np.float64).T)
 
 
-def _solve(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
-    """Coefficients of the best combination of columns, none negative, and the largest relative residual.
+def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
+    """Coefficients of the best combination of columns `[N, at most 3]` for the seconds `[N]`, none negative, and the
+    largest deviation, as a fraction of its seconds.
 
     With three unknowns at most, the best of all subsets whose plain least squares is non-negative is exact.
     """
     scaled = columns / seconds[:, None]
-    scale = np.abs(scaled).max(axis=0)
+    scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # of a column of zeros: it helps nowhere
     num_columns = columns.shape[1]
     best, best_error = np.zeros(num_columns), np.ones(len(seconds))
     for size in range(1, num_columns + 1):

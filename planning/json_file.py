@@ -1,6 +1,7 @@
 """JSON files with a schema number: read with errors that name file, field and remedy; written whole or not at all."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,17 @@ def write(path: Path, text: str) -> None:
 def number(data: dict[str, Any], name: str, where: str) -> float:
     """A finite number. Raises ConfigError for a missing field, or something else."""
     value = data.get(name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{where}: {name} = {value!r} is no number: give one")
     return float(value)
+
+
+def text(data: dict[str, Any], name: str, where: str) -> str:
+    """A text that says something. Raises ConfigError for a missing field, or something else."""
+    value = data.get(name)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{where}: {name} = {value!r} is no text: give a name")
+    return value
 
 
 def section(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:

@@ -1,25 +1,31 @@
-"""What a chain will do with a prompt: which rank takes what, and how long that takes. Asked for every request.
+"""What a chain will do with a prompt: which rank takes what, and how long that takes; and what a generation step takes.
+Asked for every request.
 
 Everything in service that needs a prediction asks here: division and width of a chain, the order of jobs, the bound
-after which a chain counts as stalled. Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are
-searched when the planner is made; docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call costs a
-tenth of a millisecond or two for few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds
-for 8: that belongs in a thread.
+after which a chain counts as stalled. A measured calibration counts as it is. Nominal costs are scaled by what finished
+jobs took (`planning.pace`), from the first one on, and anew in each of the orchestrator's lives.
+
+Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are searched when the planner is made;
+docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call costs a tenth of a millisecond or two for
+few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds for 8: that belongs in a thread.
 """
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from baton.errors import InvalidArgumentError
+from baton.errors import ConfigError, InvalidArgumentError
+from baton.results import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration
 from planning.cost_model import BATON, CostModel, Protocol
+from planning.pace import Pace
 from planning.partition import check_partition_request
 from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table
 from planning.search import analytic_seed, as_ranges, tapered
+from planning.step_times import StepTimes
 from planning.wavefront import chain_ttft, rank_seconds, work_of
 
 _SEARCHED_RANKS = 8
@@ -30,29 +36,40 @@ _LEAST_KNOT = 16
 
 
 @dataclass(frozen=True)
-class _Basis:
+class Basis:
     """What predictions rest on. Replaced as a whole."""
 
     calibration: Calibration
+    cost: CostModel
+    """The calibration's, scaled by the ranks' pace unless it was measured."""
     knots: PredictedPartitioner
 
 
 class ChainPlanner:
-    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Threads may share it."""
+    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Threads may ask it; one of them tells it what
+    else to go by (`adopt`, `use`, `use_steps`, `observe`)."""
 
     def __init__(
-        self, calibration: Calibration, protocol: Protocol = BATON, *, max_ranks: int, max_tokens: int
+        self,
+        calibration: Calibration,
+        protocol: Protocol = BATON,
+        *,
+        max_ranks: int,
+        max_tokens: int,
+        steps: StepTimes | None = None,
     ) -> None:
-        """Searches knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Raises
-        InvalidArgumentError for less than one rank or token."""
+        """Searches knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
+        `steps` there is no answer to `step_s`. Raises InvalidArgumentError for less than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
+        self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
-        self._basis = self._search(calibration)
+        self._pace = Pace()
+        self._basis = self.search(calibration)
 
     @property
     def calibration(self) -> Calibration:
@@ -61,13 +78,52 @@ class ChainPlanner:
 
     @property
     def cost(self) -> CostModel:
-        """The calibration's."""
-        return self._basis.calibration.cost
+        """That predictions are made of."""
+        return self._basis.cost
+
+    @property
+    def steps(self) -> StepTimes | None:
+        """What generation steps take, by rows and tokens; None: nobody has said."""
+        return self._steps
+
+    def use_steps(self, steps: StepTimes) -> None:
+        """Predicts generation steps by these from here on."""
+        self._steps = steps
+
+    def search(self, calibration: Calibration) -> Basis:
+        """What predicting by another calibration takes; changes nothing. Blocks while knots are searched: from few
+        tokens to `max_tokens`, each a factor shorter than the next."""
+        knots: dict[int, tuple[Knot, ...]] = {}
+        for width in range(2, self._num_searched + 1):
+            least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
+            factor = 2 if width <= _CLOSE_RANKS else 4
+            powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
+            contexts = [min(least, longest), *(longest // factor**power for power in powers)]
+            table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
+            knots.update(table.knots)
+        return Basis(
+            calibration, calibration.cost, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots))
+        )
+
+    def adopt(self, basis: Basis) -> None:
+        """Predicts by what `search` found from here on; in calls that have begun, the former counts. What was observed
+        is forgotten."""
+        self._pace = Pace()
+        self._basis = basis
 
     def use(self, calibration: Calibration) -> None:
-        """Predicts by another calibration from here on. Blocks while knots are searched; until then, and in calls that
-        have begun, the former counts."""
-        self._basis = self._search(calibration)
+        """Predicts by another calibration: searches, then adopts."""
+        self.adopt(self.search(calibration))
+
+    def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
+        """A chain of that group has done a job, and this is what its ranks took: nominal costs are scaled accordingly
+        from here on. Where they were measured, nothing changes."""
+        basis = self._basis
+        if basis.calibration.is_measured or not ranks:
+            return
+        nominal = basis.calibration.cost
+        self._pace.observe(group, ranks, lambda chunks: self._rank_s(chunks, nominal))
+        self._basis = replace(basis, cost=nominal.times(self._pace.factor))
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """One consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are cached.
@@ -87,7 +143,7 @@ class ChainPlanner:
             return self._basis.knots.partition(tokens, width)
         basis = self._basis
         shapes = np.array(self._shapes(tokens, width, basis), dtype=np.float64)
-        times = chain_ttft(shapes, basis.calibration.cost, self._protocol, cached=tokens.start)
+        times = chain_ttft(shapes, basis.cost, self._protocol, cached=tokens.start)
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
@@ -97,11 +153,14 @@ class ChainPlanner:
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
         """Seconds that each rank is busy with its layers, waits aside; what else a request takes is nobody's work."""
-        lengths, cached = _lengths(chunks)
-        cost = self.cost
-        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
-        is_last = np.arange(len(lengths)) == len(lengths) - 1
-        return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
+        return self._rank_s(chunks, self.cost)
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Seconds of a generation step of `batch` rows with `context` tokens, in the mean; as `StepTimes.step_s`.
+        Raises ConfigError when the planner was given no step times."""
+        if self._steps is None:
+            raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
+        return self._steps.step_s(batch, context)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
         """Seconds of the longest step of one layer anywhere: a rank's computation, or a message on a link. A chain
@@ -112,21 +171,15 @@ class ChainPlanner:
         message_s = cost.link.seconds(sum(lengths[:-1]) * cost.kv_bytes) if len(lengths) > 1 else 0.0
         return max(float(work.layer.max()), cost.issue_s, message_s)
 
-    def _search(self, calibration: Calibration) -> _Basis:
-        """Knots from few tokens to `max_tokens`, each a factor shorter than the next."""
-        knots: dict[int, tuple[Knot, ...]] = {}
-        for width in range(2, self._num_searched + 1):
-            least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
-            factor = 2 if width <= _CLOSE_RANKS else 4
-            powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
-            contexts = [min(least, longest), *(longest // factor**power for power in powers)]
-            table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
-            knots.update(table.knots)
-        return _Basis(calibration, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots)))
+    def _rank_s(self, chunks: Sequence[TokenRange], cost: CostModel) -> tuple[float, ...]:
+        lengths, cached = _lengths(chunks)
+        work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
+        is_last = np.arange(len(lengths)) == len(lengths) - 1
+        return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
 
-    def _shapes(self, tokens: TokenRange, width: int, basis: _Basis) -> list[tuple[int, ...]]:
+    def _shapes(self, tokens: TokenRange, width: int, basis: Basis) -> list[tuple[int, ...]]:
         """What is worth comparing where no knot says it."""
-        num_tokens, cost = len(tokens), basis.calibration.cost
+        num_tokens, cost = len(tokens), basis.cost
         balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)
         if width > self._num_searched:
             return [balanced, *tapered(num_tokens, width)]

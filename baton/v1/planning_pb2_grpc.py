@@ -44,6 +44,16 @@ class PlanningStub:
                 request_serializer=baton_dot_v1_dot_planning__pb2.UseCalibrationRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_planning__pb2.CalibrationInUse.FromString,
                 _registered_method=True)
+        self.GetStepTimes = channel.unary_unary(
+                '/baton.v1.Planning/GetStepTimes',
+                request_serializer=baton_dot_v1_dot_planning__pb2.GetStepTimesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_planning__pb2.StepTimesInUse.FromString,
+                _registered_method=True)
+        self.UseStepTimes = channel.unary_unary(
+                '/baton.v1.Planning/UseStepTimes',
+                request_serializer=baton_dot_v1_dot_planning__pb2.UseStepTimesRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_planning__pb2.StepTimesInUse.FromString,
+                _registered_method=True)
 
 
 class PlanningServicer:
@@ -63,6 +73,19 @@ class PlanningServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetStepTimes(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UseStepTimes(self, request, context):
+        """As UseCalibration.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PlanningServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -75,6 +98,16 @@ def add_PlanningServicer_to_server(servicer, server):
                     servicer.UseCalibration,
                     request_deserializer=baton_dot_v1_dot_planning__pb2.UseCalibrationRequest.FromString,
                     response_serializer=baton_dot_v1_dot_planning__pb2.CalibrationInUse.SerializeToString,
+            ),
+            'GetStepTimes': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStepTimes,
+                    request_deserializer=baton_dot_v1_dot_planning__pb2.GetStepTimesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_planning__pb2.StepTimesInUse.SerializeToString,
+            ),
+            'UseStepTimes': grpc.unary_unary_rpc_method_handler(
+                    servicer.UseStepTimes,
+                    request_deserializer=baton_dot_v1_dot_planning__pb2.UseStepTimesRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_planning__pb2.StepTimesInUse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +164,60 @@ class Planning:
             '/baton.v1.Planning/UseCalibration',
             baton_dot_v1_dot_planning__pb2.UseCalibrationRequest.SerializeToString,
             baton_dot_v1_dot_planning__pb2.CalibrationInUse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStepTimes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Planning/GetStepTimes',
+            baton_dot_v1_dot_planning__pb2.GetStepTimesRequest.SerializeToString,
+            baton_dot_v1_dot_planning__pb2.StepTimesInUse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UseStepTimes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Planning/UseStepTimes',
+            baton_dot_v1_dot_planning__pb2.UseStepTimesRequest.SerializeToString,
+            baton_dot_v1_dot_planning__pb2.StepTimesInUse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -5,12 +5,17 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from baton import Client
 from baton.errors import DeadlineExceededError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
+from baton.v1.planning_pb2 import GetStepTimesRequest
+from baton.v1.planning_pb2_grpc import PlanningStub
+from planning import step_times
 from planning.calibration import load
+from planning.step_times import StepTimes
 from tests.support.ray_clusters import (
     ServedCluster,
     endpoints,
@@ -111,6 +116,31 @@ def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
     assert in_use in cluster.command("status").stdout
     simulated = cluster.command("simulate", "--calibration", str(copy), "--ranks", "2", "--contexts", "256")
     assert simulated.returncode == 0, simulated.stderr
+
+
+def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
+    cluster: ServedCluster, client: Client, tmp_path: Path
+) -> None:
+    copy = tmp_path / "steps.json"
+    options = ("--generate", "--batches", "4,1", "--contexts", "64,256", "--repeats", "1", "--output", str(copy))
+    calibrated = cluster.command("calibrate", *options)
+    assert calibrated.returncode == 0, calibrated.stderr
+    assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
+    measured = step_times.load(copy)
+    assert (measured.batches, measured.contexts, measured.is_measured) == ((1, 4), (64, 256), True)
+    assert _steps_in_use(cluster) == measured
+    os.kill(listener(cluster.target), signal.SIGKILL)
+    until_settled(client)
+    assert _steps_in_use(cluster) == measured
+    refused = cluster.command("calibrate", "--generate", "--batches", "5")
+    assert refused.returncode == 2
+    assert refused.stderr == "baton: --batches: '5' is out of range: use whole numbers from 1 to 4\n"
+
+
+def _steps_in_use(cluster: ServedCluster) -> StepTimes:
+    with grpc.insecure_channel(cluster.target) as channel:
+        reply = PlanningStub(channel).GetStepTimes(GetStepTimesRequest(), timeout=30)
+    return step_times.loads(reply.step_times, "cluster")
 
 
 def test_a_busy_cluster_is_not_calibrated(cluster: ServedCluster, client: Client, smollm2: Path) -> None:

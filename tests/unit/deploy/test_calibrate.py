@@ -43,3 +43,18 @@ def test_repeats_out_of_range(capsys: pytest.CaptureFixture[str], repeats: str) 
 def test_a_target_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     status, line = refusal(capsys, "--target", "127.0.0.1:1")
     assert status == 1 and "127.0.0.1:1" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("--generate", "--lengths", "8"), "--lengths: only without --generate"),
+        (("--generate", "--checks", "8"), "--checks: only without --generate"),
+        (("--batches", "8"), "--batches: only with --generate"),
+        (("--contexts", "8"), "--contexts: only with --generate"),
+    ],
+)
+def test_options_of_the_other_measurement(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], text: str
+) -> None:
+    assert refusal(capsys, *arguments) == (2, f"baton: {text}")

@@ -33,7 +33,7 @@ TRUE = CostModel(
 PLANNER = ChainPlanner(dataclasses.replace(ASSUMED, cost=TRUE), max_ranks=2, max_tokens=4096)
 
 
-def timed(*lengths: int, slower: float = 1.0) -> Sample:
+def timed(*lengths: int, slower: float = 1.0, num_ranks: int = 2) -> Sample:
     """What such chunks' ranks would report if their costs were TRUE: the second waits as long as it must."""
     chunks = tuple(TokenRange(*edge) for edge in itertools.pairwise(itertools.accumulate(lengths, initial=0)))
     ttft_s = PLANNER.ttft_s(chunks) * slower
@@ -59,7 +59,7 @@ def timed(*lengths: int, slower: float = 1.0) -> Sample:
                 send_s=0.0 if is_last else 30 * TRUE.link.seconds(num_bytes / 30),
             )
         )
-    return Sample(chunks[-1].end, ttft_s, tuple(ranks))
+    return Sample(chunks[-1].end, ttft_s, tuple(ranks), num_ranks)
 
 
 SAMPLES = [
@@ -135,3 +135,11 @@ def test_lengths_out_of_range_are_refused(text: str) -> None:
 def test_a_model_too_small_for_lengths_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match="requests have 256 tokens at most, too few for 6 prompt lengths"):
         fitted_lengths(256)
+
+
+def test_the_outcome_says_when_no_prompt_took_all_ranks_of_the_group() -> None:
+    narrow = [timed(n, num_ranks=4) for n in (64, 256)] + [timed(n - n // 3, n // 3, num_ranks=4) for n in (512, 1024)]
+    outcome = evaluate(ASSUMED, narrow, fitted=(64, 256, 512, 1024))
+    assert (outcome.width, outcome.num_ranks) == (2, 4)
+    assert [check.is_fitted for check in outcome.checks] == [False, False, True, True]
+    assert evaluate(ASSUMED, SAMPLES, fitted=(64, 256, 1024, 4096)).num_ranks == 2

@@ -10,16 +10,20 @@ from baton.errors import ConfigError
 from deploy.calibrations import (
     calibration_path,
     find_calibration,
+    find_step_times,
     kept_path,
     local_planner,
     nominal_calibration,
+    nominal_step_times,
     served_calibration,
     served_planner,
 )
-from deploy.cluster_config import ClusterConfig, PrefillSection
+from deploy.cluster_config import ClusterConfig, GenerateSection, PrefillSection
 from deploy.config import LocalConfig
+from planning import step_times
 from planning.calibration import Calibration, save
 from planning.fit import RankRow
+from planning.step_times import StepTimes, path_beside, tabulate
 
 CONFIG = {
     "model_type": "llama",
@@ -59,11 +63,12 @@ def test_without_a_measurement_the_shape_and_nominal_rates_count(folder: Path) -
     assert (assumed.shape.num_layers, assumed.shape.vocab, assumed.shape.gated) == (2, 97, True)
     assert assumed.cost.kv_bytes == 2 * 2 * 16 * 4
     fingerprints = {
-        nominal_calibration(folder, dtype, threads).fingerprint
+        nominal_calibration(folder, dtype, threads, quantization).fingerprint
         for dtype in ("float32", "bfloat16")
         for threads in (1, 2)
+        for quantization in ("none", "int8")
     }
-    assert len(fingerprints) == 4
+    assert len(fingerprints) == 8
 
 
 def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_path: Path) -> None:
@@ -110,3 +115,69 @@ def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -
     assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
     local = local_planner(LocalConfig(folder, num_ranks=0, max_slot_tokens=100))
     assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (1, 100, False)
+
+
+def test_a_next_life_searches_partitions_only_for_another_calibration(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    made = measured(nominal_calibration(folder, "bfloat16", 1), given)
+    config = ClusterConfig(prefill=PrefillSection(num_ranks=2, num_threads=1, calibration=str(given)))
+    planner = served_planner(config, folder)
+    assert served_planner(config, folder, planner) is planner
+    other = measured(dataclasses.replace(made, link_points=((1.0, 2.0),)), given)
+    following = served_planner(config, folder, planner)
+    assert following is not planner and following.calibration == other
+
+
+def tabulated(assumed: StepTimes, path: Path) -> StepTimes:
+    """A table of the same model and engine, written there."""
+    made, _ = tabulate(assumed, (1, 4), (64, 256), ((0.01, 0.02), (0.02, 0.05)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    step_times.save(made, path)
+    return made
+
+
+def test_step_times_lie_beside_the_calibration(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_step_times(folder, "float32", 1, residency="device")
+    assert not assumed.is_measured and assumed.step_s(2, 100) > 0
+    kept = kept_path(nominal_calibration(folder, "float32", 1))
+    assert find_step_times(assumed, kept) is assumed
+    made = tabulated(assumed, path_beside(kept, assumed))
+    assert find_step_times(assumed, kept) == made
+    others = [
+        nominal_step_times(folder, "float32", 2, residency="device"),
+        nominal_step_times(folder, "bfloat16", 1, residency="device"),
+        nominal_step_times(folder, "float32", 1, residency="host"),
+        nominal_step_times(folder, "float32", 1, residency="device", quantization="int8"),
+    ]
+    assert len({assumed.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert find_step_times(others[0], kept) is others[0]
+
+
+def test_step_times_that_are_damaged_or_foreign_are_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assumed, kept = nominal_step_times(folder, "float32", 1, residency="device"), tmp_path / "kept.json"
+    path = path_beside(kept, assumed)
+    path.write_text("{")
+    assert find_step_times(assumed, kept) is assumed and str(path) in caplog.text
+    caplog.clear()
+    tabulated(dataclasses.replace(assumed, hardware="an abacus"), path)
+    assert find_step_times(assumed, kept) is assumed and "of another model or hardware" in caplog.text
+
+
+def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    measured(nominal_calibration(folder, "bfloat16", 1), given)
+    config = ClusterConfig(
+        prefill=PrefillSection(num_threads=1, calibration=str(given)), generate=GenerateSection(num_threads=2)
+    )
+    assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
+    planner = served_planner(config, folder)
+    assert planner.steps == assumed
+    made = tabulated(assumed, path_beside(given, assumed))
+    assert served_planner(config, folder, planner) is planner
+    assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.steps == made
+    local = LocalConfig(folder, dtype="bfloat16", generate_threads=2)
+    assert local_planner(local).steps == assumed
+    tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", local.prefill_threads)), assumed))
+    assert local_planner(local).steps == made

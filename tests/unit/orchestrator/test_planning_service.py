@@ -2,9 +2,10 @@
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -12,12 +13,15 @@ from baton.errors import ConfigError, InvalidArgumentError
 from baton.status import translate_rpc_errors
 from baton.v1 import planning_pb2 as pb
 from baton.v1.planning_pb2_grpc import PlanningStub, add_PlanningServicer_to_server
-from orchestrator.planning_service import PlanningServicer
-from planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal
+from orchestrator.planning_service import Context, PlanningServicer
+from planning import step_times
+from planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
 from planning.fit import RankRow
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
+from planning.step_times import StepTimes, nominal_steps, tabulate
+from tests.support.eventually import eventually
 from transport.channel import bind, make_channel, make_server
 
 if TYPE_CHECKING:
@@ -91,3 +95,71 @@ async def test_one_that_cannot_be_kept_does_not_count(
     with pytest.raises(ConfigError, match="cannot be made"):
         await use(stub, dumps(measured()))
     assert planner.calibration is ASSUMED
+
+
+async def test_a_call_that_is_given_up_leaves_file_and_planner_agreeing(
+    planner: ChainPlanner, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given up while the file is being written: it is too late then, and the planner follows."""
+    made, servicer = measured(), PlanningServicer(planner, path)
+    writing, may_write = threading.Event(), threading.Event()
+
+    def slow_save(calibration: Calibration, to: Path) -> None:
+        writing.set()
+        assert may_write.wait(10)
+        save(calibration, to)
+
+    monkeypatch.setattr("planning.calibration.save", slow_save)
+    request = pb.UseCalibrationRequest(calibration=dumps(made))
+    call = asyncio.create_task(servicer.UseCalibration(request, cast(Context, None)))
+    assert await asyncio.to_thread(writing.wait, 10)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert planner.calibration is ASSUMED and not await asyncio.to_thread(path.exists)
+    may_write.set()
+    await eventually(lambda: as_now(planner.calibration), lambda calibration: calibration == made, 10)
+    assert load(path) == made
+
+
+async def as_now(calibration: Calibration) -> Calibration:
+    return calibration
+
+
+STEPS = nominal_steps("smollm2-135m", "two cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes))
+
+
+def table(origin: StepTimes = STEPS) -> StepTimes:
+    return tabulate(origin, (1, 4), (64, 256), ((0.01, 0.02), (0.02, 0.05)))[0]
+
+
+async def use_steps(stub: "PlanningAsyncStub", text: str) -> pb.StepTimesInUse:
+    with translate_rpc_errors():
+        return await stub.UseStepTimes(pb.UseStepTimesRequest(step_times=text))
+
+
+async def test_step_times_are_shown_taken_and_kept_beside_the_calibration(
+    stub: "PlanningAsyncStub", planner: ChainPlanner, path: Path
+) -> None:
+    planner.use_steps(STEPS)
+    kept = path.with_name(f"{STEPS.fingerprint}.json")
+    shown = await stub.GetStepTimes(pb.GetStepTimesRequest())
+    assert step_times.loads(shown.step_times, "shown") == STEPS
+    assert (shown.fingerprint, shown.is_measured, shown.path) == (STEPS.fingerprint, False, str(kept))
+    reply = await use_steps(stub, step_times.dumps(table()))
+    assert reply.is_measured and planner.steps == table() == step_times.load(kept)
+    assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.calibration is ASSUMED
+
+
+async def test_step_times_of_another_engine_are_refused(
+    stub: "PlanningAsyncStub", planner: ChainPlanner, path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="was given no step times"):
+        await use_steps(stub, step_times.dumps(table()))
+    planner.use_steps(STEPS)
+    foreign = table(dataclasses.replace(STEPS, hardware="an abacus"))
+    with pytest.raises(InvalidArgumentError, match="step_times are of smollm2-135m on an abacus, .* run `baton cal"):
+        await use_steps(stub, step_times.dumps(foreign))
+    with pytest.raises(ConfigError, match="step_times: is no JSON"):
+        await use_steps(stub, "{half")
+    assert planner.steps is STEPS and not await asyncio.to_thread(path.parent.exists)

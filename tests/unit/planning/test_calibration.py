@@ -118,6 +118,7 @@ def changed(data: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
         ("shape.ffn", ..., "shape: ffn is missing"),
         ("cost.linear_s", "fast", "cost: linear_s = 'fast' is no number: give one"),
         ("cost.pair_s", ..., "cost: pair_s = None is no number"),
+        pytest.param("cost.pair_s", 10**400, "cost: pair_s = 1000", id="huge"),
         ("cost.fixed_s", -1, "fixed_s = -1.0 is out of range"),
         ("rank_rows", [[1, 2]], "rank_rows is no list of four numbers each: calibrate again"),
         ("link", ..., "link = None is no object"),
@@ -135,3 +136,30 @@ def test_wrong_files_name_file_field_and_remedy(tmp_path: Path, path: str, value
     with pytest.raises(ConfigError) as caught:
         load(file)
     assert text in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize(
+    ("field", "point"),
+    [
+        ("prefill_points", [100.0, 1.0]),
+        ("link_points", [100.0, 1.0]),
+        ("rank_rows", [100, 0, True, 1.0]),
+    ],
+)
+def test_points_that_nobody_can_have_measured_are_refused(field: str, point: list[float], bad: float) -> None:
+    for place in {0, len(point) - 1}:
+        data = json.loads(dumps(calibration()))
+        data[field] = [[bad if at == place else each for at, each in enumerate(point)]]
+        with pytest.raises(ConfigError, match=f"^text: {field}.* calibrate again"):
+            loads(json.dumps(data), "text")
+    numbers = tuple(bad if at == len(point) - 1 else each for at, each in enumerate(point))
+    made: Any = (RankRow(*numbers),) if field == "rank_rows" else (numbers,)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=f"{field}: .* is out of range: use finite numbers of at least 0"):
+        dataclasses.replace(calibration(), **{field: made})
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_times_that_cannot_be_fitted_are_refused(seconds: float) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be above 0, and finite"):
+        calibrate_chain(assumed(), [*rows(), RankRow(300, 0, True, seconds)], MESSAGES, request_s=0.0)

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
+from baton.results import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration, nominal
 from planning.cost_model import BATON, CostModel, Link
@@ -129,3 +130,50 @@ def test_plans_for_tiny_models(max_tokens: int) -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=max_tokens)
     for num_tokens in range(1, max_tokens + 1):
         assert sum(lengths(planner.chunks(behind(0, num_tokens), 3))) == num_tokens
+
+
+def done(planner: ChainPlanner, num_tokens: int, slower: float, at_s: float = 1.0) -> tuple[RankTiming, ...]:
+    """What the ranks of a chain of two report that take so many times what ASSUMED says."""
+    chunks = planner.chunks(behind(0, num_tokens), 2)
+    seconds = PLANNER.rank_s(chunks)
+    start_ns = round(at_s * 1e9)
+    return tuple(
+        RankTiming(rank, chunk, start_ns, start_ns + round(slower * seconds[rank] * 1e9), 0.0, 0, 0, 0, 0, ())
+        for rank, chunk in enumerate(chunks)
+    )
+
+
+def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
+    planner = ChainPlanner(over(Link(1e-3, 1e8)), max_ranks=2, max_tokens=2048)
+    chunks = [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)]
+    before = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
+    planner.observe("chain", done(planner, 700, slower=3.0))
+    assert [planner.chunks(behind(cached, 1000), 2) for cached in (0, 500)] == chunks
+    after = [planner.ttft_s(each) for each in chunks], planner.rank_s(chunks[0]), planner.layer_s(chunks[0])
+    assert after[0] == pytest.approx([3 * each for each in before[0]], rel=1e-3)
+    assert after[1] == pytest.approx(tuple(3 * each for each in before[1]), rel=1e-3)
+    assert after[2] == pytest.approx(3 * before[2], rel=1e-3)
+    planner.observe("chain", done(planner, 700, slower=3.0, at_s=100.0))
+    assert planner.ttft_s(chunks[0]) == pytest.approx(after[0][0])  # nominal costs are compared with, not scaled ones
+
+
+def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_never() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    planner.observe("chain", done(planner, 400, slower=3.0))
+    planner.use(ASSUMED)
+    assert planner.cost == ASSUMED.cost
+    planner.observe("chain", done(planner, 100, slower=2.0))
+    assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.cost.linear_s, rel=1e-3)
+    measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
+    planner.use(measured)
+    planner.observe("chain", done(planner, 400, slower=3.0))
+    assert planner.cost == ASSUMED.cost
+
+
+def test_what_was_searched_counts_when_it_is_adopted() -> None:
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
+    slow = over(Link(1e-3, 1e6))
+    basis = planner.search(slow)
+    assert planner.calibration is ASSUMED
+    planner.adopt(basis)
+    assert planner.calibration is slow

@@ -1,0 +1,118 @@
+"""Measures generation steps in service: batches of rows of one length, by the times of their tokens.
+
+A batch is one request of so many choices. Its prompt is prefilled once and its rows' KV is copied, each row's to a slot
+of its own; so all rows join in one step, leave in one step, and between the two the engine runs them and nothing else.
+A token is stamped where it is made: the time between two tokens of a row is a step's, whatever the way to the client
+takes. Blocks; one batch at a time.
+"""
+
+import itertools
+import random
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from baton import Client
+from baton.errors import InvalidArgumentError, UnavailableError
+from baton.sampling_params import MAX_CHOICES, SamplingParams
+from baton.types import TokenEvent
+
+NUM_STEPS = 16
+"""That are measured of each batch."""
+_BEFORE = NUM_STEPS // 2 + 2
+"""Tokens that a row gets until it is half-way: its prompt's end and an unmeasured step bring two of them."""
+LEAST_CONTEXT = _BEFORE + 1
+"""Tokens a row half-way, of the shortest prompt."""
+_BATCHES = (1, 4, 16, 64)
+_CONTEXTS = (192, 1024, 4096)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured: each batch with each context."""
+
+    batches: tuple[int, ...]
+    """Rows, ascending."""
+    contexts: tuple[int, ...]
+    """Tokens a row half-way through, ascending."""
+
+    @property
+    def cells(self) -> list[tuple[int, int]]:
+        """(rows, tokens)."""
+        return [(batch, context) for batch in self.batches for context in self.contexts]
+
+    def work(self, cell: tuple[int, int]) -> int:
+        """About how long a cell takes, in any unit: a prompt, then steps of its rows."""
+        return cell[1] + NUM_STEPS * cell[0]
+
+
+def default_batches(num_slots: int) -> tuple[int, ...]:
+    """Of a group of so many slots: from one row to all, or as many choices as a request may have."""
+    most = min(num_slots, MAX_CHOICES)
+    return tuple(sorted({*(each for each in _BATCHES if each <= most), most}))
+
+
+def longest_context(max_tokens: int) -> int:
+    """Tokens a row half-way, of the longest request of `max_tokens`."""
+    return max_tokens - NUM_STEPS // 2
+
+
+def default_contexts(max_tokens: int) -> tuple[int, ...]:
+    """For requests of up to `max_tokens`. Raises InvalidArgumentError where no two lengths fit."""
+    longest = longest_context(max_tokens)
+    contexts = tuple(each for each in _CONTEXTS if each <= longest)
+    if len(contexts) < 2:
+        contexts = (longest // 4, longest)
+    if contexts[0] < LEAST_CONTEXT:
+        raise InvalidArgumentError(
+            f"requests have {max_tokens} tokens at most, too few for steps at two contexts: raise "
+            "generate.max_slot_tokens, or give --contexts"
+        )
+    return contexts
+
+
+def measure_steps(
+    client: Client, grid: Grid, *, repeats: int, rng: random.Random, done: Callable[[int], None]
+) -> list[list[float]]:
+    """Seconds of a step, for each batch one for each context: the median over the steps of `repeats` rounds, each in
+    random order, after one batch that is thrown away. `done` is told the work of each batch that has ended. Raises
+    UnavailableError when a batch was lost, or did not run alone."""
+    vocab_size = client.model().vocab_size
+    seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}
+    _run(client, (grid.batches[-1], grid.contexts[0]), rng, vocab_size)
+    for _ in range(repeats):
+        for cell in rng.sample(grid.cells, len(grid.cells)):
+            seconds[cell] += _run(client, cell, rng, vocab_size)
+            done(grid.work(cell))
+    return [[statistics.median(seconds[batch, context]) for context in grid.contexts] for batch in grid.batches]
+
+
+def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
+    """Seconds of each step but the first, by the events of a batch that ran alone from its first token to its last.
+    Raises UnavailableError where its rows did not run in step."""
+    stamps: list[list[int]] = [[] for _ in range(batch)]
+    for event in events:
+        if event.token is not None:
+            stamps[event.choice].append(event.unix_ns)
+    first_ns = [min(row) for row in zip(*stamps, strict=False)]
+    last_ns = [max(row) for row in zip(*stamps, strict=False)]
+    in_step = all(last < following for last, following in zip(last_ns[:-1], first_ns[1:], strict=True))
+    if len(first_ns) != NUM_STEPS + 2 or not in_step:
+        raise UnavailableError(
+            f"a batch of {batch} rows did not run in step, so its steps cannot be told apart: calibrate when the "
+            "cluster is idle, or give smaller --batches or --contexts if its memory is short"
+        )
+    return [(end - start) / 1e9 for start, end in itertools.pairwise(first_ns[1:])]
+
+
+def _run(client: Client, cell: tuple[int, int], rng: random.Random, vocab_size: int) -> list[float]:
+    batch, context = cell
+    prompt = [rng.randrange(vocab_size) for _ in range(context - _BEFORE)]
+    params = SamplingParams(n=batch, max_tokens=NUM_STEPS + 2, ignore_eos=True)
+    with client.generate(token_ids=prompt, params=params) as stream:
+        events = list(stream)
+        usage, num_resumes = stream.usage, stream.output.num_resumes
+    assert usage is not None, "a stream ended without its last message"
+    if usage.num_attempts > 1 or num_resumes:
+        raise UnavailableError("the cluster lost a batch: calibrate when `baton status` shows all groups ready")
+    return steps_of(events, batch)

@@ -1,0 +1,208 @@
+"""How long a generation step takes, by rows in the batch and tokens a row: a measured table, or nominal rates.
+
+    {"kind": "baton-step-times", "schema": 1, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
+     "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
+     "cost": {"base_s": ..., "row_s": ..., "token_s": ...}}
+
+Inside the grid times are interpolated, linearly in each of the two: exact wherever a step reads its weights and its KV
+once, base_s + batch * (row_s + context * token_s). Beyond the grid such a cost, fitted to it, says how much is added to
+the nearest measured time; below, the nearest one counts. A table without a grid is that cost alone. More rows or tokens
+never take less: where they did by chance, the longer time counts. Pure but for load and save, which block on the disk.
+"""
+
+import hashlib
+import itertools
+import json
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.errors import ConfigError, InvalidArgumentError
+from planning import json_file
+from planning.fit import fit_relative
+from planning.hardware import Hardware
+from planning.model_shape import ModelShape, shape_from
+
+KIND = "baton-step-times"
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of B rows of C tokens: base_s + B (row_s + C token_s)."""
+
+    base_s: float
+    """Whatever the batch: weights, calls."""
+    row_s: float
+    token_s: float
+    """A token of a row's KV, in all layers."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
+
+    def seconds(self, batch: float, context: float) -> float:
+        """One step."""
+        return self.base_s + batch * (self.row_s + context * self.token_s)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Of one model on one kind of generation engine."""
+
+    model: str
+    hardware: str
+    """What tells this kind of engine from others: processor, threads or GPU."""
+    shape: ModelShape
+    cost: StepCost
+    batches: tuple[int, ...] = ()
+    """Rows, ascending."""
+    contexts: tuple[int, ...] = ()
+    """Tokens a row, ascending."""
+    seconds: tuple[tuple[float, ...], ...] = ()
+    """As measured: for each batch, one for each context."""
+
+    def __post_init__(self) -> None:
+        for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
+            if any(low >= high for low, high in itertools.pairwise((0, *axis))):
+                raise ConfigError(f"{name} = {axis} do not ascend from 1: sort them, each once")
+        widths = [len(row) for row in self.seconds]
+        if widths != [len(self.contexts)] * len(self.batches) or bool(self.batches) != bool(self.contexts):
+            raise ConfigError("seconds are not one for each of the batches and contexts: calibrate again")
+        if not all(0 < each < float("inf") for row in self.seconds for each in row):
+            raise ConfigError("seconds are out of range: give finite numbers above 0, or calibrate again")
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a grid."""
+        return bool(self.batches)
+
+    @property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits, equal for the same model, shape and hardware, whatever was measured."""
+        key = json.dumps([KIND, self.model, self.hardware, asdict(self.shape)], sort_keys=True)
+        return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+    def step_s(self, batch: float, context: float) -> float:
+        """Seconds of a step of `batch` rows that have `context` tokens, in the mean where they differ. Never less for
+        more of either. Raises InvalidArgumentError for less than one row, or a negative context."""
+        if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
+            raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
+        if not self.is_measured:
+            return self.cost.seconds(batch, context)
+        row, row_share = _place(self.batches, batch)
+        column, column_share = _place(self.contexts, context)
+        corners = self._rising[row : row + 2, column : column + 2]
+        along = corners[:, 0] + column_share * (corners[:, -1] - corners[:, 0])
+        inside_s = float(along[0] + row_share * (along[-1] - along[0]))
+        return inside_s + self._beyond_s(batch, context)
+
+    def _beyond_s(self, batch: float, context: float) -> float:
+        """What rows and tokens beyond the grid add."""
+        rows = min(max(batch, self.batches[0]), self.batches[-1])
+        tokens = min(max(context, self.contexts[0]), self.contexts[-1])
+        outer = self.cost.seconds(max(batch, rows), max(context, tokens))
+        return outer - self.cost.seconds(rows, tokens)
+
+    @cached_property
+    def _rising(self) -> NDArray[np.float64]:
+        """`seconds`, never falling with batch or context: `[batches, contexts]`."""
+        table = np.array(self.seconds, dtype=np.float64)
+        rising: NDArray[np.float64] = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
+        return rising
+
+
+def tabulate(
+    origin: StepTimes, batches: Sequence[int], contexts: Sequence[int], seconds: Sequence[Sequence[float]]
+) -> tuple[StepTimes, float]:
+    """A measured table of the model and hardware that `origin` names; also the largest deviation of a measured time
+    from the cost that is fitted to all, as a fraction. What one batch or one context alone cannot tell, rows or tokens,
+    costs nothing beyond it. Raises ConfigError as StepTimes does."""
+    table = tuple(map(tuple, seconds))
+    made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
+    columns = np.array([(1, rows, rows * tokens) for rows in made.batches for tokens in made.contexts], np.float64)
+    columns *= (1, len(made.batches) > 1, len(made.contexts) > 1)
+    numbers, residual = fit_relative(columns, np.array(table, np.float64).ravel())
+    return replace(made, cost=StepCost(*numbers)), residual
+
+
+def nominal_steps(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> StepTimes:
+    """What is assumed before anything is measured: weights and KV read once at nominal bandwidth, rows computed at
+    nominal FLOP/s."""
+    weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
+    cost = StepCost(
+        base_s=weights * shape.dtype_bytes / rates.memory_bandwidth,
+        row_s=2 * weights / rates.linear_flops,
+        token_s=shape.num_layers * shape.kv_bytes / rates.memory_bandwidth,
+    )
+    return StepTimes(model, hardware, shape, cost)
+
+
+def path_beside(calibration: Path, times: StepTimes) -> Path:
+    """Where step times are kept: in the folder of the prefill's calibration, under their fingerprint."""
+    return calibration.with_name(f"{times.fingerprint}.json")
+
+
+def save(times: StepTimes, path: Path) -> None:
+    """Writes the file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    json_file.write(path, dumps(times))
+
+
+def dumps(times: StepTimes) -> str:
+    """The file's text."""
+    return json_file.dump(KIND, SCHEMA, {**asdict(times), "fingerprint": times.fingerprint})
+
+
+def load(path: Path) -> StepTimes:
+    """Reads what `save` wrote. Raises ConfigError that names file, field and remedy."""
+    return _from_fields(json_file.read(path, KIND, SCHEMA), str(path))
+
+
+def loads(text: str, where: str) -> StepTimes:
+    """Reads what `dumps` wrote; `where` names it in errors. Raises ConfigError that names field and remedy."""
+    return _from_fields(json_file.parse(text, KIND, SCHEMA, where), where)
+
+
+def _from_fields(data: dict[str, Any], where: str) -> StepTimes:
+    model, hardware = json_file.text(data, "model", where), json_file.text(data, "hardware", where)
+    numbers, shape = json_file.section(data, "cost", where), json_file.section(data, "shape", where)
+    costs = {field.name: json_file.number(numbers, field.name, f"{where}: cost") for field in fields(StepCost)}
+    try:
+        batches, contexts = _whole_numbers(data, "batches"), _whole_numbers(data, "contexts")
+        shape_read, cost = shape_from(shape, "shape"), StepCost(**costs)
+        times = StepTimes(model, hardware, shape_read, cost, batches, contexts, _rows(data))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if data.get("fingerprint") != times.fingerprint:
+        raise ConfigError(f"{where}: fingerprint does not match model, hardware and shape: calibrate again")
+    return times
+
+
+def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:
+    value = data.get(name)
+    if not isinstance(value, list) or any(type(each) is not int for each in value):
+        raise ConfigError(f"{name} is no list of whole numbers: calibrate again")
+    return tuple(value)
+
+
+def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
+    try:
+        return tuple(tuple(float(each) for each in row) for row in data["seconds"])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError("seconds is no list of lists of numbers: calibrate again") from error
+
+
+def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:
+    """Between which two of an axis a value lies: the first one's index, and how far it is to the next (0 to 1)."""
+    if len(axis) == 1:
+        return 0, 0.0
+    index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)
+    share = (value - axis[index]) / (axis[index + 1] - axis[index])
+    return index, min(max(share, 0.0), 1.0)

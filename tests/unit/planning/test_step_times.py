@@ -1,0 +1,165 @@
+"""Step times: equal to what was measured on the grid, to the roofline between and beyond, and never falling."""
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.errors import ConfigError, InvalidArgumentError
+from baton.types import TokenRange
+from planning.hardware import cpu_rank
+from planning.model_shape import SHAPES
+from planning.planner import ChainPlanner
+from planning.step_times import StepCost, StepTimes, dumps, load, loads, nominal_steps, save, tabulate
+from tests.support.planners import linear_planner
+
+SHAPE = SHAPES["smollm2-135m"]
+ASSUMED = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes))
+TRUE = StepCost(base_s=0.013, row_s=0.4e-3, token_s=2.3e-6)
+BATCHES, CONTEXTS = (1, 4, 16), (192, 1024, 4096)
+BENT = ((0.013, 0.014, 0.019), (0.016, 0.021, 0.05), (0.03, 0.06, 0.17))
+"""As a machine may measure it."""
+
+
+def table(seconds: tuple[tuple[float, ...], ...] = BENT) -> StepTimes:
+    return tabulate(ASSUMED, BATCHES, CONTEXTS, seconds)[0]
+
+
+def true_table() -> tuple[StepTimes, float]:
+    seconds = [[TRUE.seconds(batch, context) for context in CONTEXTS] for batch in BATCHES]
+    return tabulate(ASSUMED, BATCHES, CONTEXTS, seconds)
+
+
+def test_on_the_grid_the_measured_times_count() -> None:
+    for (batch, row), (place, context) in itertools.product(zip(BATCHES, BENT, strict=True), enumerate(CONTEXTS)):
+        assert table().step_s(batch, context) == pytest.approx(row[place])
+
+
+@given(batch=st.floats(1, 64), context=st.floats(192, 10_000))
+def test_a_roofline_is_found_exactly_between_and_beyond(batch: float, context: float) -> None:
+    made, residual = true_table()
+    assert residual < 1e-6
+    assert made.step_s(batch, context) == pytest.approx(TRUE.seconds(batch, context), rel=1e-6)
+
+
+@given(batch=st.floats(1, 16), context=st.floats(192, 4096))
+def test_between_equals_two_interpolations_one_after_the_other(batch: float, context: float) -> None:
+    by_batch = [np.interp(context, CONTEXTS, row) for row in BENT]
+    assert table().step_s(batch, context) == pytest.approx(float(np.interp(batch, BATCHES, by_batch)))
+
+
+def test_below_the_grid_the_nearest_time_counts() -> None:
+    assert table().step_s(4, 0) == table().step_s(4, 192)
+    narrow, _ = tabulate(ASSUMED, (4, 8), (192,), ((0.02,), (0.03,)))
+    assert narrow.step_s(1, 192) == pytest.approx(0.02)
+    assert narrow.step_s(6, 5000) == pytest.approx(0.025)
+
+
+POINT = st.tuples(st.floats(1, 100), st.floats(0, 20_000))
+TIMES = st.lists(st.floats(1e-3, 1.0), min_size=9, max_size=9)
+
+
+@given(one=POINT, other=POINT, times=TIMES)
+def test_more_never_takes_less_whatever_was_measured(
+    one: tuple[float, float], other: tuple[float, float], times: list[float]
+) -> None:
+    made, _ = tabulate(ASSUMED, BATCHES, CONTEXTS, [times[at : at + 3] for at in (0, 3, 6)])
+    low, high = map(min, zip(one, other, strict=True)), map(max, zip(one, other, strict=True))
+    assert made.step_s(*low) <= made.step_s(*high) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("batches", "contexts"), [((1,), (192,)), ((1, 8), (192,)), ((8,), (192, 500))])
+def test_one_of_a_kind_makes_a_table_too(batches: tuple[int, ...], contexts: tuple[int, ...]) -> None:
+    seconds = [[TRUE.seconds(batch, context) for context in contexts] for batch in batches]
+    made, residual = tabulate(ASSUMED, batches, contexts, seconds)
+    assert residual < 0.01
+    assert made.step_s(batches[-1], contexts[-1]) == pytest.approx(seconds[-1][-1])
+    assert made.step_s(50, 9000) >= seconds[-1][-1]
+
+
+def test_a_residual_says_how_far_the_roofline_is_off() -> None:
+    made, residual = tabulate(ASSUMED, BATCHES, CONTEXTS, BENT)
+    off = [
+        abs(made.cost.seconds(batch, context) / seconds - 1)
+        for batch, row in zip(BATCHES, BENT, strict=True)
+        for context, seconds in zip(CONTEXTS, row, strict=True)
+    ]
+    assert residual == pytest.approx(max(off)) and residual > 0.01
+
+
+def test_what_is_assumed_reads_weights_and_kv_once() -> None:
+    assert not ASSUMED.is_measured and table().is_measured
+    rates = cpu_rank(2, SHAPE.dtype_bytes)
+    weights = SHAPE.num_layers * SHAPE.layer_weights + SHAPE.vocab * SHAPE.hidden
+    assert 130e6 < weights < 140e6
+    read = 2 * weights + 8 * 1000 * 23_040
+    computed = 8 * 2 * weights
+    expected = read / rates.memory_bandwidth + computed / rates.linear_flops
+    assert ASSUMED.step_s(8, 1000) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("batch", "context"), [(0, 5), (float("nan"), 5), (1, -1), (1, float("inf"))])
+def test_steps_that_do_not_exist_are_refused(batch: float, context: float) -> None:
+    for times in (ASSUMED, table()):
+        with pytest.raises(InvalidArgumentError, match="give one row or more"):
+            times.step_s(batch, context)
+
+
+@pytest.mark.parametrize("times", [ASSUMED, table()], ids=["nominal", "measured"])
+def test_a_table_survives_the_file(tmp_path: Path, times: StepTimes) -> None:
+    save(times, tmp_path / "steps.json")
+    assert load(tmp_path / "steps.json") == times == loads(dumps(times), "text")
+
+
+def test_fingerprint_is_of_model_and_engine_and_not_of_measurements() -> None:
+    assert table().fingerprint == ASSUMED.fingerprint and len(ASSUMED.fingerprint) == 16
+    others = [
+        dataclasses.replace(ASSUMED, model="other"),
+        dataclasses.replace(ASSUMED, hardware="4 cores"),
+        dataclasses.replace(ASSUMED, shape=SHAPES["llama-7b"]),
+    ]
+    assert len({ASSUMED.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "text"),
+    [
+        ("schema", 7, "schema = 7, and this version reads 1"),
+        ("kind", "baton-calibration", "is no baton-step-times file"),
+        ("model", "", "model = '' is no text"),
+        ("shape", {"ffn": 3}, "shape: num_layers is missing"),
+        ("cost", {"base_s": 1, "row_s": -1, "token_s": 0}, "cost: row_s = -1.0 is out of range"),
+        ("cost", {"base_s": 1, "row_s": 1}, "cost: token_s = None is no number"),
+        ("batches", [4, 1, 16], r"batches = \(4, 1, 16\) do not ascend from 1"),
+        ("batches", [0, 1, 16], "do not ascend from 1"),
+        ("batches", [1, 16], "seconds are not one for each"),
+        ("batches", [], "seconds are not one for each"),
+        ("contexts", [192, 1024.5, 4096], "contexts is no list of whole numbers"),
+        ("contexts", None, "contexts is no list of whole numbers"),
+        ("seconds", [[1, 2, 3]], "seconds are not one for each"),
+        ("seconds", 3, "seconds is no list of lists of numbers"),
+        ("seconds", [[1, 1, 1], [1, 1, 1], [1, 1, float("nan")]], "seconds are out of range: give finite"),
+        ("seconds", [[1, 1, 1], [1, 1, 1], [1, 1, 0]], "seconds are out of range: give finite"),
+        ("hardware", "an abacus", "fingerprint does not match"),
+    ],
+)
+def test_bad_files_are_refused_by_field(tmp_path: Path, field: str, value: Any, text: str) -> None:
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({**json.loads(dumps(table())), field: value}))
+    with pytest.raises(ConfigError, match=f"steps.json: .*{text}"):
+        load(path)
+
+
+def test_whoever_plans_answers_for_steps() -> None:
+    calibration = linear_planner().calibration
+    planner = ChainPlanner(calibration, max_ranks=1, max_tokens=64, steps=table())
+    assert planner.step_s(16, 4096) == pytest.approx(0.17)
+    assert planner.chunks(TokenRange(0, 3), 1)
+    with pytest.raises(ConfigError, match="knows no step times"):
+        linear_planner().step_s(1, 1)
