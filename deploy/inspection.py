@@ -28,8 +28,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     config.set_defaults(run=print_config)
     doctor = commands.add_parser(
         "doctor",
-        help="check this machine: cores, memory, /dev/shm, compiler, port, versions, model",
-        description="Checks whether the configured cluster can run here; status 1 when it cannot.",
+        help="check this machine: cores, memory, /dev/shm, compiler, port, versions, model; measure its rates",
+        description="Checks whether the configured cluster can run here, status 1 when it cannot; measures for a few"
+        " seconds what generation is bound by here.",
     )
     add_config_options(doctor)
     doctor.set_defaults(run=print_findings)
@@ -50,12 +51,15 @@ def print_findings(args: argparse.Namespace) -> int:
     from rich.table import Table
 
     from deploy.config_file import load_config
-    from deploy.doctor import Verdict, examine, inspect_machine
+    from deploy.doctor import Verdict, examine, inspect_machine, measure_rates
     from deploy.model_folder import resolve_folder
 
     config = load_config(args.config, args.set)
     folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
-    findings = examine(config, folder, inspect_machine())
+    machine = inspect_machine()
+    findings = examine(config, folder, machine)
+    if not config.ray.address:
+        findings.append(measure_rates(config, folder, machine))
     colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
     table = Table(box=None, show_header=False)
     for finding in findings:

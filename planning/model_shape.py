@@ -94,6 +94,10 @@ SHAPES = {
 """Published shapes by name; the -gqa8 and -mqa variants are those of the KV-Runahead paper's table 2."""
 
 
+TIED = frozenset({"falcon-1b", "falcon-7b", "smollm2-135m"})
+"""Those of SHAPES whose head is their embedding."""
+
+
 def shape_of(name: str) -> ModelShape:
     """The shape of a known model. Raises ConfigError for an unknown name."""
     if name not in SHAPES:

@@ -7,8 +7,18 @@ Run it with the Python of the environment that setup_vllm_cpu.sh made, and nothi
 MODEL_DIR is a Hugging Face folder (config.json, safetensors, tokenizer). Prints one JSON object per line:
 prefill rows carry `tokens` and `ttft_s` (best of 3); decode rows carry `batch`, `context`, `step_ms` and `tokens_s`
 (two whole runs, 1 new token and steps + 1 new tokens, differ by `steps` decode steps).
-With --serve it measures nothing by itself: it says `{"ready": VERSION}`, then reads lines `{"tokens": 6000}` from
-standard input and answers each with the `ttft_s` of one new prompt, until the input ends.
+With --serve it measures nothing by itself: it says `{"ready": VERSION}`, then reads lines from standard input and
+answers each, until the input ends:
+
+    {"tokens": 6000}             the `ttft_s` of one new prompt
+    {"rows": [180, 192, 204]}    prefills prompts of these lengths, which then stay in the batch, in the place of what
+                                 was there; says how many `rows` there are
+    {"steps": 8}                 the `step_ms` of each of so many steps of the engine, all rows together: one token for
+                                 each, chosen greedily, not turned into text
+
+Steps are the engine's own (schedule, run the model, sample, update), with nothing in flight between them: so a peer can
+be asked in turn with another side, and long prompts are prefilled once. They need the engine in this process, so with
+VLLM_ENABLE_V1_MULTIPROCESSING=0: one in a process of its own runs on unasked.
 Prefix caching is off, so that no prompt is served from memory. Numbers hold only beside a run of
 the other side on the same machine in the same hour: quote ratios.
 """
@@ -25,13 +35,50 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "6")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
-def serve(version, ttft_s) -> None:
+class Rows:
+    """Requests that generate for as long as they are asked to."""
+
+    def __init__(self, engine, prompts, params) -> None:
+        self.engine = engine
+        self.ids = [str(number) for number in range(len(prompts))]
+        for name, prompt in zip(self.ids, prompts, strict=True):
+            engine.add_request(name, prompt, params)
+        waiting = set(self.ids)
+        while waiting:
+            waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+
+    def step_ms(self):
+        start = time.perf_counter()
+        outputs = self.engine.step()
+        elapsed = (time.perf_counter() - start) * 1e3
+        if {output.request_id for output in outputs} != set(self.ids):
+            raise RuntimeError(f"a step of {len(outputs)} rows, not of {len(self.ids)}")
+        return elapsed
+
+    def end(self) -> None:
+        self.engine.abort_request(self.ids)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+def serve(version, ttft_s, make_rows) -> None:
     print(json.dumps({"ready": version}), flush=True)
+    rows = None
     for line in sys.stdin:
-        print(json.dumps({"ttft_s": ttft_s(json.loads(line)["tokens"])}), flush=True)
+        asked = json.loads(line)
+        if "tokens" in asked:
+            answer = {"ttft_s": ttft_s(asked["tokens"])}
+        elif "rows" in asked:
+            if rows is not None:
+                rows.end()
+            rows = make_rows(asked["rows"])
+            answer = {"rows": len(rows.ids)}
+        else:
+            answer = {"step_ms": [rows.step_ms() for _ in range(asked["steps"])]}
+        print(json.dumps(answer), flush=True)
 
 
-def main() -> None:
+def parse_args():
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--dtype", default="bfloat16")
@@ -39,7 +86,11 @@ def main() -> None:
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--serve", action="store_true")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_args()
 
     import vllm
     from vllm import LLM, SamplingParams
@@ -65,7 +116,12 @@ def main() -> None:
 
     run(prompts(1, 16), 4)
     if args.serve:
-        serve(vllm.__version__, lambda tokens: run(prompts(1, tokens), 1))
+        greedy = SamplingParams(max_tokens=4096, temperature=0, ignore_eos=True, detokenize=False)
+        serve(
+            vllm.__version__,
+            lambda tokens: run(prompts(1, tokens), 1),
+            lambda lengths: Rows(llm.llm_engine, [prompts(1, length)[0] for length in lengths], greedy),
+        )
         return
     for tokens in (int(t) for t in args.prefill.split(",") if t):
         best = min(run(prompts(1, tokens), 1) for _ in range(3))

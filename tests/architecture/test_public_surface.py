@@ -68,11 +68,15 @@ FIELDS = {
 SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
 CONFIGURATION = "--config --set"
 COMMANDS = {
-    "calibrate": "name --anyway --checks --dry-run --lengths --output --repeats --target",
+    "calibrate": "name --anyway --batches --checks --contexts --dry-run --generate --lengths --output --repeats"
+    " --target",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "generate": f"prompt --chat --deadline --echo --n --no-usage --target {SAMPLING}",
-    "local": f"prompt --cache --chat --colocated --dtype --model --no-timeline --ranks --threads {SAMPLING}",
+    "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
+    f" {SAMPLING}",
+    "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
+    " --threads --weights",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",

@@ -1,5 +1,6 @@
 """The doctor sees what would keep a cluster from running, and says what would help."""
 
+import re
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +22,11 @@ from deploy.doctor import (
     check_shm,
     examine,
     inspect_machine,
+    measure_rates,
     require,
     weight_bytes,
 )
+from tests.support.letter_models import write_letter_model
 
 MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
 
@@ -109,3 +112,12 @@ def test_this_machine_can_be_inspected() -> None:
     machine = inspect_machine()
     assert machine.cores
     assert machine.available_bytes > 0
+
+
+def test_rates_are_those_of_the_configured_model_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("_READ_BYTES", "_OUT_OF_CACHE_BYTES", "_KV_BYTES"):
+        monkeypatch.setattr(f"deploy.probe.{name}", 2**18)
+    config = load_config(None, ["generate.num_threads=1", "model.dtype=float32"])
+    finding = measure_rates(config, write_letter_model(tmp_path), MACHINE)
+    assert finding.verdict is (Verdict.WARNING if "this machine is busy" in finding.text else Verdict.OK)
+    assert re.match(r"reads \S+ GB/s, computes \S+ TFLOP/s, attends to \S+ GB/s.* \(1 thread\)", finding.text)

@@ -1,0 +1,107 @@
+"""What does it cost to keep KV in host memory, and how much more fits?
+
+Policy `host` beside `device` (`generate_workers.residency`): the same rows, each with its own length, the same engine;
+both are asked in turn, two steps at a time after one that is not counted. `formula` is what `host` must move over the
+link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only, for
+weights and KV (accounted on a CPU too), `device` one without a limit; `--limited` are rows of which, with the same
+limit, `host` must hold all and `device` refuse some. On a CPU the link is memory bandwidth, and its thread a third
+beside those that compute. `--bars`: these, and bytes that equal the formula.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.engine_rows import EngineRows, num_rows_that_fit, row_lengths
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from generate_workers.engine import EngineConfig
+from modeling.decoder import Decoder
+from modeling.threads import use_cores
+from modeling.weights import load_decoder
+
+GRID = "1x4096,8x1024,8x7500"
+QUICK_GRID = "2x512"
+_STEPS = 2
+GIB = 2**30
+
+
+def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
+    """What a step moves: rows of `lengths` tokens, of which the last is new, in both directions together."""
+    return token_bytes * sum(lengths)
+
+
+def compare(
+    decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
+) -> tuple[Pairs, int, int]:
+    """Milliseconds of both policies' steps, `host` with a device of `device_bytes` (0: unlimited); the bytes that its
+    last step moved, and those of the formula."""
+    num_steps = (num_pairs + 1) * (_STEPS + 1)
+    slot_tokens = max(lengths) + num_steps + 2
+
+    unlimited = EngineConfig(num_slots=len(lengths), max_slot_tokens=slot_tokens)
+    limited = replace(unlimited, residency="host", device_memory_bytes=device_bytes)
+    with (
+        EngineRows.running(decoder, folder, lengths, num_steps + 1, limited) as host,
+        EngineRows.running(decoder, folder, lengths, num_steps + 1, unlimited) as device,
+    ):
+        pairs = interleave(lambda: host.step_ms(_STEPS), lambda: device.step_ms(_STEPS), num_pairs)
+        after = [length + num_steps for length in lengths]
+        return pairs, host.last.num_link_bytes, link_bytes(decoder.layout.token_bytes, after)
+
+
+def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
+    """How many rows fit into a limited device."""
+    console = Console(stderr=True, highlight=False)
+    for policy in ("host", "device"):
+        config = EngineConfig(
+            num_slots=batch, max_slot_tokens=context + 1, residency=policy, device_memory_bytes=device_bytes
+        )
+        num_rows, reason = num_rows_that_fit(decoder, context, config)
+        what = f"rows of {context} tokens that {policy} holds, device limited to {device_bytes / GIB:g} GiB"
+        if policy == "host":
+            bars.at_least(what, num_rows, batch)
+        else:
+            bars.at_most(what, num_rows, batch - 1)
+            console.print(f"  device says: {reason or 'nothing'}", soft_wrap=True, markup=False)
+
+
+def run(args: argparse.Namespace) -> int:
+    """All cells; with --bars 1 when one is missed."""
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: args.threads or len(cores)]
+    use_cores(cores, len(cores))
+    folder, num_pairs = resolve(args), args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+    decoder = load_decoder(folder, dtype=args.dtype)
+    reporter, bars, device_bytes = Reporter("residency", args.json), Bars(), int(args.device_gib * GIB)
+    for cell in (args.grid or (QUICK_GRID if args.quick else GRID)).split(","):
+        batch, context = map(int, cell.split("x"))
+        name = case(batch=batch, context=context, policy="host", dtype=args.dtype, threads=len(cores))
+        pairs, moved, expected = compare(decoder, folder, row_lengths(batch, context), num_pairs, device_bytes)
+        reporter.add(name, "step_ms", "ms", "device", pairs)
+        reporter.add(name, "kv_bytes", "bytes", "formula", Pairs([float(moved)], [float(expected)]))
+        bars.at_most(f"{cell}, bytes over the link beside the formula's", abs(moved - expected), 0)
+    batch, context = map(int, args.limited.split("x"))
+    check_limit(decoder, batch, context, device_bytes, bars)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
+    parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")
+    parser.add_argument("--limited", default="8x7500", help="rows x tokens for a device that is limited")
+    parser.add_argument("--device-gib", type=float, default=1.0, help="of that device, for weights and KV")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,48 @@
+"""vLLM in its own environment, in a process that waits to be asked (peers/vllm_cpu_bench.py --serve)."""
+
+import contextlib
+import json
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+_SCRIPT = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
+
+
+class VllmPeer:
+    """One process for as long as it runs; whoever is not asked is idle. Used by one thread."""
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self._process = process
+        self.version = str(self._answer()["ready"])
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(
+        cls, python: Path, model: Path, cores: Sequence[int], settings: Mapping[str, str]
+    ) -> Iterator["VllmPeer"]:
+        """Returns when it is ready, a minute or so later; it has ended afterwards. `settings` are vLLM's own, by their
+        environment names."""
+        threads = ",".join(str(core) for core in cores)
+        all_settings = {"VLLM_CPU_OMP_THREADS_BIND": threads, "OMP_NUM_THREADS": str(len(cores)), **settings}
+        environment = ["env", *(f"{name}={value}" for name, value in all_settings.items())]
+        command = [*environment, str(python), str(_SCRIPT), str(model), "--serve"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+            yield cls(process)
+            assert process.stdin is not None
+            process.stdin.close()  # which ends it
+
+    def ask(self, question: Mapping[str, object]) -> dict[str, object]:
+        """One of the script's questions, answered. Raises RuntimeError when the peer has ended."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, object]:
+        """The next line that is one of the script's; vLLM itself may print too."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError(f"the peer ended, with {self._process.wait()}: see its output above")

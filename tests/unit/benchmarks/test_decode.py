@@ -1,0 +1,62 @@
+"""What benchmarks.decode says of a cell: rows beside every baseline, verdicts of every bar; a plot that is a PNG."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.decode import Cell, Outcome, report
+from benchmarks.decode_plot import draw
+from benchmarks.harness import Bars, Pairs, Reporter
+from generate_workers.engine import StepStats
+from planning.chips import Chip
+from planning.roofline import ServedModel
+
+STATS = StepStats(16, 0, 0.03, num_kv_bytes=70_000_000, num_weight_bytes=270_000_000, num_link_bytes=0)
+CHIP = Chip(5e11, 2e10, 1e10)
+MODEL = ServedModel(num_params=1.35e8, kv_token_bytes=23_040)
+
+
+def outcome(ours_ms: float, theirs_ms: float, predicted_ms: float, cell: str = "16x192") -> Outcome:
+    return Outcome(Cell.parse(cell), Pairs([ours_ms] * 3, [theirs_ms] * 3), STATS, 17.0, predicted_ms)
+
+
+def verdict(made: Outcome, dtype: str = "bfloat16") -> int:
+    bars = Bars()
+    report(made, f"batch=16,context=192,dtype={dtype},threads=2", "vllm", Reporter("decode", as_json=True), bars)
+    return bars.close()
+
+
+def test_a_cell_stands_beside_every_baseline(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(outcome(26.0, 32.0, 25.0)) == 0
+    out, err = capsys.readouterr()
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert [(row["baseline"], row["value"], row["baseline_value"]) for row in rows] == [
+        ("vllm", 26.0, 32.0),
+        ("floor", 26.0, 17.0),
+        ("roofline", 26.0, 25.0),
+        ("weights", 7e7, 2.7e8),
+    ]
+    assert "KV 70.0 MB, weights 270.0 MB, floor 17.0 ms; measured 26.0 ms, 1.53 x the floor" in err
+    assert "predicted 25.0 ms, 0.96 x measured" in err
+
+
+@pytest.mark.parametrize(
+    ("made", "dtype", "missed"),
+    [
+        (outcome(29.0, 32.0, 29.0), "bfloat16", "of vLLM's step: 0.906, at most 0.9"),
+        (outcome(26.0, 32.0, 32.0), "bfloat16", "the prediction is off by: 0.231, at most 0.2"),
+        (outcome(13.0, 13.0, 13.0, "1x192"), "int8", "of vLLM's step: 1.000, at most 0.65"),
+    ],
+)
+def test_a_missed_bar_is_said(made: Outcome, dtype: str, missed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verdict(made, dtype) == 1
+    assert missed in capsys.readouterr().err
+    assert verdict(outcome(13.0, 13.0, 13.0, "1x192")) == 0
+
+
+def test_plot_is_a_png(tmp_path: Path) -> None:
+    cells = ("1x192", "16x192", "16x1024")
+    draw([outcome(26.0, 32.0, 25.0, cell) for cell in cells], MODEL, CHIP, tmp_path / "plot.png")
+    data = (tmp_path / "plot.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 10_000
