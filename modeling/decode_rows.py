@@ -8,7 +8,7 @@ Step 8 of a request's way (DESIGN.md, section 4). Only on CPUs, and for dtypes, 
 B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,33 +22,38 @@ from modeling.kv_buffers import KvPlace
 class DecodeRows:
     """Those spans of a step that have one new token. Holds addresses: the spans must outlive it."""
 
-    def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Iterable[int | None]) -> None:
+    def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
         """`rows`: the place of each row's token among the step's, and that of its keys; all have memory for the same
-        number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: all that layers have."""
-        self.tokens_B = torch.tensor([token for token, _ in rows])
-        self._addresses_B = torch.tensor([place.address for _, place in rows])
-        self._layer_bytes_B = torch.tensor([place.layer_bytes for _, place in rows])
-        (self._num_layers,) = {place.num_layers for _, place in rows}
+        number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: of all layers."""
+        tokens = [token for token, _ in rows]
+        self.tokens_B = torch.tensor(tokens)
+        self._in_order = tokens == list(range(len(tokens)))
+        addresses_B = torch.tensor([place.address for _, place in rows])
+        layer_bytes_B = torch.tensor([place.layer_bytes for _, place in rows])
+        (num_layers,) = {place.num_layers for _, place in rows}
+        place_L1 = (torch.arange(len(windows)) % num_layers).unsqueeze(1)
         self._lengths_B = torch.tensor([place.num_keys for _, place in rows])
-        hidden_B = {window: _hidden(self._lengths_B, window) for window in set(windows)}
-        self._skipped_bytes_B = {window: each * row_bytes for window, each in hidden_B.items()}
-        self._seen_B = {window: self._lengths_B - each for window, each in hidden_B.items()}
+        hidden_LB = torch.stack([_hidden(self._lengths_B, window) for window in windows])
+        addresses_LB = addresses_B + layer_bytes_B * place_L1
+        self._addresses = addresses_LB.unbind()
+        self._first_seen = (addresses_LB + hidden_LB * row_bytes).unbind()
+        self._num_seen = (self._lengths_B - hidden_LB).unbind()
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Writes the rows' new keys and values to their places; the arguments are all of the step's."""
-        k_BGH, v_BGH = k_TGH[self.tokens_B], v_TGH[self.tokens_B]
-        torch.ops.baton.append_kv(k_BGH, v_BGH, self._layer_addresses(layer), self._lengths_B)
+        k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
+        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths_B)
 
-    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, window: int | None) -> Tensor:
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int) -> Tensor:
         """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's."""
-        addresses_B = self._layer_addresses(layer) + self._skipped_bytes_B[window]
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            q_TNH[self.tokens_B], addresses_B, self._seen_B[window], num_kv_heads, widens()
+            self._of_rows(q_TNH), self._first_seen[layer], self._num_seen[layer], num_kv_heads, widens()
         )
         return out_BNH
 
-    def _layer_addresses(self, layer: int) -> Tensor:
-        return torch.add(self._addresses_B, self._layer_bytes_B, alpha=layer % self._num_layers)
+    def _of_rows(self, x_TNH: Tensor) -> Tensor:
+        is_all = self._in_order and len(x_TNH) == len(self.tokens_B)
+        return x_TNH if is_all else x_TNH[self.tokens_B]
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -191,7 +191,7 @@ class Decoder:
         """Attention of all of a step's tokens, `[T, N, H]`."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
-            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, self.config.windows[layer])
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads)
             if not others:
                 return out_BNH
             out_TNH[rows.tokens_B] = out_BNH

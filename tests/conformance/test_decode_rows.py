@@ -31,7 +31,7 @@ def filled(num_kv_heads: int, head_dim: int, num_tokens: int, seed: int, dtype: 
     return buffer
 
 
-def rows_of(buffers: list[KvBuffer], windows: tuple[int | None, ...] = (None,)) -> DecodeRows:
+def rows_of(buffers: list[KvBuffer], windows: tuple[int | None, ...] = (None,) * NUM_LAYERS) -> DecodeRows:
     """A row for each buffer's last token; the step's tokens are in reverse."""
     num = len(buffers)
     spans = [BufferSpan(each, TokenRange(each.tokens.end - 1, each.tokens.end)) for each in buffers]
@@ -54,7 +54,7 @@ def check_rows(head_dim: int, heads: tuple[int, int], window: int | None, dtype:
     q_TNH, k_TGH, v_TGH = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
     layer = NUM_LAYERS - 1
     rows.append(layer, k_TGH, v_TGH)
-    out_BNH = rows.attend(layer, q_TNH, num_kv_heads, window)
+    out_BNH = rows.attend(layer, q_TNH, num_kv_heads)
     for index, buffer in enumerate(buffers):
         token = len(buffers) - 1 - index
         last = buffer.tokens.end - 1
@@ -81,6 +81,16 @@ def test_a_window_hides_keys(window: int, heads: tuple[int, int]) -> None:
     check_rows(64, heads, window)
 
 
+def test_rows_that_are_all_of_a_step_in_order_need_no_choosing() -> None:
+    buffers = [filled(1, 64, 40, seed) for seed in range(3)]
+    q_TNH, k_TGH, v_TGH = random(3, 2, 64, seed=7), random(3, 1, 64, seed=8), random(3, 1, 64, seed=9)
+    chosen = rows_of(buffers)
+    chosen.append(0, k_TGH, v_TGH)
+    places = [BufferSpan(each, TokenRange(39, 40)).place() for each in buffers]
+    whole = DecodeRows(list(enumerate(places)), buffers[0].layout.row_bytes, (None,) * NUM_LAYERS)
+    assert torch.equal(whole.attend(0, q_TNH.flip(0), 1), chosen.attend(0, q_TNH, 1))
+
+
 def test_threads_share_rows() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -94,7 +104,7 @@ def test_large_scores_do_not_overflow() -> None:
     buffer = filled(1, 64, 300, seed=1)
     buffer.data.mul_(100).nan_to_num_(1.0)
     q_TNH = random(1, 2, 64, seed=2) * 100
-    out_BNH = rows_of([buffer]).attend(0, q_TNH, 1, None)
+    out_BNH = rows_of([buffer]).attend(0, q_TNH, 1)
     expected_1NH, _ = brute_attention(q_TNH, buffer.rows(0, buffer.tokens), 299)
     torch.testing.assert_close(out_BNH.double(), expected_1NH, atol=1.0, rtol=2e-2)
 
@@ -118,8 +128,8 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     for buffer in buffers:
         buffer.data.nan_to_num_(0.5)
     q_TNH = random(len(buffers), 9, 64, seed=5)
-    together = rows_of(buffers).attend(0, q_TNH, 3, None)
+    together = rows_of(buffers).attend(0, q_TNH, 3)
     for index, buffer in enumerate(buffers):
         token = len(buffers) - 1 - index
-        alone = rows_of([buffer]).attend(0, q_TNH[token : token + 1], 3, None)
+        alone = rows_of([buffer]).attend(0, q_TNH[token : token + 1], 3)
         assert torch.equal(alone[0], together[index])
