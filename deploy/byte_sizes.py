@@ -1,9 +1,11 @@
 """Amounts of memory as people write them."""
 
 import re
+from fractions import Fraction
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_AMOUNT = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_DECIMAL = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {**_DECIMAL, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+_AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(value: object) -> object:
@@ -14,4 +16,4 @@ def parse_bytes(value: object) -> object:
     if match is None or match[2] not in _UNITS:
         units = ", ".join(unit for unit in _UNITS if unit)
         raise ValueError(f"{value!r} is no amount of memory: use a number, alone (bytes) or with one of {units}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return int(Fraction(match[1]) * _UNITS[match[2]])

@@ -29,7 +29,7 @@ what a request takes besides its chain. The orchestrator predicts by these numbe
 lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
 
 With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
-row: what placement and admission predict by."""
+row. The cluster keeps it, for whoever asks for step times (GetStepTimes); no decision of its own rests on it yet."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -1,4 +1,4 @@
-"""`baton calibrate --generate`: measures generation steps on a running cluster, and gives it the times to predict by.
+"""`baton calibrate --generate`: measures generation steps on a running cluster, and gives it the times to keep.
 
 How they are measured is in deploy.step_run; the table and what it means between its cells, in planning.step_times.
 """
@@ -32,9 +32,9 @@ def calibrate_generate(args: argparse.Namespace, client: "Client", stub: "Planni
         save(times, args.output)
         console.print(f"written to {args.output}")
     if args.dry_run:
-        console.print("the cluster predicts as before (--dry-run)")
+        console.print("the cluster keeps the times it had (--dry-run)")
     else:
-        console.print(f"the cluster predicts by it from now on, and keeps it in {_hand_over(stub, times)}")
+        console.print(f"the cluster answers with them from now on, and keeps them in {_hand_over(stub, times)}")
 
 
 def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
@@ -61,7 +61,7 @@ def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
 
 
 def _in_force(stub: "PlanningStub") -> "StepTimes":
-    """What the cluster predicts by."""
+    """What the cluster answers with."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.step_times import loads

@@ -24,6 +24,8 @@ from planning.step_times import StepTimes, nominal_steps, path_beside
 logger = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+_WEIGHT_BYTES = {"int8": 1}
+"""Where weights have another format than the dtype's."""
 _PLAIN_FEED_FORWARD = ("opt", "falcon")
 """Model types whose feed-forward part has two matrices, and no gate."""
 
@@ -66,8 +68,9 @@ def nominal_step_times(
     Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
-    shape = _shape(folder, dtype)
-    return nominal_steps(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
+    shape, weight_bytes = _shape(folder, dtype), _WEIGHT_BYTES.get(quantization)
+    rates = cpu_rank(num_threads, shape.dtype_bytes)
+    return nominal_steps(folder.name, hardware, shape, rates, weight_bytes=weight_bytes)
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:

@@ -98,7 +98,7 @@ class GenerateSection(Section):
     residency: Literal["device", "host"] = "device"
     """Where KV lives: on the device, or in host memory, from where each layer is fetched for every step."""
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
-    """KV of one engine, like "4GiB"; 0: what all slots could hold, at most half of the memory free at the start."""
+    """KV of one engine, like "4GiB"; 0: all that slots could hold, at most half of the free memory over num_groups."""
     device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
     """The device's memory for weights and KV, like "1GiB", accounted on CPUs too; 0: no limit but kv_memory_bytes."""
     growth_tokens: Count = LocalConfig.growth_tokens
@@ -200,6 +200,7 @@ class ClusterConfig(Section):
             kv_memory_bytes=generate.kv_memory_bytes,
             device_memory_bytes=generate.device_memory_bytes,
             growth_tokens=generate.growth_tokens,
+            num_engines=generate.num_groups,
             watchdog_floor_s=prefill.watchdog_floor_s,
         )
 

@@ -70,6 +70,9 @@ class WorkerConfig:
     """Generation: of the device, for weights and KV; 0: no limit."""
     growth_tokens: int = 256
     """Generation: by which a row is expected to grow yet, when it is taken on."""
+    num_engines: int = 1
+    """Generation: engines among which a machine's free memory is divided, where that decides: all of the cluster, as if
+    it were one machine. With several, that is cautious: kv_memory_bytes says it exactly."""
 
     @property
     def name(self) -> str:

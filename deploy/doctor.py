@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton import __version__
-from baton.errors import ConfigError
+from baton.errors import BatonError, ConfigError
 from deploy.cluster_config import ClusterConfig
 from deploy.config import use_threads
 from modeling.kernels import native
@@ -124,12 +124,16 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Every worker's weights fit, together."""
+    """Every worker's weights fit, together; better with the KV that generation groups are to hold."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
         return Finding("memory", Verdict.FAILED, f"{text}: {remedy}")
+    kv_bytes = config.generate.num_groups * config.generate.kv_memory_bytes
+    if needed + kv_bytes > machine.available_bytes:
+        text = f"{text} and {kv_bytes / GIB:.1f} GiB for KV: lower generate.kv_memory_bytes"
+        return Finding("memory", Verdict.WARNING, text)
     return Finding("memory", Verdict.OK, text)
 
 
@@ -167,13 +171,17 @@ def check_port(config: ClusterConfig) -> Finding:
 
 def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
     """What generation is bound by here, for the configured model and threads: what `baton plan --hardware here` goes
-    by. No check of `baton serve`: it takes seconds, and all of these threads. Raises ModelError."""
+    by. No check of `baton serve`: it takes seconds, and all of these threads."""
     from deploy.calibrations import nominal_calibration  # takes torch along, as the next does
     from deploy.probe import measure
 
     num_threads = use_threads(config.generate.num_threads)
-    shape = nominal_calibration(folder, config.model.dtype, num_threads).shape
-    measured = measure(shape, config.model.dtype, num_threads, machine.available_bytes)
+    model = config.model
+    try:
+        shape = nominal_calibration(folder, model.dtype, num_threads).shape
+        measured = measure(shape, model.dtype, num_threads, machine.available_bytes, quantization=model.quantization)
+    except BatonError as error:
+        return Finding("rates", Verdict.WARNING, f"not measured: {error}")
     text = f"{measured.chip} ({num_threads} thread{'s' if num_threads > 1 else ''})"
     if measured.doubt:
         return Finding("rates", Verdict.WARNING, f"{text}; {measured.doubt}")

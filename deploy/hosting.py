@@ -43,6 +43,7 @@ async def start_server(config: WorkerConfig) -> Server:
         kv_memory_bytes=config.kv_memory_bytes,
         device_memory_bytes=config.device_memory_bytes,
         growth_tokens=config.growth_tokens,
+        num_engines=config.num_engines,
     )
     return await GenerationHost(
         model_folder=folder,

@@ -32,7 +32,7 @@ def assignments(option: str, text: str) -> dict[str, int]:
     fields = {}
     for assignment in text.split(","):
         field, equals, value = (part.strip() for part in assignment.partition("="))
-        if not equals or not value.isdigit():
+        if not equals or not (value.isascii() and value.isdigit()):
             raise InvalidArgumentError(f"{option}: {assignment!r} is no FIELD=NUMBER: write for example num_layers=32")
         fields[field] = int(value)
     return fields

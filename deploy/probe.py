@@ -34,7 +34,10 @@ _ROUNDS = 7
 _ENOUGH_S = 4.0
 """No further round after so long."""
 _ROWS = (1, 40, 80)
-"""Of the steps whose KV is next to nothing: bound by reading, and by computing."""
+"""Of the steps whose KV is next to nothing: bound by reading, and by computing; more if that takes more."""
+_MOST_ROWS = 640
+_COMPUTING = 0.75
+"""The part of a step that goes by rows from which on computing is what bounds it."""
 _KV_BYTES = 2**28
 _KV_ROWS = 8
 _BUSY_SPREAD = 1.3
@@ -49,13 +52,20 @@ class Measured:
     chip: Chip
     spread: float
     """How many times its fastest repeat a probe's median took, at most over all probes."""
+    is_bound: bool = True
+    """Whether computing bounded a step at all: else FLOP/s are at least the chip's."""
 
     @property
     def doubt(self) -> str:
         """Why the numbers may be too low, and what to do; empty when there is no reason to think so."""
-        if self.spread <= _BUSY_SPREAD:
-            return ""
-        return f"repeats differ {self.spread:.1f} times: this machine is busy; measure again when it is idle"
+        doubts = []
+        if not self.is_bound:
+            doubts.append(f"FLOP/s are at least that: steps of {_MOST_ROWS} rows are still bound by reading")
+        if self.spread > _BUSY_SPREAD:
+            doubts.append(
+                f"repeats differ {self.spread:.1f} times: this machine is busy; measure again when it is idle"
+            )
+        return "; ".join(doubts)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,11 @@ class Steps:
     weight_bytes: float
     """Of all of them."""
 
+    @property
+    def is_bound(self) -> bool:
+        """Whether computing bounds the step of most rows."""
+        return computing_share(self.by_rows) >= _COMPUTING
+
 
 def measure(
     shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
@@ -91,7 +106,7 @@ def measure(
             clock = Stopwatch()
             steps = _steps(shape, dtype, quantization, clock)
             chip = chip_from(steps, read_rate(clock), memory_bytes)
-            return Measured(chip, clock.spread)
+            return Measured(chip, clock.spread, steps.is_bound)
     finally:
         torch.set_num_threads(before)
 
@@ -99,14 +114,17 @@ def measure(
 def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
     """The numbers of a machine on which the probe took so long.
 
-    FLOP/s are what a row more costs where many are computed; what a step of one row takes beyond reading is its layers'
-    own; how much of the reading shows in a step of many rows says how well it hides.
+    FLOP/s are what a row more costs where many are computed, or a bound where reading hides it; what a step of one row
+    takes beyond reading is its layers' own; how much of the reading shows in a step of many rows says how well it
+    hides.
     """
-    one, some, many = sorted(steps.by_rows)
-    row_s = (steps.by_rows[many] - steps.by_rows[some]) / (many - some)
+    one, *_, some, many = sorted(steps.by_rows)
+    row_s = steps.by_rows[many] / many
+    if steps.is_bound:
+        row_s *= computing_share(steps.by_rows)
     kv_s = steps.long_s - steps.short_s
-    if row_s <= 0 or kv_s <= 0:  # only noise makes it so: what is left are bounds
-        row_s, kv_s = steps.by_rows[many] / many, steps.long_s
+    if kv_s <= 0:  # only noise makes it so: what is left is a bound
+        kv_s = steps.long_s
     read_s = steps.weight_bytes / bandwidth
     calls_s = max(steps.by_rows[one] - read_s - row_s, 0.0)
     shown_s = steps.by_rows[some] - calls_s - some * row_s
@@ -118,6 +136,22 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
         overlap=1 - min(max(shown_s / min(read_s, some * row_s), 0.0), 1.0),
         layer_s=calls_s / steps.num_layers,
     )
+
+
+def computing_share(by_rows: dict[int, float]) -> float:
+    """The part of the step of most rows that goes by rows, as it differs from the next smaller: next to nothing where
+    reading hides what is computed."""
+    *_, some, many = sorted(by_rows)
+    return (by_rows[many] - by_rows[some]) / (many - some) * many / by_rows[many]
+
+
+def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
+    """Doubles the rows until computing bounds the step of most, or there are many; `times` are the median seconds of
+    steps of so many rows."""
+    while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
+        pair = max(by_rows), 2 * max(by_rows)  # both at one time, so that a passing disturbance hits both
+        by_rows = by_rows | dict(zip(pair, times(pair), strict=True))
+    return by_rows
 
 
 class Stopwatch:
@@ -159,8 +193,12 @@ def _steps(shape: ModelShape, dtype: str, quantization: str, clock: Stopwatch) -
     sizes = [*((rows, 1) for rows in _ROWS), (_KV_ROWS, context), (_KV_ROWS, 1)]
     times = clock.times([_step(decoder, rows, tokens) for rows, tokens in sizes])
     *by_rows, long_s, short_s = map(statistics.median, times)
+
+    def more(rows: Sequence[int]) -> list[float]:
+        return [statistics.median(each) for each in clock.times([_step(decoder, num, 1) for num in rows])]
+
     return Steps(
-        by_rows=dict(zip(_ROWS, by_rows, strict=True)),
+        by_rows=with_more_rows(dict(zip(_ROWS, by_rows, strict=True)), more),
         long_s=long_s,
         short_s=short_s,
         long_bytes=_KV_ROWS * (context - 1) * decoder.layout.token_bytes,

@@ -28,11 +28,12 @@ class StreamBook:
         self._woken = False
         self._next_ticket = 1
         self._open: dict[Ticket, Stream] = {}
-        self._refs: set[LeaseRef] = set()
+        self._refs: dict[LeaseRef, Ticket] = {}
         self._waiting: dict[Ticket, int] = {}
         """Choices of each open stream without a lease that has no slots yet."""
         self._inbox: list[Stream] = []
         self._cancelled: list[Ticket] = []
+        self._abandoned: list[Ticket] = []
 
     def open(self, request: GenerationRequest, on_event: EventSink) -> Stream:
         """Enters a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream,
@@ -41,7 +42,7 @@ class StreamBook:
             self.check_open()
             ticket = Ticket(self._next_ticket)
             if request.lease_ref is not None:
-                self._take_ref(request.lease_ref)
+                self._take_ref(request.lease_ref, ticket)
             else:
                 self._take_place(ticket, request.params.n)
             self._next_ticket += 1
@@ -55,6 +56,15 @@ class StreamBook:
         with self._condition:
             if ticket in self._open:
                 self._cancelled.append(ticket)
+                self._condition.notify()
+
+    def abandon(self, ref: LeaseRef) -> None:
+        """Asks for the end of the lease's stream, if that has rows, running or preempted; else the lease's end is
+        found when it would join. Idempotent."""
+        with self._condition:
+            if ref in self._refs:
+                self._abandoned.append(self._refs[ref])
+                self._woken = True
                 self._condition.notify()
 
     def wake(self) -> None:
@@ -92,6 +102,8 @@ class StreamBook:
         with self._condition:
             came, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
+            abandoned, self._abandoned = self._abandoned, []
+            cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
 
     def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
@@ -109,7 +121,7 @@ class StreamBook:
             self._waiting.pop(stream.ticket, None)
             del self._open[stream.ticket]
             if stream.request.lease_ref is not None:
-                self._refs.discard(stream.request.lease_ref)
+                self._refs.pop(stream.request.lease_ref, None)
 
     def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
         """Sleeps until something was asked or the deadline has passed; False when closed."""
@@ -122,10 +134,10 @@ class StreamBook:
             self._woken = False
             return not self._closed
 
-    def _take_ref(self, ref: LeaseRef) -> None:
+    def _take_ref(self, ref: LeaseRef, ticket: Ticket) -> None:
         if ref in self._refs:
             raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
-        self._refs.add(ref)
+        self._refs[ref] = ticket
 
     def _take_place(self, ticket: Ticket, num_choices: int) -> None:
         num_queued = sum(self._waiting.values()) - self._num_free()  # the others get theirs with the next step

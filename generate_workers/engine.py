@@ -48,7 +48,7 @@ class GenerationEngine:
         self._clock = clock
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
         self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
-        slots.on_change = self._book.wake
+        slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # The engine thread's own:
         self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step))
@@ -157,9 +157,6 @@ class GenerationEngine:
 
     def _join_committed(self) -> None:
         """Streams whose lease is committed join; those whose lease has ended end."""
-        for row in [row for row in self._running.rows.values() if row.stream.request.lease_ref == row.ref]:
-            if self._slots.standing(row.ref) is Standing.ABANDONED:
-                self._end(row.stream, FinishReason.CANCELLED)
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
@@ -173,15 +170,24 @@ class GenerationEngine:
             del self._leased[stream.ticket]
             leader = self._join(stream, seats, num_cached=stream.request.num_tokens)
             if leader is not None:
-                rows = [leader, *leader.followers]
-                self._running.fork(leader)
-                for row in rows:
-                    assert row.first is not None
-                    self._accept(row, row.first)
+                self._begin_pushed(leader)
+
+    def _begin_pushed(self, leader: Row) -> None:
+        """A stream's rows start from pushed KV, with the first tokens that came with it."""
+        rows = [leader, *leader.followers]
+        try:
+            self._running.fork(leader)
+        except Exception as error:
+            logger.exception("request %s: its choices cannot share their prompt", leader.stream.request.request_id)
+            self._end(leader.stream, FinishReason.ERROR, _one_line(error))
+            return
+        for row in rows:
+            assert row.first is not None
+            self._accept(row, row.first)
 
     def _join_waiting(self) -> None:
         """Streams without a lease take free slots, first come, first served, after rows that had to give theirs up."""
-        has_turn = self._running.resume()
+        has_turn = self._resume()
         while has_turn and self._waiting:
             stream = self._waiting[0]
             request = stream.request
@@ -195,6 +201,14 @@ class GenerationEngine:
                 return
             self._waiting.popleft()
             self._join(stream, seats, num_cached=0)
+
+    def _resume(self) -> bool:
+        """Preempted rows come back; whether none waits. One for which there is no memory although nothing runs ends."""
+        while True:
+            try:
+                return self._running.resume()
+            except ResourceExhaustedError as error:
+                self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
     def _join(self, stream: Stream, seats: list[Seat], num_cached: int) -> Row | None:
         """The first choice's row, which joins the batch; the others follow it. None, and the stream ended, when rows

@@ -21,14 +21,18 @@ class EngineConfig:
     residency: str = "device"
     """Where KV lives (generate_workers.residency.policies)."""
     kv_memory_bytes: int = 0
-    """Of KV, over all slots; 0: what all slots could hold, but at most half of the memory that is free at the start."""
+    """Of KV, over all slots; 0: what all slots could hold, but at most this engine's part of half of the memory that is
+    free at the start."""
     device_memory_bytes: int = 0
     """Of the device, for weights and KV, accounted on the CPU as well; 0: no limit but kv_memory_bytes."""
     growth_tokens: int = 256
     """By which a row is expected to grow yet, when it is taken on: less packs more rows, and preempts more often."""
+    num_engines: int = 1
+    """That share the machine's memory, this one included."""
 
     def __post_init__(self) -> None:
-        for name in ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting", "growth_tokens"):
+        counts = ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting")
+        for name in (*counts, "growth_tokens", "num_engines"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use at least 1")
         for name in ("kv_memory_bytes", "device_memory_bytes"):

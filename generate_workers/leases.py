@@ -83,8 +83,6 @@ class Standing(Enum):
     """Join: committed."""
     RUNNING = "running"
     """It has joined."""
-    ABANDONED = "abandoned"
-    """It has joined, and somebody aborted the lease since: leave."""
     EXPIRED = "expired"
     """The lease was not renewed in time."""
     GONE = "gone"
@@ -108,8 +106,6 @@ class Claim:
     """Each choice's first token; known from commit on."""
     held: "tuple[Slot, ...]" = ()
     """The slots of further choices, until they are rows: they end with this claim."""
-    abandoned: bool = False
-    """Aborted while ACTIVE: the row is to leave."""
     expired: bool = False
     """Ended because nobody renewed it."""
     waiters: list[LoopWaiter] = field(default_factory=list)

@@ -11,7 +11,8 @@ from generate_workers.step_runner import weight_bytes
 from modeling.decoder import Decoder
 
 _SHARE = 0.5
-"""Of the free memory, at most, if nothing is configured: weights and other processes need some too."""
+"""Of the free memory, at most and over all engines, if nothing is configured: weights and other processes need some
+too."""
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
 
@@ -30,7 +31,7 @@ def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: 
     kv_bytes = config.kv_memory_bytes
     if not kv_bytes:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
-        kv_bytes = min(all_slots, int(_SHARE * free_bytes()))
+        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // config.num_engines)
     device_bytes = None
     if config.device_memory_bytes:
         device_bytes = config.device_memory_bytes - num_weight_bytes
@@ -46,10 +47,13 @@ def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: 
 
 
 def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that processes can still take here: the machine's, or what the container's limit leaves."""
+    """Bytes that processes can still take here: the machine's, or what the container's limit leaves. Pages of files
+    count as free, for they are dropped when memory is asked for."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = cgroup / "memory.max", cgroup / "memory.current"
+    limit = cgroup / "memory.max"
     if limit.exists() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        of_files = int(stat["inactive_file"]) + int(stat["active_file"])
+        free = min(free, int(text) - int((cgroup / "memory.current").read_text()) + of_files)
     return max(free, 0)

@@ -13,6 +13,7 @@ from baton.ids import SlotId
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 from modeling.kv_buffers import OUT_OF_MEMORY
 
+_NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
 """By which a promise is extended, where there is room: not at every token."""
 
@@ -72,9 +73,9 @@ class KvMemory:
             if limit:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
-    def shortage(self, need: KvBytes) -> str:
-        """Why there is no room for `need` now; empty when there is."""
-        limit = self.limits.exceeded_by(self.promised + need)
+    def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
+        """Why there is no room for `need` now, if `owed` stays free; empty when there is."""
+        limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit beside {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:

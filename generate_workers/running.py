@@ -2,8 +2,9 @@
 
 Step 8 of a request's way (DESIGN.md, section 4). A row asks for more memory as it grows. When there is none, the
 youngest row gives its own back and waits; it comes back before any newcomer, and prefills what it knew, its output
-included, so that its stream goes on with the very tokens that it would have had. A request that could not run alone was
-never let in, so the oldest row always runs: at worst it waits for leases, which end by themselves.
+included, so that its stream goes on: in fp32 with the tokens that it would have had, in bf16 perhaps with others, since
+a prefill in chunks does not round as decode steps do. A request that could not run alone was never let in, so the
+oldest row always runs: at worst it waits for leases, which end by themselves, and new ones leave it what it needs.
 
 Owned by the engine's thread.
 """
@@ -11,8 +12,10 @@ Owned by the engine's thread.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from baton.errors import ResourceExhaustedError
 from baton.ids import SlotId
 from generate_workers.batcher import Batcher, StepPlan
+from generate_workers.leases import Seat
 from generate_workers.residency.port import KvBytes
 from generate_workers.rows import Row
 from generate_workers.slots import SlotTable
@@ -31,6 +34,8 @@ class RunningRows:
     num_preemptions: int = 0
     is_stalled: bool = False
     """Whether the last plan is empty although there are rows: the oldest waits for memory that leases hold."""
+    _growth: KvBytes = field(default=KvBytes(), init=False)
+    """What a row must grow by that has no room for it yet."""
 
     def add(self, rows: list[Row], num_cached: int) -> None:
         """A stream's rows: the first joins the batch, with the KV of `num_cached` tokens in place; the others follow
@@ -55,13 +60,15 @@ class RunningRows:
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Rows that were preempted come back while there is room, the oldest first; whether none waits."""
+        """Rows that were preempted come back while there is room, the oldest first; whether none waits. Raises
+        ResourceExhaustedError for the oldest when its device has less memory than it was said to have, and no row runs
+        that would give some back."""
         if not self.waiting:
             return True
         while self.waiting:
             leader = self.waiting[0]
             rows = [leader, *leader.followers]
-            seats = self.slots.occupy(len(leader.token_ids), leader.capacity_tokens, len(rows))
+            seats = self._seats_for(leader, len(rows))
             if seats is None:
                 break
             self.waiting.pop(0)
@@ -86,19 +93,30 @@ class RunningRows:
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
-        """The oldest row that cannot grow as planned."""
+        """The oldest row that cannot grow as planned; from now on, leases leave it what it needs for that."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
         for row in sorted((self.rows[slot] for slot in ends), key=_age):
             if not self.slots.extend(row.slot, ends[row.slot]):
+                self._owe_growth(self.slots.growth(row.slot, ends[row.slot]))
                 return row
+        self._owe_growth(KvBytes())
         return None
 
+    def _seats_for(self, leader: Row, num_rows: int) -> list[Seat] | None:
+        try:
+            return self.slots.occupy(len(leader.token_ids), leader.capacity_tokens, num_rows)
+        except ResourceExhaustedError:
+            if self.rows:  # they give memory back when they end
+                return None
+            raise
+
     def _preempt(self, leader: Row) -> None:
+        """What it gives back is owed before it is free: no lease takes it in between."""
         self.num_preemptions += 1
-        self._unseat([leader, *leader.followers])
         self.waiting.append(leader)
         self.waiting.sort(key=_age)
         self._owe()
+        self._unseat([leader, *leader.followers])
 
     def _enter(self, leader: Row, num_cached: int) -> None:
         self.rows.update((row.slot, row) for row in (leader, *leader.followers))
@@ -114,8 +132,13 @@ class RunningRows:
                 self.batcher.leave(seat.ref.slot)
             self.slots.release(seat.ref)
 
+    def _owe_growth(self, num_bytes: KvBytes) -> None:
+        if num_bytes != self._growth:
+            self._growth = num_bytes
+            self._owe()
+
     def _owe(self) -> None:
-        need, num_slots = KvBytes(), 0
+        need, num_slots = self._growth, 0
         for row in self.waiting:
             num_rows = 1 + len(row.followers)
             num_slots += num_rows

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from baton.clock import Clock
 from baton.errors import (
     IncompletePushError,
-    InvalidArgumentError,
     LeaseError,
     LeaseExpiredError,
     ResourceExhaustedError,
@@ -24,6 +23,7 @@ from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.leases import Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
 from generate_workers.memory import KvMemory
 from generate_workers.residency.port import KvBytes
+from generate_workers.spec_checks import check_spec, check_ttl
 from generate_workers.waiting import LoopWaiter
 from transport.coverage import Added, Coverage
 from transport.kv_sink import ReserveSpec
@@ -39,6 +39,8 @@ class SlotTable:
         self.on_change: Callable[[], None] = _ignore
         """Called whenever a claim begins, is committed, is renewed or ends, on the changing thread and without the
         lock; set once, by the engine, before the table is used. It must neither block nor raise."""
+        self.on_abandon: Callable[[LeaseRef], None] = _ignore
+        """As on_change: the lease was aborted after it had become rows, which are to leave, or after its end."""
         self._changed = False
         self._memory = memory
         self._layout = memory.shape.layout
@@ -71,15 +73,16 @@ class SlotTable:
         ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError that names the
         field that is out of its limits."""
         num_tokens, capacity = request.num_tokens, request.capacity_tokens
-        self._check(request)
+        check_spec(request, len(self._slots), self.max_slot_tokens)
+        self._memory.check(num_tokens, capacity, request.num_choices)
         with self._changing():
             slots = self._free_slots(request.num_choices + self._num_owed)[: request.num_choices]
             if not slots:
                 few = f"fewer than {request.num_choices} of {len(self._slots)} slots are free"
-                raise ResourceExhaustedError(f"{few}: try again, or add num_slots")
-            need = self._memory.need(num_tokens, capacity, request.num_choices) + self._owed
-            if shortage := self._memory.shortage(need):
-                raise ResourceExhaustedError(f"{shortage}: try again, or raise it")
+                raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
+            need = self._memory.need(num_tokens, capacity, request.num_choices)
+            if shortage := self._memory.shortage(need, self._owed):
+                raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
             claims = self._claims(slots, num_tokens, capacity, request.ttl_s)
             claim = claims[0]
             claim.held = tuple(slots[1:])
@@ -96,7 +99,7 @@ class SlotTable:
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Lets the lease live `ttl_s` seconds from now; StaleStampError or LeaseExpiredError when it has ended."""
-        _require(0 < ttl_s < math.inf, "ttl_s", ttl_s, "use a time above 0 seconds")
+        check_ttl(ttl_s)
         with self._changing():
             claim = self._present(ref)
             claim.ttl_s = ttl_s
@@ -140,17 +143,15 @@ class SlotTable:
         return claim.num_tokens * self._layout.token_bytes
 
     def abort(self, ref: LeaseRef) -> None:
-        """Ends the lease: the slot is free once its last writer has left; an active row is told to leave.
-        Idempotent; a stale stamp changes nothing."""
+        """Ends the lease: the slot is free once its last writer has left; rows that it has become are told to leave.
+        Idempotent; a stale stamp changes nothing here."""
         with self._changing():
             slot = self._find(ref)
-            if slot is None or slot.claim is None:
-                return
-            if slot.state is SlotState.ACTIVE:
-                slot.claim.abandoned = True
-            else:
+            if slot is not None and slot.state is not SlotState.ACTIVE:
                 slot.end()
-            self._changed = True
+                self._changed = True
+                return
+        self.on_abandon(ref)
 
     # On the engine's thread.
 
@@ -175,8 +176,14 @@ class SlotTable:
         with self._lock:
             return self._memory.extend(claim.memory, num_tokens)
 
+    def growth(self, slot: SlotId, num_tokens: int) -> KvBytes:
+        """What an active row needs beyond its promise, to hold `num_tokens` tokens."""
+        claim = self._slots[slot].claim
+        assert claim is not None
+        return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
+
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
-        """What rows need that wait to come back: leases leave so much free."""
+        """What rows need that wait to come back or to grow: leases leave so much free."""
         with self._lock:
             self._num_owed, self._owed = num_slots, num_bytes
 
@@ -211,7 +218,7 @@ class SlotTable:
                 return Standing.PENDING
             if slot.state is SlotState.COMMITTED:
                 return Standing.READY
-            return Standing.ABANDONED if slot.claim.abandoned else Standing.RUNNING
+            return Standing.RUNNING
 
     def leased_tokens(self, ref: LeaseRef) -> int:
         """How many tokens' KV is pushed under this lease. StaleStampError or LeaseExpiredError when it has ended."""
@@ -265,17 +272,6 @@ class SlotTable:
                 claim.wake_all()
             return is_new
 
-    def _check(self, request: ReserveSpec) -> None:
-        limit = self.max_slot_tokens
-        capacity = request.capacity_tokens
-        _require(request.num_tokens >= 1, "num_tokens", request.num_tokens, "use at least 1")
-        _require(request.num_tokens <= capacity, "num_tokens", request.num_tokens, f"capacity_tokens is {capacity}")
-        _require(capacity <= limit, "capacity_tokens", capacity, f"a slot of this group holds at most {limit}")
-        _require(0 < request.ttl_s < math.inf, "ttl_s", request.ttl_s, "use a time above 0 seconds")
-        num_slots = len(self._slots)
-        _require(1 <= request.num_choices <= num_slots, "n", request.num_choices, f"this group has {num_slots} slots")
-        self._memory.check(request.num_tokens, capacity, request.num_choices)
-
     def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
         with self._changing():
             self._expire()
@@ -297,6 +293,10 @@ class SlotTable:
                 claim.waiters.remove(waiter)
 
     # With the lock held.
+
+    def _kept(self) -> str:
+        is_owing = self._num_owed or self._owed != KvBytes()
+        return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
 
     def _free_slots(self, count: int) -> list[Slot]:
         """That many, or none."""
@@ -385,10 +385,5 @@ class SlotWriter:
         return self._table._write(self._claim, layer, tokens, data)
 
 
-def _ignore() -> None:
+def _ignore(*_what: object) -> None:
     """Nobody listens yet."""
-
-
-def _require(holds: bool, name: str, value: object, remedy: str) -> None:
-    if not holds:
-        raise InvalidArgumentError(f"{name} = {value!r} is out of range: {remedy}")

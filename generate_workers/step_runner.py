@@ -6,6 +6,7 @@ T tokens of all spans, D hidden.
 """
 
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from generate_workers.batcher import StepPlan
 from generate_workers.residency.port import Residency
 from generate_workers.rows import Row
 from modeling.decoder import Decoder, DecoderWeights
+from modeling.linear import Linear
 from modeling.sampling import sample, score
 
 _SCORED_TOKENS = 64
@@ -73,24 +75,27 @@ class StepRunner:
 def bytes_per_step(weights: DecoderWeights) -> int:
     """Bytes of the parameters that every forward reads whole: of an embedding that is not the head as well, and of
     positions, it reads some rows."""
-    parts = {name: part for name, part in vars(weights).items() if name not in ("embedding", "positions")}
-    return sum(_tensor_bytes(parts).values())
+    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head)).values())
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
     """Bytes of all parameters."""
-    return sum(_tensor_bytes(weights).values())
+    return sum(_bytes_by_part(weights).values())
 
 
-def _tensor_bytes(part: object) -> dict[int, int]:
-    """Bytes of the tensors that `part` is made of, by address: one that is used twice counts once."""
+def _bytes_by_part(part: object) -> dict[int, int]:
+    """Bytes of the linear layers, and of other objects' own tensors, that `part` is composed of, by identity: what is
+    used twice, as a tied embedding is, counts once."""
+    if isinstance(part, Linear):
+        return {id(part): part.num_bytes}
     if isinstance(part, Tensor):
-        return {part.data_ptr(): part.nbytes}
-    if isinstance(part, dict):
-        children = list(part.values())
+        return {id(part): part.nbytes}
+    if isinstance(part, tuple | list):
+        children = list(part)
     else:
-        children = list(part) if isinstance(part, tuple | list) else list(getattr(part, "__dict__", {}).values())
+        attributes = getattr(part, "__dict__", {}).values()
+        children = [each for each in attributes if is_dataclass(part) or isinstance(each, Tensor)]
     found: dict[int, int] = {}
     for child in children:
-        found |= _tensor_bytes(child)
+        found |= _bytes_by_part(child)
     return found

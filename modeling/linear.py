@@ -8,7 +8,7 @@ T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of t
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +23,15 @@ _HALF = 16
 """Rows of a panel's half."""
 
 
+@runtime_checkable
 class Linear(Protocol):
     """A weight `[N, K]`, perhaps a bias `[N]`; perhaps gated: silu of the first half of the outputs times the second
     (SwiGLU; Shazeer, 2020)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weight and bias, as they are kept and read."""
+        ...
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         """`norm(x) W^T + b`, gated if it is, plus the residual if one is given: `[T, N]`, gated `[T, I]`."""
@@ -51,6 +57,10 @@ class TorchLinear:
     weight_NK: Tensor
     bias_N: Tensor | None = None
     gated: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.weight_NK, self.bias_N)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
@@ -95,6 +105,10 @@ class WidenedLinear:
         self._panels_PKL = _interleave(self._placed(weight_NK)) if not int8 else _halves(self._placed(weight_NK))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
 
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._panels_PKL, self._scales, self._bias)
+
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         gain_K, eps = None, 0.0
         if isinstance(norm, RmsNorm):
@@ -128,6 +142,10 @@ class WidenedLinear:
         placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
         placed[self._order_N] = of_rows
         return placed
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def _interleave(rows_MK: Tensor) -> Tensor:

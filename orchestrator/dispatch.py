@@ -8,8 +8,9 @@ calls have ended, its job is in no book, and its slot is free or about to be. On
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from baton.clock import Clock
@@ -21,7 +22,7 @@ from orchestrator.clients import Clients, EventStream, PrefillPlan, WorkerClient
 from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, JobNumbers, Members, NoGroupError, PrefillGroup
-from orchestrator.placement import choose_generation, choose_prefill
+from orchestrator.placement import Choose, choose_generation, choose_prefill
 from orchestrator.widths import ChainPlan, WidthPolicy
 from planning.planner import ChainPlanner
 from transport.kv_sink import ReserveSpec
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 Emit = Callable[[TokenEvent], None]
 """Where an attempt's events go."""
+_Slot = tuple[WorkerClient, Lease]
 Chain = asyncio.Task[tuple[RankTiming, ...]]
 """One attempt's prefill, on all ranks."""
 
@@ -51,6 +53,16 @@ class _Prefill:
     group: PrefillGroup
     chain: ChainPlan
     number: JobId
+
+
+@dataclass
+class _Refusals:
+    """Of one attempt, by groups that have slots and no memory."""
+
+    since_s: float = math.inf
+    """Of the first."""
+    full: set[object] = field(default_factory=set)
+    """Lives of those asked since all had been: one that is asked again has had a pause."""
 
 
 class Dispatcher:
@@ -78,7 +90,16 @@ class Dispatcher:
         """Runs the request on from where its record is to its end: events go into the record, then to `emit`. Raises
         what failed, having noted in the record which group to avoid."""
         record.width = None
-        generation = await self._find_generation(record)
+        refusals = _Refusals()
+        generation: GenerationGroup | None = await self._find_generation(record)
+        while generation is not None:
+            generation = await self._attempt_at(generation, record, refusals, emit)
+
+    async def _attempt_at(
+        self, generation: GenerationGroup, record: RequestRecord, refusals: _Refusals, emit: Emit
+    ) -> GenerationGroup | None:
+        """To the request's end; or returns the group to go to instead, as this one has no memory. The job is in no
+        book before it has its slot: others are not planned around what does not run."""
         with (
             self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
@@ -86,9 +107,14 @@ class Dispatcher:
             found = await self._find_prefill(record)
             if found is None:
                 await self._generate(record, generation, worker, emit)
-                return
-            with self._members.hold(found[0].name), self._booked(record, *found) as prefill:
-                await self._relay(record, (generation, prefill), worker, emit)
+                return None
+            granted = await self._reserve(record, generation, worker, refusals)
+            if isinstance(granted, GenerationGroup):
+                return granted
+            group, chain = self._choose_prefill(record)(record.avoid) or found  # anew: others were booked meanwhile
+            with self._members.hold(group.name), self._booked(record, group, chain) as prefill:
+                await self._relay(record, (generation, prefill), (worker, granted), emit)
+        return None
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
         """As `attempt`, by the stream that a generation group has kept since an earlier orchestrator's end. Raises
@@ -98,7 +124,7 @@ class Dispatcher:
             self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
-            number = self._next_stream()
+            number = StreamNumber(self._numbers.issue())
             with self._ending(record, generation, number, worker.take_over(record, number)) as stream:
                 event = await stream.read()
                 record.place(self._clock.unix_ns())
@@ -106,10 +132,7 @@ class Dispatcher:
                 await _follow(record, stream, event, emit)
 
     async def _find_generation(self, record: RequestRecord) -> GenerationGroup:
-        def choose(avoid: Collection[object]) -> GenerationGroup | None:
-            return choose_generation(self._members.view, self._members.load, record, avoid)
-
-        found = await self._find(choose, record, self._config.generation_wait_s)
+        found = await self._find(self._choose_generation(record), record, self._config.generation_wait_s)
         if found is None:
             raise NoGroupError(
                 f"no generation group had a free slot of {record.capacity_tokens} tokens within "
@@ -117,8 +140,10 @@ class Dispatcher:
             )
         return found
 
-    async def _find_prefill(self, record: RequestRecord) -> tuple[PrefillGroup, ChainPlan] | None:
-        """None: the generation group is to prefill by itself."""
+    def _choose_generation(self, record: RequestRecord) -> Choose[GenerationGroup]:
+        return lambda avoid: choose_generation(self._members.view, self._members.load, record, avoid)
+
+    def _choose_prefill(self, record: RequestRecord) -> Choose[tuple[PrefillGroup, ChainPlan]]:
         chains = self._policy.chains(TokenRange(0, record.num_tokens))
 
         def plan_for(group: PrefillGroup) -> ChainPlan:
@@ -126,20 +151,19 @@ class Dispatcher:
             pending = self._members.backlogs.pending(group.life, now_s)
             return chains.plan(len(group.endpoints), pending, now_s)
 
-        def choose(avoid: Collection[object]) -> tuple[PrefillGroup, ChainPlan] | None:
-            return choose_prefill(self._members.view, plan_for, avoid)
+        return lambda avoid: choose_prefill(self._members.view, plan_for, avoid)
 
+    async def _find_prefill(self, record: RequestRecord) -> tuple[PrefillGroup, ChainPlan] | None:
+        """None: the generation group is to prefill by itself."""
         if not self._members.view.prefill or record.wants_prompt_scores:
             return None  # a chain's ranks compute no logits but the last
-        found = await self._find(choose, record, self._config.prefill_wait_s)
+        found = await self._find(self._choose_prefill(record), record, self._config.prefill_wait_s)
         if found is None:
             self.num_degraded += 1
             logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt)
         return found
 
-    async def _find(
-        self, choose: Callable[[Collection[object]], T | None], record: RequestRecord, wait_s: float
-    ) -> T | None:
+    async def _find(self, choose: Choose[T], record: RequestRecord, wait_s: float) -> T | None:
         """A group that has not failed this request, if one comes soon; else any."""
         if record.avoid:
             found = await self._members.until(lambda: choose(record.avoid), self._config.avoid_s)
@@ -178,7 +202,7 @@ class Dispatcher:
     def _streaming(
         self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, lease: Lease | None
     ) -> contextlib.AbstractContextManager[EventStream]:
-        number = self._next_stream()
+        number = StreamNumber(self._numbers.issue())
         stream = worker.stream(record, number, self._config.lease_ttl_s, lease)
         return self._ending(record, generation, number, stream)
 
@@ -193,9 +217,6 @@ class Dispatcher:
             if not record.is_complete:
                 self._keep(self._cancel(generation.endpoint, number))
             stream.cancel()
-
-    def _next_stream(self) -> StreamNumber:
-        return StreamNumber(self._numbers.issue())
 
     @contextlib.contextmanager
     def _booked(self, record: RequestRecord, group: PrefillGroup, chain: ChainPlan) -> Iterator[_Prefill]:
@@ -219,11 +240,10 @@ class Dispatcher:
         return self._clock.unix_ns() / 1e9
 
     async def _relay(
-        self, record: RequestRecord, places: tuple[GenerationGroup, _Prefill], worker: WorkerClient, emit: Emit
+        self, record: RequestRecord, places: tuple[GenerationGroup, _Prefill], slot: _Slot, emit: Emit
     ) -> None:
         """Prefill by a chain, whose last rank commits the slot; generation by the group that owns it."""
-        generation, prefill = places
-        lease = await self._reserve(record, generation, worker)
+        (generation, prefill), (worker, lease) = places, slot
         record.place(self._clock.unix_ns())
         chain = asyncio.create_task(self._run_chain(record, prefill, lease, worker))
         try:
@@ -239,9 +259,11 @@ class Dispatcher:
             chain.cancel()
             await asyncio.gather(chain, return_exceptions=True)
 
-    async def _reserve(self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient) -> Lease:
-        """A slot for each choice. A reservation under way is never cancelled: it might be granted, and nobody would
-        know."""
+    async def _reserve(
+        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, refusals: _Refusals
+    ) -> Lease | GenerationGroup:
+        """A slot for each choice; or another group that has room, as this one has none. A reservation under way is
+        never cancelled: it might be granted, and nobody would know."""
         spec = ReserveSpec(
             request_id=record.request_id,
             attempt=record.attempt,
@@ -250,7 +272,6 @@ class Dispatcher:
             ttl_s=self._config.lease_ttl_s,
             num_choices=record.num_slots,
         )
-        give_up_s = self._clock.now_s() + self._config.generation_wait_s
         while True:
             granting = asyncio.create_task(worker.reserve(spec, generation.layout_fingerprint))
             try:
@@ -259,9 +280,15 @@ class Dispatcher:
                 self._keep(self._give_back(generation.endpoint, granting))
                 raise
             except BatonError as error:
+                refusals.since_s = min(refusals.since_s, self._clock.now_s())
+                give_up_s = refusals.since_s + self._config.generation_wait_s
                 if not isinstance(error, ResourceExhaustedError) or self._clock.now_s() > give_up_s:
                     record.avoid.add(generation.life)
                     raise
+            refusals.full.add(generation.life)
+            if other := self._choose_generation(record)(record.avoid | refusals.full):
+                return other
+            refusals.full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
 
     async def _run_chain(

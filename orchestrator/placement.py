@@ -4,11 +4,15 @@ Step 3 of a request's way (DESIGN.md, section 4). Pure.
 """
 
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Load, PrefillGroup
 from orchestrator.widths import ChainPlan
 
+T = TypeVar("T")
+Choose = Callable[[Collection[object]], T | None]
+"""Lives of groups to avoid -> what is chosen as things are; None for nothing."""
 PlanFor = Callable[[PrefillGroup], ChainPlan]
 """A group -> the request's chain there, as things are."""
 LoadOf = Callable[[str], Load]

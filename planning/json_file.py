@@ -2,6 +2,7 @@
 
 import json
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,13 @@ def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
 
 def write(path: Path, text: str) -> None:
     """Replaces the file in one step. Raises ConfigError when the folder cannot be written to."""
-    partial = path.with_name(f"{path.name}.partial")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # another writer's is another file
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose a folder that can") from error
 

@@ -133,12 +133,14 @@ def tabulate(
     return replace(made, cost=StepCost(*numbers)), residual
 
 
-def nominal_steps(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> StepTimes:
-    """What is assumed before anything is measured: weights and KV read once at nominal bandwidth, rows computed at
-    nominal FLOP/s."""
+def nominal_steps(
+    model: str, hardware: str, shape: ModelShape, rates: Hardware, *, weight_bytes: float | None = None
+) -> StepTimes:
+    """What is assumed before anything is measured: weights, of `weight_bytes` each (as the shape says, unless given),
+    and KV read once at nominal bandwidth, rows computed at nominal FLOP/s."""
     weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
     cost = StepCost(
-        base_s=weights * shape.dtype_bytes / rates.memory_bandwidth,
+        base_s=weights * (weight_bytes or shape.dtype_bytes) / rates.memory_bandwidth,
         row_s=2 * weights / rates.linear_flops,
         token_s=shape.num_layers * shape.kv_bytes / rates.memory_bandwidth,
     )

@@ -51,9 +51,13 @@ class HostRow(PagedRow):
         return KvBytes(self.memory.num_bytes, self.area_memory.num_bytes)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; the area's pages come with its first step."""
+        """Begins a claim; the area's pages come with its first step. When it fails, nothing is held."""
         super().open(num_tokens, capacity_tokens)
-        self.area_memory.expect(num_tokens)
+        try:
+            self.area_memory.expect(num_tokens)
+        except BaseException:
+            self.release()
+            raise
         data = self.area_memory.data_LS2GH[:, :capacity_tokens]
         self._area = KvBuffer.of(self._area_layout, TokenRange(0, capacity_tokens), data)
 

@@ -2,12 +2,13 @@
 
 Without a compiler, or on another processor, there are none, and torch's own take their place. Blocks while it builds
 (half a minute); processes that want the same kernel wait for the one that builds it. Torch is imported when it is
-needed: a launcher need not have it.
+needed: a launcher need not have it, nor wait for it.
 """
 
 import fcntl
 import functools
 import hashlib
+import importlib.metadata
 import logging
 import os
 import shutil
@@ -50,8 +51,11 @@ def load(name: str, instruction_set: str = NATIVE) -> bool:
 
 
 def may_need_building() -> bool:
-    """Whether a first use may have to build kernels: a compiler is there, and no earlier use has left them."""
-    return find_compiler() is not None and not all(any(_folder().glob(f"{name}-*.so")) for name in NAMES)
+    """Whether a first use here would build kernels: a compiler and torch are there, and no earlier use has left all
+    that are of these sources, torch and processor."""
+    if find_compiler() is None or not any(importlib.metadata.distributions(name="torch")):
+        return False
+    return not all(_place(name, _flags(NATIVE)).exists() for name in NAMES)
 
 
 def namespace(instruction_set: str) -> str:
@@ -60,7 +64,7 @@ def namespace(instruction_set: str) -> str:
 
 
 def _load(name: str, instruction_set: str) -> None:
-    flags = (*_FLAGS, INSTRUCTION_SETS[instruction_set][0], f"-DBATON_OPERATORS={namespace(instruction_set)}")
+    flags = _flags(instruction_set)
     library = _place(name, flags)
     library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
@@ -104,14 +108,16 @@ def _first_error(text: str) -> str:
     return next((line for line in lines if "error" in line), lines[0])
 
 
+def _flags(instruction_set: str) -> tuple[str, ...]:
+    return (*_FLAGS, INSTRUCTION_SETS[instruction_set][0], f"-DBATON_OPERATORS={namespace(instruction_set)}")
+
+
 def _place(name: str, flags: tuple[str, ...]) -> Path:
     """Where the library is, or will be: another file for whatever could make it another library."""
-    import torch
-
     sources = (_source(name), *sorted(_source(name).parent.glob("*.h")))
     parts = (
         *(each.read_bytes() for each in sources),
-        torch.__version__.encode(),
+        importlib.metadata.version("torch").encode(),
         " ".join((*flags, *_cpu_flags())).encode(),
     )
     key = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()

@@ -191,11 +191,15 @@ void run(const Problem& p) {
 std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, const at::Tensor& k_SGH,
                                                      const at::Tensor& v_SGH, bool causal, bool widen) {
   const auto dtype = q_TNH.scalar_type();
+  TORCH_CHECK(q_TNH.dim() == 3 && k_SGH.dim() == 3 && v_SGH.dim() == 3, "queries, keys and values have 3 dimensions");
   const int64_t H = q_TNH.size(2);
   TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "queries must be bfloat16 or float32");
   TORCH_CHECK(k_SGH.scalar_type() == dtype && v_SGH.scalar_type() == dtype, "keys and values must be as queries are");
   TORCH_CHECK(q_TNH.stride(2) == 1 && k_SGH.stride(2) == 1 && v_SGH.stride(2) == 1, "head dim must be contiguous");
   TORCH_CHECK(k_SGH.size(0) > 0 && (!causal || k_SGH.size(0) == q_TNH.size(0)), "causal blocks are square");
+  TORCH_CHECK(v_SGH.sizes() == k_SGH.sizes() && k_SGH.size(2) == H, "keys and values have one shape, heads one dim");
+  TORCH_CHECK(k_SGH.size(1) > 0 && q_TNH.size(1) % k_SGH.size(1) == 0, q_TNH.size(1), " heads do not share ",
+              k_SGH.size(1), " kv heads");
   TORCH_CHECK(H % 16 == 0, "head dim ", H, " is no multiple of 16");
   auto o_TNH = at::empty(q_TNH.sizes(), q_TNH.options());
   auto lse_TN = at::empty({q_TNH.size(0), q_TNH.size(1)}, q_TNH.options().dtype(at::kFloat));

@@ -58,6 +58,7 @@ inline Words in_register(Words words) {
 
 inline Floats splat(float value) { return value - Floats{}; }
 
+// b where either is no number.
 inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
   return _mm512_max_ps(a, b);
@@ -143,10 +144,11 @@ inline void transpose(Words (&rows)[kLanes]) {
 }
 
 // 2^x to fp32's precision for x <= 0; what is below 2^-100 counts as that. The rest of x beside an integer, at most a
-// half, goes through a polynomial (minimax, error 8e-8), the integer is added to the exponent.
+// half, goes through a polynomial (minimax, error 8e-8), the integer becomes an exponent. What is no number stays none:
+// so a score that is none spoils its row's sum, and with it the row.
 inline Floats exp2_of(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bit for fractions
-  x = larger(x, splat(-100.0f));
+  x = larger(splat(-100.0f), x);
   const Floats shifted = x + kRound;
   const Floats f = x - (shifted - kRound);
   Floats y = f * 1.32764691e-3f + 9.67554131e-3f;
@@ -154,7 +156,7 @@ inline Floats exp2_of(Floats x) {
   y = y * f + 2.40221197e-1f;
   y = y * f + 6.93146967e-1f;
   y = y * f + 1.00000007f;
-  return (Floats)((Words)y + ((Words)shifted << 23));
+  return y * (Floats)(((Words)shifted << 23) + 0x3f800000);  // a product: adding to the bits may make NaN a number
 }
 
 }  // namespace

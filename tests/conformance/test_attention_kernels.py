@@ -197,6 +197,60 @@ def test_poison_outside_the_visible_range_never_surfaces(
     torch.testing.assert_close(o_TNH.cpu().double(), expected_o_TNH, atol=case.tolerance, rtol=case.tolerance)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize("num_keys", [20, 300])
+@pytest.mark.parametrize("bad", [0, 7, 19])
+def test_a_key_that_is_no_number_spoils_those_who_see_it(case: Case, num_keys: int, bad: int) -> None:
+    q_TNH, rows = queries(case, num_keys, 4), cached(case, num_keys, 2)
+    rows.k_SGH[bad, 0, 3] = NAN
+    if case.dtype == torch.float32:
+        rows.k_SGH.view(torch.int32)[bad, 0, 3] |= 1  # another NaN
+    o_TNH, lse_TN = case.kernel(q_TNH, rows, True, None)
+    spoilt_TN = torch.zeros(num_keys, 4, dtype=torch.bool, device=case.device)
+    spoilt_TN[bad:, :2] = True
+    assert torch.equal(o_TNH.isnan().all(-1), spoilt_TN) and torch.equal(o_TNH.isnan().any(-1), spoilt_TN)
+    assert torch.equal(lse_TN.isnan(), spoilt_TN)
+    o_TNH, _ = case.kernel(q_TNH, rows, False, None)
+    assert o_TNH[:, :2].isnan().all() and not o_TNH[:, 2:].isnan().any()
+
+
+def test_a_value_that_is_no_number_spoils_its_channel(case: Case) -> None:
+    q_TNH, rows = queries(case, 30, 4), cached(case, 200, 2)
+    rows.v_SGH[150, 1, 5] = NAN
+    o_TNH, lse_TN = case.kernel(q_TNH, rows, False, None)
+    assert o_TNH[:, 2:, 5].isnan().all() and int(o_TNH.isnan().sum()) == 30 * 2
+    assert not lse_TN.isnan().any()
+
+
+def test_a_query_that_is_no_number_spoils_its_row(case: Case) -> None:
+    q_TNH, rows = queries(case, 200, 4), cached(case, 200, 2)
+    q_TNH[77, 1, 3] = NAN
+    for causal in (False, True):
+        o_TNH, lse_TN = case.kernel(q_TNH, rows, causal, None)
+        assert o_TNH[77, 1].isnan().all() and int(o_TNH.isnan().sum()) == HEAD_DIM
+        assert int(lse_TN.isnan().sum()) == 1
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "text"),
+    [
+        ((5, 2, 16), (4, 2, 16), "one shape"),
+        ((5, 2, 32), (5, 2, 32), "one dim"),
+        ((5, 3, 16), (5, 3, 16), "do not share"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(
+    case: Case, keys: tuple[int, ...], values: tuple[int, ...], text: str
+) -> None:
+    if case.instruction_set is None:
+        pytest.skip("torch's own checks")
+    rows = KvRows(torch.zeros(keys, dtype=case.dtype), torch.zeros(values, dtype=case.dtype), 0)
+    with pytest.raises(RuntimeError, match=text):
+        case.kernel(queries(case, 5, 4), rows, False, None)
+
+
 def test_sequence_may_begin_behind_position_zero(case: Case) -> None:
     q_TNH, rows = queries(case, 6, 4), cached(case, 16, 2, first_position=100)
     o_TNH = attend(q_TNH, 110, cut(rows, 105, 113), None, case.kernel)

@@ -124,3 +124,23 @@ def test_a_row_does_not_depend_on_the_others(path: KernelPath, picked: bool) -> 
     for row, kv in enumerate(rows):
         alone_1NH = attend(path, q_BNH[row : row + 1], [kv], *(each[row : row + 1] for each in picks))
         assert torch.equal(alone_1NH[0], together_BNH[row])
+
+
+@pytest.mark.parametrize("picked", [False, True])
+@pytest.mark.parametrize("part", ["key", "value", "query"])
+def test_what_is_no_number_spoils_exactly_what_reads_it(path: KernelPath, part: str, picked: bool) -> None:
+    """All but the first row, in the second of three kv heads."""
+    rows, q_BNH = caches(path, 3, 64), queries(path, 9, 64)
+    for kv in rows[1:]:
+        if part != "query":
+            kv[kv.shape[0] // 2, int(part == "value"), 1, 3:6] = float("nan")
+    if part == "query":
+        q_BNH[1:, 3:6, 7] = float("nan")
+    picks_BGK = torch.arange(max(LENGTHS), dtype=torch.int32).expand(len(rows), 3, -1).contiguous()
+    num_BG = torch.tensor(LENGTHS, dtype=torch.int32).unsqueeze(1).expand(-1, 3).contiguous()
+    o_BNH = attend(path, q_BNH, rows, *((picks_BGK, num_BG) if picked else ()))
+    spoilt_BNH = torch.zeros(o_BNH.shape, dtype=torch.bool)
+    spoilt_BNH[1:, 3:6, 3:6] = True
+    if part != "value":
+        spoilt_BNH[1:, 3:6] = True
+    assert torch.equal(o_BNH.isnan(), spoilt_BNH)

@@ -17,6 +17,7 @@ import grpc
 
 from baton import Client
 from baton.errors import BatonError
+from baton.paths import cache_folder
 from baton.results import ClusterState
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
@@ -184,6 +185,16 @@ def _owner(socket: str) -> int:
     raise AssertionError(f"nobody has {socket} open")
 
 
+def share_kernels(cache: Path) -> None:
+    """Gives a cache folder of its own this user's kernels: they are built once for all tests."""
+    own, shared = cache / "baton" / "kernels", cache_folder() / "kernels"
+    own.parent.mkdir(exist_ok=True)
+    shared.mkdir(parents=True, exist_ok=True)
+    if not own.exists():
+        own.symlink_to(shared)
+
+
 def _environment(cache: Path) -> dict[str, str]:
+    share_kernels(cache)
     settings = {"XDG_CACHE_HOME": str(cache), "HOME": str(cache), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
     return os.environ | settings

@@ -14,7 +14,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.demo import QUESTIONS
 from modeling.weights import load_decoder
-from tests.support.ray_clusters import processes_of
+from tests.support.ray_clusters import processes_of, share_kernels
 from tests.support.reference import check_equal_tokens
 from tests.support.texts import passage_ids
 from text.tokenizer import Tokenizer
@@ -36,6 +36,7 @@ def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subproce
     command = [sys.executable, "-m", "deploy.demo", str(passage)]
     command += [part for each in ("model.dtype=float32", *assignments) for part in ("--set", each)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
+    share_kernels(cache)
     shm = set(Path("/dev/shm").iterdir())
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)

@@ -9,10 +9,14 @@ from deploy.config_file import format_config, load_config
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("0", 0), ("1GiB", 1 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 1 << 29), ("2MB", 2_000_000), (" 7 B ", 7)],
+    [("0", 0), ("1GiB", 1 << 30), ("1.5 GiB", 3 << 29), ("512MiB", 1 << 29), (" 7 B ", 7), ("0.1 MB", 100_000)],
 )
 def test_text_with_a_unit(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
+
+
+def test_decimal_units() -> None:
+    assert [parse_bytes(f"2 {unit}") for unit in ("kB", "MB", "GB", "TB")] == [2000, 2 * 10**6, 2 * 10**9, 2 * 10**12]
 
 
 @pytest.mark.parametrize("value", [5, 5.0, True, None])
@@ -20,7 +24,7 @@ def test_what_is_no_text_is_left_to_others(value: object) -> None:
     assert parse_bytes(value) is value
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "1XB", "-1GiB", "1 GiB more", "1gib"])
+@pytest.mark.parametrize("text", ["", "GiB", "1XB", "-1GiB", "1 GiB more", "1gib", "9" * 400, "\u0663"])
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is no amount of memory: use a number"):
         parse_bytes(text)

@@ -153,6 +153,13 @@ def test_step_times_lie_beside_the_calibration(folder: Path, tmp_path: Path) -> 
     assert find_step_times(others[0], kept) is others[0]
 
 
+def test_int8_weights_are_taken_to_be_read_as_such(folder: Path) -> None:
+    plain, int8 = (
+        nominal_step_times(folder, "bfloat16", 1, residency="device", quantization=each) for each in ("none", "int8")
+    )
+    assert int8.cost.base_s == pytest.approx(plain.cost.base_s / 2)
+
+
 def test_step_times_that_are_damaged_or_foreign_are_not_used(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError
+from deploy.cluster_config import ClusterConfig
 from deploy.config import POLICIES, LocalConfig, WorkerConfig
 from generate_workers.engine import EngineConfig
 from generate_workers.residency import policies
@@ -37,6 +38,12 @@ def test_worker_config_survives_json() -> None:
     worker = LocalConfig(Path("model"), prefill_threads=3).worker("prefill", 1)
     assert WorkerConfig.from_json(worker.to_json()) == worker
     assert worker.num_threads == 3
+
+
+def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:
+    cluster = ClusterConfig.model_validate({"generate": {"num_groups": 3}})
+    assert cluster.worker(Path("model"), "generate", 2, 0).num_engines == 3
+    assert LocalConfig(Path("model")).worker("generate", 0).num_engines == 1
 
 
 def test_the_engine_s_own_defaults_are_the_same() -> None:

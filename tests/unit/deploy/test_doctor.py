@@ -4,12 +4,14 @@ import re
 import socket
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from baton.errors import ConfigError
+from deploy.calibrations import nominal_calibration
 from deploy.config_file import load_config
 from deploy.doctor import (
     Machine,
@@ -26,6 +28,8 @@ from deploy.doctor import (
     require,
     weight_bytes,
 )
+from deploy.probe import Measured, measure
+from planning.model_shape import ModelShape
 from tests.support.letter_models import write_letter_model
 
 MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
@@ -76,6 +80,16 @@ def test_workers_that_do_not_fit_into_memory_fail(folder: Path) -> None:
     assert "2.0 GiB for 4 workers" in finding.text
 
 
+def test_kv_that_does_not_fit_beside_the_weights_is_a_warning(folder: Path) -> None:
+    values = ["prefill.num_ranks=1", "generate.num_groups=2", "generate.kv_memory_bytes=4GiB"]
+    short = replace(MACHINE, available_bytes=9 * 2**30)
+    assert check_memory(load_config(None, values[:2]), folder, short).verdict is Verdict.OK
+    finding = check_memory(load_config(None, values), folder, short)
+    assert finding.verdict is Verdict.WARNING
+    assert "8.0 GiB for KV: lower generate.kv_memory_bytes" in finding.text
+    assert check_memory(load_config(None, values), folder, MACHINE).verdict is Verdict.OK
+
+
 def test_an_object_store_that_does_not_fit_fails() -> None:
     assert check_shm(load_config(None, ["ray.object_store_mib=1024"]), MACHINE).verdict is Verdict.OK
     assert check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE).verdict is Verdict.FAILED
@@ -114,10 +128,33 @@ def test_this_machine_can_be_inspected() -> None:
     assert machine.available_bytes > 0
 
 
-def test_rates_are_those_of_the_configured_model_and_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8")])
+def test_rates_are_those_of_the_configured_model_and_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, quantization: str
+) -> None:
     for name in ("_READ_BYTES", "_OUT_OF_CACHE_BYTES", "_KV_BYTES"):
         monkeypatch.setattr(f"deploy.probe.{name}", 2**18)
-    config = load_config(None, ["generate.num_threads=1", "model.dtype=float32"])
-    finding = measure_rates(config, write_letter_model(tmp_path), MACHINE)
-    assert finding.verdict is (Verdict.WARNING if "this machine is busy" in finding.text else Verdict.OK)
+    asked = []
+
+    def recorded(shape: ModelShape, *args: Any, **options: Any) -> Measured:
+        asked.append((shape, *args, options))
+        return measure(shape, *args, **options)
+
+    monkeypatch.setattr("deploy.probe.measure", recorded)
+    values = ["generate.num_threads=1", f"model.dtype={dtype}", f"model.quantization={quantization}"]
+    folder = write_letter_model(tmp_path)
+    finding = measure_rates(load_config(None, values), folder, MACHINE)
+    shape = nominal_calibration(folder, dtype, 1).shape
+    assert asked == [(shape, dtype, 1, MACHINE.available_bytes, {"quantization": quantization})]
+    doubt = "this machine is busy" in finding.text or "at least" in finding.text
+    assert finding.verdict is (Verdict.WARNING if doubt else Verdict.OK)
     assert re.match(r"reads \S+ GB/s, computes \S+ TFLOP/s, attends to \S+ GB/s.* \(1 thread\)", finding.text)
+
+
+def test_rates_that_cannot_be_measured_leave_the_other_findings(folder: Path, tmp_path: Path) -> None:
+    config, short = load_config(None), replace(MACHINE, available_bytes=2**20)
+    (tmp_path / "letters").mkdir()
+    finding = measure_rates(config, folder, MACHINE)
+    assert finding.verdict is Verdict.WARNING and finding.text.startswith("not measured: ")
+    finding = measure_rates(config, write_letter_model(tmp_path / "letters"), short)
+    assert finding.verdict is Verdict.WARNING and "GB of memory, 0.0 are free: free some" in finding.text

@@ -154,6 +154,7 @@ def test_here_measures_with_the_model_s_shape(
         ("llama-13b --dtype float32", "--dtype = 'float32': h100 is known by its bfloat16 rate only"),
         ("--shape num_layers", "--shape: 'num_layers' is no FIELD=NUMBER"),
         ("--shape num_layers=2", "--shape: hidden is missing"),
+        ("--shape num_layers=\u00b2", "no FIELD=NUMBER"),
         (f"{EXERCISE.format(8)},experts=2,active_experts=3", "experts: 3 of 2"),
         ("--params 1e9 --kv-per-token 4 --hardware here", "--hardware here measures with the model's matrices"),
         ("smollm2-135m --plot plot.jpg", "--plot = 'plot.jpg': the plot is a PNG"),

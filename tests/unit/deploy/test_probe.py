@@ -2,13 +2,14 @@
 
 import errno
 import itertools
+import random
 
 import pytest
 import torch
 
 from baton.clock import ManualClock
 from baton.errors import ConfigError
-from deploy.probe import Measured, Steps, Stopwatch, chip_from, measure, read_rate
+from deploy.probe import Measured, Steps, Stopwatch, chip_from, measure, read_rate, with_more_rows
 from planning.chips import Chip
 from planning.model_shape import ModelShape
 from planning.roofline import ServedModel, step_time
@@ -19,13 +20,16 @@ PARAMS, LAYERS, TOKEN_BYTES = 1e8, 30, 2e4
 MODEL = ServedModel(PARAMS, TOKEN_BYTES, 2, LAYERS)
 
 
-def steps_on(chip: Chip, rows: tuple[int, int, int] = (1, 40, 80)) -> Steps:
-    """What the probe would see on a machine that the roofline describes."""
-    times = {batch: step_time(MODEL, chip, batch=batch, context=0).total_s for batch in (*rows, 8)}
-    long_s = step_time(MODEL, chip, batch=8, context=1000).total_s
-    return Steps(
-        {batch: times[batch] for batch in rows}, long_s, times[8], 8 * 1000 * TOKEN_BYTES, LAYERS, PARAMS, 2 * PARAMS
-    )
+def steps_on(chip: Chip, noise: float = 0.0, seed: int = 0) -> Steps:
+    """What the probe would see on a machine that the roofline describes, but for so much noise."""
+    rng = random.Random(seed)
+
+    def time_of(batch: int, context: int = 0) -> float:
+        return step_time(MODEL, chip, batch=batch, context=context).total_s * rng.gauss(1.0, noise)
+
+    by_rows = with_more_rows({rows: time_of(rows) for rows in (1, 40, 80)}, lambda rows: list(map(time_of, rows)))
+    long_bytes = 8 * 1000 * TOKEN_BYTES
+    return Steps(by_rows, time_of(8, 1000), time_of(8), long_bytes, LAYERS, PARAMS, 2 * PARAMS)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.3, 1.0])
@@ -38,6 +42,23 @@ def test_a_machine_is_found_by_its_steps(overlap: float) -> None:
         assert times[1] == pytest.approx(times[0], rel=0.12), (batch, context, found)
     assert found.kv_bandwidth == pytest.approx(1e10)
     assert found.flops == pytest.approx(3e11, rel=0.01)
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("overlap", [0.0, 0.5, 1.0])
+def test_rows_are_doubled_until_computing_shows(overlap: float, seed: int) -> None:
+    """With a critical batch of 150, 80 rows are bound by reading."""
+    steps = steps_on(Chip(3e12, 2e10, 1e10, overlap=overlap, layer_s=2e-5), noise=0.005, seed=seed)
+    assert steps.is_bound and max(steps.by_rows) > 80
+    assert chip_from(steps, 2e10, 1e10).flops == pytest.approx(3e12, rel=0.08)
+
+
+def test_a_machine_that_only_reads_computes_at_least_so_much() -> None:
+    steps = steps_on(Chip(1e15, 2e10, 1e10, overlap=1.0), noise=0.005)
+    found = chip_from(steps, 2e10, 1e10)
+    assert max(steps.by_rows) == 640 and not steps.is_bound
+    assert found.flops == pytest.approx(640 * 2 * PARAMS / steps.by_rows[640]) and found.flops < 1e15
+    assert "FLOP/s are at least that" in Measured(found, 1.0, steps.is_bound).doubt
 
 
 def test_noise_gives_no_impossible_machine() -> None:

@@ -1,14 +1,17 @@
-"""Memory that runs out: the youngest rows give way and come back, the oldest goes on, and no token changes."""
+"""Memory that runs out: the youngest rows give way and come back, the oldest goes on, and in fp32, as here, no token
+changes."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import pytest
 
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, KvLayout
+from baton.types import FinishReason, KvLayout, LeaseRef, TokenEvent
 from generate_workers.memory import MemoryLimits
+from generate_workers.rows import Row
 from modeling.kv_memory import PAGE_BYTES
 from tests.support.generation import Collector, Harness, eos_decoder, harness, prompt, reference_ids
 
@@ -194,3 +197,147 @@ def test_the_oldest_waits_for_memory_that_leases_hold_and_goes_on_when_they_end(
         made.slots.abort(ref)
         made.run(elder)
         check_tokens(made, (elder, 30, LONG))
+
+
+def until_preempted(made: Harness) -> None:
+    while not made.engine.status().num_preempted:
+        made.engine.step()
+
+
+def test_leases_cannot_starve_an_oldest_row_that_waits_for_memory() -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        elder = made.submit(prompt(30), LONG)[1]
+        made.engine.step()
+        ref = made.reserve(32, 90).ref
+        while not made.engine._running.is_stalled:
+            made.engine.step()
+        made.slots.abort(ref)
+        with pytest.raises(ResourceExhaustedError, match="rows wait for that gave way or must grow set aside: try"):
+            made.reserve(32, 90)
+        made.engine.step()
+        assert not made.engine._running.is_stalled
+        made.run(elder)
+        made.slots.abort(made.reserve(32, 90).ref)  # nothing is owed any more
+
+
+def test_what_a_preempted_row_gives_back_is_no_lease_s_even_for_a_moment() -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        refused: list[str] = []
+        wake = made.slots.on_change
+
+        def reserve_at_once() -> None:
+            wake()
+            if made.engine.status().num_preemptions > len(refused):
+                with pytest.raises(ResourceExhaustedError) as refusal:
+                    made.reserve(1, 2)
+                refused.append(str(refusal.value))
+
+        asked = [(made.submit(prompt(length), LONG)[1], length, LONG) for length in (30, 31)]
+        made.slots.on_change = reserve_at_once
+        until_preempted(made)
+        made.slots.on_change = wake
+        assert refused
+        made.run()
+        check_tokens(made, *asked)
+
+
+def pushed(made: Harness, params: SamplingParams = LONG) -> tuple[LeaseRef, Collector]:
+    ref = made.reserve(31, 91, num_choices=params.n).ref
+    made.push_and_commit(ref, prompt(31), params)
+    return ref, made.submit(prompt(31), params, ref=ref)[1]
+
+
+def test_aborting_the_lease_of_a_preempted_row_cancels_it() -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        elder = made.submit(prompt(30), LONG)[1]
+        made.engine.step()
+        ref, young = pushed(made)
+        until_preempted(made)
+        made.slots.abort(ref)
+        made.engine.step()
+        assert young.finish is FinishReason.CANCELLED
+        made.run(elder)
+
+
+def test_aborting_a_lease_just_before_its_row_is_preempted_cancels_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        elder = made.submit(prompt(30), LONG)[1]
+        made.engine.step()
+        ref, young = pushed(made)
+        preempt = made.engine._running._preempt
+
+        def abort_and_preempt(leader: Row) -> None:
+            made.slots.abort(ref)
+            preempt(leader)
+
+        monkeypatch.setattr(made.engine._running, "_preempt", abort_and_preempt)
+        until_preempted(made)
+        made.engine.step()
+        assert young.finish is FinishReason.CANCELLED
+        made.run(elder)
+
+
+def test_aborting_a_lease_whose_first_choice_has_ended_cancels_the_others() -> None:
+    params = dataclasses.replace(LONG, n=3, temperature=1.5, seed=1, ignore_eos=False)
+    with harness(decoder=DECODER) as made:
+        ref, choices = pushed(made, params)
+        made.engine.step()
+        leader = next(row for row in made.engine._running.rows.values() if row.choice == 0)
+        made.engine._free(leader)
+        choices(TokenEvent(0, None, "", 1, FinishReason.STOP))
+        made.slots.abort(ref)
+        made.engine.step()
+        assert [choices.choice(number).finish for number in (1, 2)] == [FinishReason.CANCELLED] * 2
+
+
+# A device that has less memory than it was said to have.
+
+
+@pytest.fixture
+def scarce(monkeypatch: pytest.MonkeyPatch) -> Callable[[Harness], None]:
+    def make(made: Harness) -> None:
+        def fail(*_: object) -> None:
+            raise RuntimeError("out of memory")
+
+        monkeypatch.setattr(made.slots.memory.residency, "open", fail)
+
+    return make
+
+
+def test_a_row_that_cannot_come_back_waits_while_others_run(scarce: Callable[[Harness], None]) -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        elder = made.submit(prompt(30), LONG)[1]
+        ticket, young = made.submit(prompt(31), LONG)
+        until_preempted(made)
+        made.slots.memory.limits = limit(96, 4)
+        scarce(made)
+        for _ in range(3):
+            made.engine.step()
+        assert (young.finish, made.engine.status().num_preempted) == (None, 1)
+        made.engine.cancel(ticket)
+        made.run(elder)
+        check_tokens(made, (elder, 30, LONG))
+
+
+def test_rows_that_cannot_come_back_although_nothing_runs_end_alone(scarce: Callable[[Harness], None]) -> None:
+    with harness(decoder=DECODER, limits=limit(96, 1), growth_tokens=1) as made:
+        elder = made.submit(prompt(30), LONG)[1]
+        young = made.submit(prompt(31), LONG)[1]
+        until_preempted(made)
+        scarce(made)
+        made.run(elder, young)
+        assert elder.finish is FinishReason.LENGTH
+        assert young.error.startswith("ResourceExhaustedError: no memory for 1 slots")
+
+
+def test_choices_that_cannot_copy_a_pushed_prompt_end_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with harness(decoder=DECODER) as made:
+        other = made.submit(prompt(30), LONG)[1]
+        choices = pushed(made, dataclasses.replace(LONG, n=2))[1]
+        monkeypatch.setattr(made.slots.memory.residency, "copy", fail)
+        made.run()
+        assert choices.error == "RuntimeError: out of memory"
+        check_tokens(made, (other, 30, LONG))

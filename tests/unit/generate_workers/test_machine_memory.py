@@ -1,8 +1,10 @@
 """How much memory KV may take: what is configured, or what the machine has."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 
 from baton.errors import ConfigError
 from generate_workers.engine import EngineConfig
@@ -10,6 +12,7 @@ from generate_workers.machine_memory import free_bytes, make_memory
 from generate_workers.memory import MemoryLimits
 from generate_workers.residency.port import KvBytes
 from generate_workers.step_runner import bytes_per_step, weight_bytes
+from modeling.linear import WidenedLinear, has_widened_linear
 from tests.support.generation import eos_decoder
 
 DECODER = eos_decoder()
@@ -58,13 +61,42 @@ def test_free_memory_is_the_machine_s_or_the_container_s(tmp_path: Path, limit: 
     if limit is not None:
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{4 << 10}\n")
+        (tmp_path / "memory.stat").write_text("anon 4096\ninactive_file 0\nactive_file 0\n")
     assert free_bytes(meminfo, tmp_path) == expected
+
+
+def test_pages_of_files_are_free_memory_in_a_container(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemAvailable:   100 kB\n")
+    (tmp_path / "memory.max").write_text("6000\n")
+    (tmp_path / "memory.current").write_text("5000\n")
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 4000\ninactive_file 3000\nactive_file 500\n")
+    assert free_bytes(meminfo, tmp_path) == 4500
+
+
+def test_by_default_engines_of_one_machine_share_its_memory() -> None:
+    alone, fourth = (limits(EngineConfig(64, 1 << 24, num_engines=number)).kv_bytes for number in (1, 4))
+    assert fourth == pytest.approx(alone / 4, rel=0.2)
 
 
 def test_a_step_reads_all_weights_but_the_embedding_that_is_no_head() -> None:
     config = DECODER.config
     embedding = config.vocab_size * config.hidden_size * 4
-    assert 0 <= WEIGHTS - embedding - bytes_per_step(DECODER.weights) < 0.2 * WEIGHTS  # positions besides
+    assert 0 < WEIGHTS - embedding - bytes_per_step(DECODER.weights) < 0.2 * WEIGHTS  # positions besides
+
+
+def test_bytes_of_weights_are_counted_as_they_are_kept() -> None:
+    """Also when the operator's own attributes have been looked at, which makes it refer to itself."""
+    weight_NK = torch.ones(40, 8, dtype=torch.bfloat16)
+    if not has_widened_linear():
+        pytest.skip("needs a C++ compiler and a processor for it")
+    assert torch.ops.baton.linear.default is not None
+    widened = WidenedLinear(weight_NK)
+    weights = dataclasses.replace(DECODER.weights, embedding=widened, head=widened)
+    ends = DECODER.weights.embedding.num_bytes + DECODER.weights.head.num_bytes * (
+        DECODER.weights.head is not DECODER.weights.embedding
+    )
+    assert weight_bytes(weights) == WEIGHTS - ends + 64 * 8 * 2
 
 
 def test_limits_name_the_one_that_is_exceeded() -> None:

@@ -15,11 +15,12 @@ from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, TokenRange
 from generate_workers.memory import MemoryLimits
+from generate_workers.residency.host import HostRow
 from generate_workers.residency.host_link import HostLink, copy_tensor
 from generate_workers.residency.policies import POLICIES, make_residency
 from generate_workers.residency.port import KvBytes, KvShape
 from modeling.decoder import Decoder
-from modeling.kv_memory import PAGE_BYTES
+from modeling.kv_memory import PAGE_BYTES, PagedMemory, TensorMemory
 from tests.support.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.slot_tables import make_residency as poisoned
 from tests.support.slot_tables import page_bytes
@@ -253,3 +254,16 @@ def test_a_closed_link_has_no_thread() -> None:
     link.close()
     link.close()
     assert not any(thread.name.startswith("kv-link") for thread in threading.enumerate())
+
+
+def test_a_row_whose_area_cannot_be_had_holds_no_home_memory() -> None:
+    class FullMemory(PagedMemory):
+        def expect(self, num_tokens: int) -> None:
+            raise MemoryError("full")
+
+    layout = dataclasses.replace(LAYOUT, num_kv_heads=2, head_dim=128)
+    home = TensorMemory(layout, 64, CPU)
+    row = HostRow(layout, home, FullMemory(layout, 64))
+    with pytest.raises(MemoryError, match="full"):
+        row.open(8, 16)
+    assert home.num_bytes == 0

@@ -102,10 +102,13 @@ async def test_a_committed_lease_that_nobody_activates_expires(slots: SlotTable,
 
 
 async def test_aborting_an_active_row_tells_it_to_leave_and_frees_nothing_yet(slots: SlotTable) -> None:
+    abandoned: list[LeaseRef] = []
+    slots.on_abandon = abandoned.append
     ref = await committed(slots)
     slots.activate(ref)
     slots.abort(ref)
-    assert slots.standing(ref) is Standing.ABANDONED
+    assert abandoned == [ref]
+    assert slots.standing(ref) is Standing.RUNNING
     assert slots.ledger().num_active == 1
     with ends_empty(slots):
         slots.release(ref)

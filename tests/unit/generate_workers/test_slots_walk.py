@@ -32,7 +32,7 @@ STANDINGS = {
     "leased": Standing.PENDING,
     "committed": Standing.READY,
     "active": Standing.RUNNING,
-    "abandoned": Standing.ABANDONED,
+    "abandoned": Standing.RUNNING,
     "expired": Standing.EXPIRED,
     "gone": Standing.GONE,
 }

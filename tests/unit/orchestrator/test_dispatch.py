@@ -6,11 +6,13 @@ import asyncio
 import math
 import random
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 
 import grpc
 import pytest
 
 from baton.clock import SystemClock
+from baton.errors import BatonError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
@@ -87,6 +89,7 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
     record.admit(1)
     attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
     await held.asked.wait()
+    assert len(members.backlogs) == 0  # what has no slot runs nowhere
     attempt.cancel()
     with pytest.raises(asyncio.CancelledError):
         await attempt
@@ -120,6 +123,36 @@ async def test_a_slot_that_a_stranger_holds_is_waited_for() -> None:
         answer = await running
         assert answer.finished is not None
         assert answer.finished.usage.num_attempts == 1
+
+
+async def loaded(made: Relay, name: str) -> int:
+    return made.members.load(name).num_requests
+
+
+async def test_a_group_that_has_no_room_after_all_is_left_for_one_that_has() -> None:
+    """And both are asked again while neither has: whichever has room first takes the request."""
+    async with relay(num_groups=2, num_slots=1) as made:
+        leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
+        made.groups[1].slots.abort(leases[1].ref)
+        answer = await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 10)
+        assert answer.finished is not None and answer.finished.usage.num_attempts == 1
+        leases[1] = made.groups[1].slots.reserve(ReserveSpec(RequestId("stranger"), 2, 10, 20, 60))
+        running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
+        for name in ("group-1", "group-0", "group-1"):
+            await eventually(partial(loaded, made, name), bool, within_s=5)
+        made.groups[0].slots.abort(leases[0].ref)
+        answer = await asyncio.wait_for(running, 10)
+        assert answer.finished is not None and answer.finished.usage.num_attempts == 1
+        made.groups[1].slots.abort(leases[1].ref)
+
+
+async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> None:
+    async with relay(num_groups=2, num_slots=1, config=HASTY) as made:
+        leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
+        with pytest.raises(BatonError):
+            await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 20)
+        for group, lease in zip(made.groups, leases, strict=True):
+            group.slots.abort(lease.ref)
 
 
 # Ranks, and the book of what they have before them.

@@ -104,6 +104,12 @@ def test_what_is_assumed_reads_weights_and_kv_once() -> None:
     assert ASSUMED.step_s(8, 1000) == pytest.approx(expected)
 
 
+def test_weights_of_fewer_bytes_are_read_in_less_time() -> None:
+    halved = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes), weight_bytes=1)
+    assert halved.cost.base_s == pytest.approx(ASSUMED.cost.base_s / 2)
+    assert (halved.cost.row_s, halved.cost.token_s) == (ASSUMED.cost.row_s, ASSUMED.cost.token_s)
+
+
 @pytest.mark.parametrize(("batch", "context"), [(0, 5), (float("nan"), 5), (1, -1), (1, float("inf"))])
 def test_steps_that_do_not_exist_are_refused(batch: float, context: float) -> None:
     for times in (ASSUMED, table()):
