@@ -154,13 +154,20 @@ void finish(const Problem& p, Tile tile, int64_t panel, int part, Floats (&low)[
   }
 }
 
+// What is fetched meanwhile: `step` bytes an input.
+struct Ahead {
+  const uint8_t* from;
+  int64_t step;
+};
+
 // A tile's R rows times one panel, to their place in y.
 template <class Weights, int R>
-void multiply(const Problem& p, Tile tile, const float* x, int64_t panel) {
+void multiply(const Problem& p, Tile tile, const float* x, int64_t panel, Ahead ahead) {
   const uint8_t* weights = p.panels + panel * p.panel_bytes;
   for (int part = 0; part < kHalf / kLanes; ++part) {
     Floats low[R] = {}, high[R] = {};
     for (int64_t k = 0; k < p.K; ++k) {
+      __builtin_prefetch(ahead.from + k * ahead.step, 0, 2);
       Floats first, second;
       Weights::widen(weights + k * Weights::kBytes, part, first, second);
       for (int r = 0; r < R; ++r) {
@@ -173,7 +180,7 @@ void multiply(const Problem& p, Tile tile, const float* x, int64_t panel) {
   }
 }
 
-using Multiply = void (*)(const Problem&, Tile, const float*, int64_t);
+using Multiply = void (*)(const Problem&, Tile, const float*, int64_t, Ahead);
 
 // By the tile's rows, from 1.
 template <class Weights, int... R>
@@ -202,30 +209,53 @@ void share(int64_t count, const Work& work) {
   });
 }
 
+// Few rows: each panel comes from memory for them alone, and the tiles that it meets share the fetching of the next.
+template <class Weights>
+void run_few(const Problem& p, const Multiply* by_rows, const std::vector<Tile>& tiles, const float* packed) {
+  const int64_t num_tiles = int64_t(tiles.size()), per_tile = p.K / num_tiles * Weights::kBytes;
+  const int64_t num_runs = std::min<int64_t>(at::get_num_threads(), p.P);
+  share(num_runs, [&](int64_t run) {
+    const int64_t last = p.P * (run + 1) / num_runs;
+    for (int64_t panel = p.P * run / num_runs; panel < last; ++panel) {
+      const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;
+      for (int64_t i = 0; i < num_tiles; ++i) {
+        const Ahead ahead{next + i * per_tile, Weights::kBytes / num_tiles};
+        by_rows[tiles[i].rows](p, tiles[i], packed + tiles[i].place, panel, ahead);
+      }
+    }
+  });
+}
+
+// Many rows: a group of panels stays in the second-level cache while all tiles of a block pass.
+template <class Weights>
+void run_many(const Problem& p, const Multiply* by_rows, const std::vector<Tile>& tiles, const float* packed) {
+  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
+  const int64_t per_group = std::clamp<int64_t>(p.P / (4 * at::get_num_threads()), 1, in_cache);
+  share((p.P + per_group - 1) / per_group, [&](int64_t group) {
+    const int64_t last = std::min(p.P, (group + 1) * per_group);
+    for (const Tile& tile : tiles) {
+      for (int64_t panel = group * per_group; panel < last; ++panel) {
+        by_rows[tile.rows](p, tile, packed + tile.place, panel, {p.panels + panel * p.panel_bytes, 0});
+      }
+    }
+  });
+}
+
 template <class Weights>
 void run(Problem p) {
   p.panel_bytes = p.K * Weights::kBytes;
-  const Multiply* multiply_by_rows = multiplies<Weights>(std::make_integer_sequence<int, kTileRows>()) - 1;
+  const Multiply* by_rows = multiplies<Weights>(std::make_integer_sequence<int, kTileRows>()) - 1;
   std::vector<float> packed(std::min(p.M, kBlockRows) * (p.K + kLanes));
-  const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
-  const int64_t per_group = std::clamp<int64_t>(p.P / (4 * at::get_num_threads()), 1, in_cache);
-  const int64_t num_groups = (p.P + per_group - 1) / per_group;
   for (int64_t begin = 0; begin < p.M; begin += kBlockRows) {
     const std::vector<Tile> tiles = divide(begin, std::min(p.M, begin + kBlockRows), p.K);
     const auto pack_tile = [&](int64_t i) { pack(p, tiles[i], packed.data() + tiles[i].place); };
     if (p.M <= kFewRows) {
       for (int64_t i = 0; i < int64_t(tiles.size()); ++i) pack_tile(i);
+      run_few<Weights>(p, by_rows, tiles, packed.data());
     } else {
       share(int64_t(tiles.size()), pack_tile);
+      run_many<Weights>(p, by_rows, tiles, packed.data());
     }
-    share(num_groups, [&](int64_t group) {
-      const int64_t last = std::min(p.P, (group + 1) * per_group);
-      for (const Tile& tile : tiles) {
-        for (int64_t panel = group * per_group; panel < last; ++panel) {
-          multiply_by_rows[tile.rows](p, tile, packed.data() + tile.place, panel);
-        }
-      }
-    });
   }
 }
 
