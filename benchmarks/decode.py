@@ -24,7 +24,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.types import TokenRange
 from benchmarks.engine_rows import EngineRows, row_lengths
 from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
 from benchmarks.vllm_peer import VllmPeer
@@ -33,7 +32,6 @@ from deploy.doctor import inspect_machine
 from deploy.probe import measure
 from generate_workers.engine import EngineConfig, StepStats
 from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.threads import use_cores
 from modeling.weights import load_decoder
 from planning.chips import Chip
@@ -78,25 +76,6 @@ class Outcome:
     stats: StepStats
     floor_ms: float
     predicted_ms: float
-
-
-def our_step(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
-    """A function that measures milliseconds of the bare decoder's step, logits and greedy choice included (mean of a
-    few), at a fixed context."""
-    tokens = TokenRange(0, context + 1)
-    buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
-    for buffer in buffers:
-        buffer.data.normal_()
-    spans = [BufferSpan(buffer, TokenRange(context, context + 1)) for buffer in buffers]
-
-    def step_ms() -> float:
-        with torch.inference_mode():
-            start = time.perf_counter()
-            for _ in range(_STEPS):
-                decoder.logits(decoder.forward([1] * batch, spans)).argmax(-1)
-        return (time.perf_counter() - start) / _STEPS * 1e3
-
-    return step_ms
 
 
 def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable[[], float]:

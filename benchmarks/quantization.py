@@ -8,13 +8,13 @@ import argparse
 import gzip
 import math
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 
 from baton.types import TokenRange
-from benchmarks.decode import our_step
 from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, interleave, make_parser, progress, resolve
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
@@ -22,6 +22,7 @@ from modeling.weights import load_decoder
 from text.tokenizer import Tokenizer
 
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
+_STEPS = 4
 _SCORED = 256
 """Positions whose logits are made at once."""
 
@@ -46,6 +47,25 @@ def perplexity(decoder: Decoder, ids: list[int]) -> float:
     return math.exp(loss / (len(ids) - 1))
 
 
+def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
+    """A function that measures milliseconds of the bare decoder's step, logits and greedy choice included (mean of a
+    few), at a fixed context."""
+    tokens = TokenRange(0, context + 1)
+    buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
+    for buffer in buffers:
+        buffer.data.normal_()
+    spans = [BufferSpan(buffer, TokenRange(context, context + 1)) for buffer in buffers]
+
+    def step_ms() -> float:
+        with torch.inference_mode():
+            start = time.perf_counter()
+            for _ in range(_STEPS):
+                decoder.logits(decoder.forward([1] * batch, spans)).argmax(-1)
+        return (time.perf_counter() - start) / _STEPS * 1e3
+
+    return step_ms
+
+
 def run(args: argparse.Namespace) -> int:
     """Perplexity first, then steps."""
     folder = resolve(args)
@@ -62,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     reporter.add(case(tokens=args.tokens, dtype="int8"), "perplexity", "", "bfloat16", Pairs(ours, theirs))
     pairs = QUICK_PAIRS if args.quick else PAIRS
     for batch in (1, 16):
-        sides = (our_step(rounded, batch, args.context), our_step(plain, batch, args.context))
+        sides = (step_of(rounded, batch, args.context), step_of(plain, batch, args.context))
         name = case(batch=batch, context=args.context, dtype="int8", threads=torch.get_num_threads())
         reporter.add(name, "step_ms", "ms", "bfloat16", interleave(*sides, pairs))
     reporter.close()
