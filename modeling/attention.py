@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from modeling.kernels.products import widens
+from modeling.kernels.products import best_product
 from modeling.kv_buffers import KvRows
 
 Kernel = Callable[[Tensor, KvRows, bool, Tensor | None], tuple[Tensor, Tensor]]
@@ -82,7 +82,7 @@ def native_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | N
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
-    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, widens())
+    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, best_product())
     return o_TNH, lse_TN
 
 

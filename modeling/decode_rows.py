@@ -15,7 +15,7 @@ from torch import Tensor
 
 from modeling.attention import is_native
 from modeling.kernels import native
-from modeling.kernels.products import widens
+from modeling.kernels.products import best_product
 from modeling.kv_buffers import KvPlace
 
 
@@ -47,7 +47,7 @@ class DecodeRows:
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int) -> Tensor:
         """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's."""
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), self._first_seen[layer], self._num_seen[layer], num_kv_heads, widens()
+            self._of_rows(q_TNH), self._first_seen[layer], self._num_seen[layer], num_kv_heads, best_product()
         )
         return out_BNH
 

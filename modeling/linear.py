@@ -1,10 +1,11 @@
 """Linear layers, with what stands around them: the norm before, the gate or the residual behind.
 
-One port, two implementations. `TorchLinear` is torch's, on any device. `WidenedLinear` is ours in C++
-(modeling/kernels/linear.cpp), for bf16 on CPUs where bf16 dot products are slow or absent: norm, gate and residual are
-part of one pass over the weights, and a token's result depends on no other token of the batch, bit for bit.
+One port, two implementations. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in C++
+(modeling/kernels/linear.cpp), for bf16 on CPUs that have AMX, or whose bf16 dot products are slow or absent: norm, gate
+and residual are part of one pass over the weights, and a token's result depends on no other token of the batch, bit for
+bit.
 
-T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight.
+T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
 """
 
 from dataclasses import dataclass
@@ -15,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.errors import ModelError
+from modeling.huge_pages import WEIGHTS
 from modeling.kernels import native
-from modeling.kernels.products import widens
+from modeling.kernels.products import DOT, WIDENED, best_product
 from modeling.norms import RmsNorm, Transform, unchanged
-
-_HALF = 16
-"""Rows of a panel's half."""
+from modeling.panels import HALF, PANEL, panel_format
 
 
 @runtime_checkable
@@ -79,8 +79,8 @@ class TorchLinear:
         return F.embedding(indices_T, self.weight_NK)
 
 
-class WidenedLinear:
-    """Ours in C++; to be used where `has_widened_linear`. Keeps the weight in panels, and nothing besides; rounded to
+class PanelLinear:
+    """Ours in C++; to be used where `has_panel_linear`. Keeps the weight in panels, and nothing besides; rounded to
     int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
 
     def __init__(
@@ -90,24 +90,28 @@ class WidenedLinear:
         gated: bool = False,
         *,
         int8: bool = False,
+        product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
+        """`product`: one of modeling.kernels.products, which the kernel was built for; None: the best there is."""
         self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
-        num_rows = len(weight_NK)
+        num_rows, self._num_inputs = weight_NK.shape
         self._gated = gated
+        self._product = product or _product()
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
-        self._num_places = -(-(int(self._order_N[-1]) + 1) // (2 * _HALF)) * 2 * _HALF
+        self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
         self._scales = None
         if int8:
             weight_NK, scale_N = _rounded(weight_NK)
             self._scales = self._placed(scale_N)
-        self._panels_PKL = _interleave(self._placed(weight_NK)) if not int8 else _halves(self._placed(weight_NK))
+        self._format = panel_format(self._product, weight_NK.dtype)
+        self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
 
     @property
     def num_bytes(self) -> int:
-        return _num_bytes(self._panels_PKL, self._scales, self._bias)
+        return _num_bytes(self._panels_PJL, self._scales, self._bias)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         gain_K, eps = None, 0.0
@@ -116,7 +120,8 @@ class WidenedLinear:
         else:
             x_TK = norm(x_TK)
         out_TN: Tensor = self._linear(
-            x_TK, self._panels_PKL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN, self._gated
+            *(x_TK, self._panels_PJL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN),
+            *(self._gated, self._product),
         )
         return out_TN
 
@@ -131,11 +136,8 @@ class WidenedLinear:
 
     def _rows(self, indices_T: Tensor) -> Tensor:
         at_T = self._order_N[indices_T]
-        panel_T, half_T, place_T = at_T // (2 * _HALF), at_T % (2 * _HALF) // _HALF, at_T % _HALF
-        if self._scales is None:
-            return self._panels_PKL[panel_T, :, 2 * place_T + half_T]
-        rounded_TK = self._panels_PKL[panel_T, :, _HALF * half_T + place_T]
-        return rounded_TK * self._scales[at_T].unsqueeze(-1)
+        kept_TK = self._format.rows(self._panels_PJL, at_T, self._num_inputs)
+        return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:
         """What belongs to rows of the weight, in the panels' order; zero in places without a row."""
@@ -148,18 +150,6 @@ def _num_bytes(*tensors: Tensor | None) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def _interleave(rows_MK: Tensor) -> Tensor:
-    """Panels `[P, K, 32]` of bf16 as the kernel reads them: of a panel, input by input, its first half's rows and its
-    second's in turn."""
-    num_inputs = rows_MK.shape[1]
-    return rows_MK.view(-1, 2, _HALF, num_inputs).permute(0, 3, 2, 1).reshape(-1, num_inputs, 2 * _HALF)
-
-
-def _halves(rows_MK: Tensor) -> Tensor:
-    """The same of int8: input by input, its first half's rows, then its second's."""
-    return rows_MK.view(-1, 2 * _HALF, rows_MK.shape[1]).transpose(1, 2).contiguous()
-
-
 def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """`(int8 [N, K], scales [N] in fp32)`: to nearest, symmetric, each row's largest weight at 127."""
     wide_NK = weight_NK.float()
@@ -170,13 +160,19 @@ def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 def _gated_order(num_outputs: int) -> Tensor:
     """Where the gates and then the ups go, so that a panel holds 16 gates and their ups."""
     at_I = torch.arange(num_outputs)
-    gates_I = at_I // _HALF * 2 * _HALF + at_I % _HALF
-    return torch.cat((gates_I, gates_I + _HALF))
+    gates_I = at_I // HALF * PANEL + at_I % HALF
+    return torch.cat((gates_I, gates_I + HALF))
 
 
-def has_widened_linear() -> bool:
-    """Whether `WidenedLinear` can run here and is the faster one; builds it at the first call."""
-    return widens() and native.load("linear")
+def _product() -> str:
+    """How our kernel multiplies here: it has no dot products of pairs."""
+    product = best_product()
+    return WIDENED if product == DOT else product
+
+
+def has_panel_linear() -> bool:
+    """Whether `PanelLinear` can run here and is the faster one; builds it at the first call."""
+    return best_product() != DOT and native.load("linear")
 
 
 def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, gated: bool = False, int8: bool = False) -> Linear:
@@ -187,9 +183,6 @@ def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, gated: bool 
         if not on_cpu or not native.load("linear"):
             remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
             raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
-        return WidenedLinear(weight_NK, bias_N, gated, int8=True)
-    return (
-        WidenedLinear(weight_NK, bias_N, gated)
-        if on_cpu and has_widened_linear()
-        else TorchLinear(weight_NK, bias_N, gated)
-    )
+        return PanelLinear(weight_NK, bias_N, gated, int8=True)
+    is_ours = on_cpu and has_panel_linear()
+    return PanelLinear(weight_NK, bias_N, gated) if is_ours else TorchLinear(weight_NK, bias_N, gated)

@@ -20,7 +20,7 @@ class Positions(Protocol):
         ...
 
     def turn(self, x_TNH: Tensor) -> Tensor:
-        """Queries or keys as attention shall compare them; every layer."""
+        """Queries or keys as attention shall compare them; every layer. May be done in place: the result is `x_TNH`."""
         ...
 
 

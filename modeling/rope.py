@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al., 2021), with the scalings that configs ask for: a `PositionTable`.
 
 Half-split form, as in Hugging Face: dimension i pairs with i + H / 2. Frequencies and angles are computed in fp32, as
-in training and in transformers; the rotation itself is done in the activations' dtype.
+in training and in transformers. The rotation itself is done in the activations' dtype by torch, in fp32 and rounded
+once by the kernel in C++.
 """
 
 import math
@@ -10,7 +11,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from modeling.kernels import native
 from modeling.model_config import ModelConfig
+
+_HEAD_DIM_STEP = 32
+"""Head dims that the kernel takes are multiples: two halves of whole registers."""
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -63,12 +68,17 @@ class Rotation:
     cos_T1H: Tensor
     sin_T1H: Tensor
     """Negative in the first half, where the partner is subtracted."""
+    in_place: bool = False
+    """Whether heads are turned where they lie, by the kernel in C++ (modeling/kernels/rotary.cpp)."""
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Nothing: hidden states know no positions."""
 
     def turn(self, x_TNH: Tensor) -> Tensor:
-        return apply_rotary(x_TNH, self)
+        if not self.in_place:
+            return apply_rotary(x_TNH, self)
+        torch.ops.baton.turn_heads(x_TNH, self.cos_T1H, self.sin_T1H)
+        return x_TNH
 
 
 class RotaryTable:
@@ -80,14 +90,21 @@ class RotaryTable:
         cos_PF, sin_PF = angles_PF.cos() * factor, angles_PF.sin() * factor
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
+        self._in_place = has_native_turn(device, dtype, config.head_dim)
 
     def lookup(self, positions_T: Tensor) -> Rotation:
         """The factors of these positions, which must be below the model's context."""
         positions_T = positions_T.to(self._cos_P1H.device)
-        return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T])
+        return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self._in_place)
+
+
+def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether heads can be turned by the kernel in C++ here; builds it at the first call."""
+    fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
+    return fits and native.load("rotary")
 
 
 def apply_rotary(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates every head of every token."""
+    """Rotates every head of every token; torch's own operations, in the activations' dtype."""
     low, high = x_TNH.chunk(2, dim=-1)
     return torch.addcmul(x_TNH * rotation.cos_T1H, torch.cat((high, low), dim=-1), rotation.sin_T1H)

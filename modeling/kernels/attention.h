@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <string_view>
 #include <type_traits>
 
 #include "simd.h"
+#include "tiles.h"
 
 namespace {
 
@@ -19,11 +21,19 @@ constexpr float kLog2E = 1.44269504f;
 //   Factor   what is broadcast: elements of a query, weights of keys;
 //   kDepth   how many neighbours are multiplied at a time, packed into one 32-bit lane;
 //   add      sums + factor * packed, where `factor` points to kDepth factors;
-//   spread   a word of the stored elements, as it is packed: kSpread words, each of kDepth elements.
+//   spread   a word of the stored elements, as it is packed: kSpread words, each of kDepth elements;
+//   kHeight  rows that a block of products has, and kSteps, of which its depth is a multiple (in steps of kDepth);
+//   Scope    what a thread must hold that multiplies blocks.
+
+// Blocks of products made of vectors.
+struct OfVectors {
+  static constexpr int kHeight = kRows, kSteps = 1;
+  struct Scope {};
+};
 
 // Products of fp32, to which elements are widened.
 template <class E>
-struct Fma {
+struct Fma : OfVectors {
   using Element = E;
   using Factor = float;
   static constexpr int kDepth = 1;
@@ -39,7 +49,7 @@ struct Fma {
 
 #ifdef __AVX512BF16__
 // The processor's dot products of pairs of bf16.
-struct Dot {
+struct Dot : OfVectors {
   using Element = uint16_t;
   using Factor = uint16_t;
   static constexpr int kDepth = 2;
@@ -55,15 +65,29 @@ struct Dot {
 };
 #endif
 
-// Calls `run` with the product for elements of this size.
+#ifdef __AMX_BF16__
+// The same pairs, in tiles.
+struct Tiles : Dot {
+  static constexpr int kHeight = kTileHeight, kSteps = kTileDepth / kDepth;
+  using Scope = TileScope;
+};
+#endif
+
+// Calls `run` with the product for elements of this size: of bf16 by the name that modeling/kernels/products.py gives it,
+// if it was compiled for such.
 template <class Run>
-void with_product(bool is_bf16, bool widen, Run run) {
+void with_product(bool is_bf16, std::string_view name, Run run) {
   if (!is_bf16) return run(Fma<float>());
+#ifdef __AMX_BF16__
+  if (name == "tiles") return run(Tiles());
+#endif
 #ifdef __AVX512BF16__
-  if (!widen) return run(Dot());
+  if (name != "widened") return run(Dot());
 #endif
   run(Fma<uint16_t>());
 }
+
+inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 // `num` words (kLanes, or half of that) from memory.
 inline Words load_words(const void* from, int num) {
@@ -89,10 +113,10 @@ void for_parts(int num, Run run) {
   }
 }
 
-// sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kRows rows
+// sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kHeight rows
 // of W registers, `row` registers apart. Not inlined, so that nothing else wants its registers.
 template <class P, int W>
-[[gnu::noinline]] void multiply(Floats* to, int row, const float* scales, const typename P::Factor* factors,
+[[gnu::noinline]] void multiply_vectors(Floats* to, int row, const float* scales, const typename P::Factor* factors,
                                 int64_t stride, const Words* packed, int num_steps) {
   Floats sums[kRows][W];
   for (int r = 0; r < kRows; ++r) {
@@ -108,6 +132,55 @@ template <class P, int W>
   for (int r = 0; r < kRows; ++r) {
     for (int w = 0; w < W; ++w) to[r * row + w] = sums[r][w];
   }
+}
+
+#ifdef __AMX_BF16__
+template <int W>
+[[gnu::noinline]] void multiply_tiles(Floats* to, int row, const float* scales, const uint16_t* factors, int64_t stride,
+                                      const Words* packed, int num_steps) {
+  static_assert(W <= 4);
+  const int64_t to_bytes = row * sizeof(Floats), factor_bytes = stride * sizeof(*factors);
+  for (int r = 0; scales && r < kTileHeight; ++r) {
+    for (int w = 0; w < W; ++w) to[r * row + w] *= scales[r];
+  }
+  settle_memory();
+  if (scales) {
+    _tile_loadd(0, to, to_bytes);
+    if constexpr (W > 1) _tile_loadd(1, to + 1, to_bytes);
+    if constexpr (W > 2) _tile_loadd(2, to + 2, to_bytes);
+    if constexpr (W > 3) _tile_loadd(3, to + 3, to_bytes);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int i = 0; i < num_steps; i += Tiles::kSteps, factors += kTileDepth, packed += Tiles::kSteps * W) {
+    _tile_loadd(4, factors, factor_bytes);
+    _tile_loadd(5, packed, W * sizeof(Words));
+    _tile_dpbf16ps(0, 4, 5);
+    if constexpr (W > 1) _tile_loadd(6, packed + 1, W * sizeof(Words));
+    if constexpr (W > 1) _tile_dpbf16ps(1, 4, 6);
+    if constexpr (W > 2) _tile_loadd(7, packed + 2, W * sizeof(Words));
+    if constexpr (W > 2) _tile_dpbf16ps(2, 4, 7);
+    if constexpr (W > 3) _tile_loadd(5, packed + 3, W * sizeof(Words));
+    if constexpr (W > 3) _tile_dpbf16ps(3, 4, 5);
+  }
+  _tile_stored(0, to, to_bytes);
+  if constexpr (W > 1) _tile_stored(1, to + 1, to_bytes);
+  if constexpr (W > 2) _tile_stored(2, to + 2, to_bytes);
+  if constexpr (W > 3) _tile_stored(3, to + 3, to_bytes);
+  settle_memory();
+}
+#endif
+
+template <class P, int W>
+void multiply(Floats* to, int row, const float* scales, const typename P::Factor* factors, int64_t stride,
+              const Words* packed, int num_steps) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<P, Tiles>) return multiply_tiles<W>(to, row, scales, factors, stride, packed, num_steps);
+#endif
+  multiply_vectors<P, W>(to, row, scales, factors, stride, packed, num_steps);
 }
 
 // The state of a row's online softmax (Milakov and Gimelshein, 2018), in powers of two: score * scale * log2(e).

@@ -6,7 +6,8 @@
 // task is a run of a row's keys, so that long rows are shared among threads; runs of one row are merged by log-sum-exp.
 // The R query heads that share a kv head are served from one reading:
 //   scores   kLanes keys at a time: 32-bit words of each key are loaded and transposed, so that a register holds one word
-//            of each of these keys, and a query's part of it is broadcast;
+//            of each of these keys, and a query's part of it is broadcast; or, in tiles, 16 keys as they lie are multiplied
+//            with the queries of up to 16 heads, and only their scores are transposed;
 //   softmax  online, a tile at a time;
 //   values   a key's channels (in products of depth 2, two keys', interleaved) are multiplied by its weights, broadcast.
 //
@@ -22,156 +23,11 @@
 #include <optional>
 #include <vector>
 
-#include "attention.h"
+#include "decode_attention.h"
 
 namespace {
 
-constexpr int kKeys = 64;      // keys of a tile
-constexpr int kHeads = 4;      // query heads whose sums are held in registers at a time
 constexpr int64_t kRun = 512;  // keys of a task, about; fixed, so that a row's result depends on no other row
-
-struct Problem {
-  const void* q;             // [B][N][H]
-  const int64_t* addresses;  // of each row's first key, and
-  const int64_t* lengths;    // keys of each row
-  const int32_t* picks;      // [B][G][K], or null: all keys
-  const int32_t* num_picks;  // [B][G]
-  void* o;                   // [B][N][H]
-  int64_t B, N, G, R, H, K, q_row, q_head;
-  float scale;
-};
-
-// The keys [first, end) of a row, or of what its kv head picks, for the kv heads [head, end_head). What it finds is kept
-// at `place`, query head by query head.
-struct Task {
-  int64_t row, head, end_head, first, end, place;
-};
-
-// What tasks found: of each query head of a task, the weighted sums [H] and the softmax.
-struct Found {
-  std::vector<Floats> sums;
-  std::vector<Softmax> softmax;
-};
-
-// A thread's work on tasks.
-template <class P>
-class Attention {
- public:
-  using Element = typename P::Element;
-  using Factor = typename P::Factor;
-
-  Attention(const Problem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found), q_(kHeads * H_) {}
-
-  // All keys of a task, for all of its heads: tile by tile, so that memory is read in order.
-  void run(const Task& task) {
-    for (int64_t first = task.first; first < task.end; first += kKeys) {
-      const int count = int(std::min<int64_t>(kKeys, task.end - first));
-      for (int64_t g = task.head; g < task.end_head; ++g) {
-        find(task.row, g, first, count);
-        for (int64_t r = 0, num = 0; r < p_.R; r += num) {
-          num = std::min<int64_t>(kHeads, p_.R - r);
-          const int64_t head = g * p_.R + r, at = task.place + head - task.head * p_.R;
-          switch (num) {
-            case 1: attend<1>(task.row, head, count, at); break;
-            case 2: attend<2>(task.row, head, count, at); break;
-            case 3: attend<3>(task.row, head, count, at); break;
-            default: attend<kHeads>(task.row, head, count, at);
-          }
-        }
-      }
-    }
-  }
-
- private:
-  // Where the tile's keys lie.
-  void find(int64_t row, int64_t g, int64_t first, int count) {
-    const auto* keys = reinterpret_cast<const Element*>(p_.addresses[row]) + g * H_;
-    const int32_t* picks = p_.picks ? p_.picks + (row * p_.G + g) * p_.K + first : nullptr;
-    for (int j = 0; j < count; ++j) keys_[j] = keys + (picks ? picks[j] : first + j) * 2 * p_.G * H_;
-    ahead_ = picks ? 0 : kKeys * 2 * p_.G * H_;
-    for (int j = count; j % kLanes; ++j) keys_[j] = keys_[count - 1];  // scored like a key, and then not counted
-  }
-
-  // The tile, for the C query heads from `head` on.
-  template <int C>
-  void attend(int64_t row, int64_t head, int count, int64_t at) {
-    for (int r = 0; r < C; ++r) {
-      const Element* q = static_cast<const Element*>(p_.q) + row * p_.q_row + (head + r) * p_.q_head;
-      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[r * H_ + h], load_floats(q + h));
-    }
-    for (int j = 0; j < count; j += kLanes) score<C>(j);
-    const int padded = (count + kLanes - 1) / kLanes * kLanes;
-    float factors[C];
-    Softmax* softmax = &found_.softmax[at];
-    for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores_[r], count, p_.scale);
-    for (int r = 0; r < C; ++r) softmax[r].weigh(scores_[r], weights_[r], padded, count, p_.scale, factors[r]);
-    for_parts(H_ / kLanes, [&](int from, auto width) { accumulate<C, width>(from, factors, count, at); });
-  }
-
-  // The scores of the keys [j, j + kLanes).
-  template <int C>
-  void score(int j) {
-    constexpr int kPerWord = 4 / sizeof(Element);
-    Floats sums[C][2] = {};  // two each, added in turn: a multiply-add waits for the one before
-    const auto add = [&](int word, auto num) {
-      Words words[kLanes];
-      for (int lane = 0; lane < kLanes; ++lane) words[lane] = load_words(keys_[j + lane] + word * kPerWord, num);
-      transpose(words);
-      unrolled(std::make_integer_sequence<int, num>(), [&](int each) {
-        prefetch(keys_[j + each] + word * kPerWord);
-        for (int part = 0; part < P::kSpread; ++part) {
-          const int step = each * P::kSpread + part;
-          const Words operand = P::spread(words[each], part);
-          for (int r = 0; r < C; ++r) {
-            const Factor* q = &q_[r * H_ + word * kPerWord + step * P::kDepth];
-            sums[r][step % 2] = P::add(sums[r][step % 2], q, operand);
-          }
-        }
-      });
-    };
-    int word = 0;
-    for (; word + kLanes <= H_ / kPerWord; word += kLanes) add(word, std::integral_constant<int, kLanes>());
-    if (word < H_ / kPerWord) add(word, std::integral_constant<int, kLanes / 2>());
-    for (int r = 0; r < C; ++r) scores_[r][j / kLanes] = sums[r][0] + sums[r][1];
-  }
-
-  // Fetches what lies in the next tile where this lies in this one, a line at a time between products: a head's keys are
-  // too far apart for the processor to see a pattern.
-  void prefetch(const Element* at) { __builtin_prefetch(at + ahead_, 0, 2); }
-
-  // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.
-  template <int C, int W>
-  void accumulate(int from, const float* factors, int count, int64_t at) {
-    Floats* to = &found_.sums[at * H_ / kLanes + from];
-    Floats sums[C][W];
-    for (int r = 0; r < C; ++r) {
-      for (int w = 0; w < W; ++w) sums[r][w] = to[r * H_ / kLanes + w] * factors[r];
-    }
-    for (int j = 0; j < count; j += P::kDepth) {
-      for (int w = 0; w < W; ++w) {
-        const int64_t channel = p_.G * H_ + (from + w) * kLanes;  // values lie behind keys
-        prefetch(keys_[j] + channel);
-        Words operand = (Words)load_floats(keys_[j] + channel);
-        if constexpr (P::kDepth == 2) {
-          operand = operand >> 16 | (j + 1 < count ? (Words)load_floats(keys_[j + 1] + channel) : Words{});
-        }
-        for (int r = 0; r < C; ++r) sums[r][w] = P::add(sums[r][w], &weights_[r][j], operand);
-      }
-    }
-    for (int r = 0; r < C; ++r) {
-      for (int w = 0; w < W; ++w) to[r * H_ / kLanes + w] = sums[r][w];
-    }
-  }
-
-  const Problem& p_;
-  const int H_;
-  Found& found_;
-  std::vector<Factor> q_;  // of the heads at work
-  const Element* keys_[kKeys];
-  int64_t ahead_ = 0;  // elements from a tile to the next; 0 where keys are picked
-  alignas(64) Floats scores_[kHeads][kKeys / kLanes];
-  alignas(64) Factor weights_[kHeads][kKeys];
-};
 
 // What the tasks [begin, end) found of a query head of their row, to its output.
 template <class Element>
@@ -211,6 +67,27 @@ std::vector<Task> divide(const Problem& p) {
   return tasks;
 }
 
+// Calls `work` on every thread, with a function that gives it its next task, `num_tasks` when there are no more. Each
+// thread has a range of tasks to itself, one after the other, so that one's keys are fetched while those before them are
+// at work; who is done helps the others.
+template <class Work>
+void share_in_order(int64_t num_tasks, const Work& work) {
+  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
+  std::vector<std::atomic<int64_t>> next(num_threads);
+  const auto first = [&](int64_t thread) { return num_tasks * thread / num_threads; };
+  for (int64_t thread = 0; thread < num_threads; ++thread) next[thread] = first(thread);
+  at::parallel_for(0, num_threads, 1, [&](int64_t own, int64_t) {
+    int64_t helped = 0;
+    work([&] {
+      for (; helped < num_threads; ++helped) {
+        const int64_t thread = (own + helped) % num_threads;
+        if (const int64_t task = next[thread]++; task < first(thread + 1)) return task;
+      }
+      return num_tasks;
+    });
+  });
+}
+
 template <class P>
 void run(const Problem& p) {
   const std::vector<Task> tasks = divide(p);
@@ -218,10 +95,10 @@ void run(const Problem& p) {
   if (tasks.empty()) return;
   const int64_t num_found = tasks.back().place + (tasks.back().end_head - tasks.back().head) * p.R;
   Found found{std::vector<Floats>(num_found * p.H / kLanes), std::vector<Softmax>(num_found)};
-  std::atomic<int64_t> next = 0;
-  at::parallel_for(0, std::min<int64_t>(at::get_num_threads(), num_tasks), 1, [&](int64_t, int64_t) {
+  share_in_order(num_tasks, [&](const auto& take) {
+    [[maybe_unused]] typename P::Scope scope;
     Attention<P> attention(p, found);
-    for (int64_t i = next++; i < num_tasks; i = next++) attention.run(tasks[i]);
+    for (int64_t i = take(); i < num_tasks; i = take()) attention.run(tasks[i]);
   });
   for (const Task *begin = tasks.data(), *last = begin + num_tasks; begin != last;) {
     const Task* end = std::find_if(begin, last, [&](const Task& task) { return task.row != begin->row; });
@@ -271,7 +148,7 @@ void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tenso
 }
 
 at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses_B, const at::Tensor& lengths_B,
-                            int64_t num_kv_heads, bool widen, const std::optional<at::Tensor>& picks_BGK,
+                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& picks_BGK,
                             const std::optional<at::Tensor>& num_picks_BG) {
   const int64_t B = q_BNH.size(0), N = q_BNH.size(1), H = q_BNH.size(2), G = num_kv_heads;
   check_rows(q_BNH, addresses_B, B);
@@ -292,7 +169,12 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
     p.num_picks = num_picks_BG->const_data_ptr<int32_t>();
     check_picks(p);
   }
-  with_product(q_BNH.scalar_type() == at::kBFloat16, widen, [&](auto product) { run<decltype(product)>(p); });
+  const bool is_bf16 = q_BNH.scalar_type() == at::kBFloat16;
+#ifdef __AMX_BF16__
+  const bool fit_tiles = is_bf16 && H % kTileDepth == 0 && p.R <= kMostHeads;
+  if (product == "tiles" && fit_tiles) return run<TiledScores>(p), o_BNH;
+#endif
+  with_product(is_bf16, product == "tiles" ? "widened" : product, [&](auto way) { run<decltype(way)>(p); });
   return o_BNH;
 }
 
@@ -300,7 +182,7 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
   m.def("append_kv(Tensor k_BGH, Tensor v_BGH, Tensor addresses_B, Tensor lengths_B) -> ()");
-  m.def("decode_attention(Tensor q_BNH, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, bool widen, "
+  m.def("decode_attention(Tensor q_BNH, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, str product, "
         "Tensor? picks_BGK=None, Tensor? num_picks_BG=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {

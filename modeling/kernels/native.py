@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 _CPUINFO = Path("/proc/cpuinfo")
 
-NAMES = ("products", "prefill_attention", "decode_attention", "linear")
+NAMES = ("products", "prefill_attention", "decode_attention", "linear", "rotary")
 """All kernels."""
 NATIVE = "native"
 INSTRUCTION_SETS = {

@@ -51,8 +51,9 @@ class Attention {
   using Element = typename P::Element;
   using Factor = typename P::Factor;
 
-  explicit Attention(const Problem& problem) : p_(problem), H_(int(problem.H)) {
-    k_.resize(kKeys / kLanes * H_ / P::kDepth);
+  explicit Attention(const Problem& problem)
+      : p_(problem), H_(int(problem.H)), depth_(round_up(H_, P::kDepth * P::kSteps)) {
+    k_.resize(kKeys / kLanes * depth_ / P::kDepth);
     v_.resize(kKeys / P::kDepth * H_ / kLanes);
   }
 
@@ -64,7 +65,7 @@ class Attention {
       const int count = int(std::min<int64_t>(kKeys, num_keys - first));
       pack_keys(task.g, first, count);
       pack_values(task.g, first, count);
-      for (int64_t row = 0; row < num_rows_; row += kRows) attend(task, row, first, count);
+      for (int64_t row = 0; row < num_rows_; row += P::kHeight) attend(task, row, first, count);
     }
     finish(task);
   }
@@ -72,22 +73,22 @@ class Attention {
  private:
   void begin(const Task& task) {
     num_rows_ = (task.end - task.begin) * p_.R;
-    const int64_t padded = (num_rows_ + kRows - 1) / kRows * kRows;
-    q_.assign(padded * H_, Factor());
+    const int64_t padded = (num_rows_ + P::kHeight - 1) / P::kHeight * P::kHeight;
+    q_.assign(padded * depth_, Factor());
     sums_.assign(padded * H_ / kLanes, Floats{});
     softmax_.assign(padded, Softmax());
     for (int64_t row = 0; row < num_rows_; ++row) {
       const auto* from = static_cast<const Element*>(p_.q) + (task.begin + row / p_.R) * p_.q_token +
                          (task.g * p_.R + row % p_.R) * p_.q_head;
-      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[row * H_ + h], load_floats(from + h));
+      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[row * depth_ + h], load_floats(from + h));
     }
   }
 
-  // k_: for each block of keys, for each channel (or pair of them), the block's keys.
+  // k_: for each block of keys, for each channel (or pair of them), the block's keys; zeros in channels behind the last.
   void pack_keys(int64_t g, int64_t first, int count) {
     const auto* keys = static_cast<const Element*>(p_.k) + first * p_.k_token + g * p_.k_head;
     constexpr int kPerWord = 4 / sizeof(Element);
-    const int num_words = H_ / kPerWord, num_steps = H_ / P::kDepth;
+    const int num_words = H_ / kPerWord, num_steps = depth_ / P::kDepth;
     for (int j = 0; j < (count + kBlock - 1) / kBlock * kBlock; j += kLanes) {
       Words* to = k_.data() + (j / kBlock * num_steps) * kWide + j % kBlock / kLanes;
       for (int word = 0; word < num_words; word += kLanes) {
@@ -107,15 +108,16 @@ class Attention {
     }
   }
 
-  // v_: for each part of the channels, for each key (or pair of them), the part's channels.
+  // v_: for each part of the channels, for each key (or pair of them), the part's channels; zeros for keys behind the
+  // last, up to a whole number of kSteps.
   void pack_values(int64_t g, int64_t first, int count) {
     const auto* values = static_cast<const Element*>(p_.v) + first * p_.v_token + g * p_.v_head;
     for_parts(H_ / kLanes, [&](int from, auto width) {
       Words* to = &v_[from * (kKeys / P::kDepth)];
-      for (int j = 0; j < count; j += P::kDepth) {
+      for (int j = 0; j < round_up(count, P::kDepth * P::kSteps); j += P::kDepth) {
         for (int w = 0; w < width; ++w, ++to) {
           const Element* at = values + j * p_.v_token + (from + w) * kLanes;
-          *to = (Words)load_floats(at);
+          *to = j < count ? (Words)load_floats(at) : Words{};
           if constexpr (P::kDepth == 2) {
             const Words odd = j + 1 < count ? (Words)load_floats(at + p_.v_token) : Words{};
             *to = *to >> 16 | odd;
@@ -125,28 +127,28 @@ class Attention {
     });
   }
 
-  // One tile, of `count` keys from `first` on, for kRows rows.
+  // One tile, of `count` keys from `first` on, for kHeight rows.
   void attend(const Task& task, int64_t row, int64_t first, int count) {
     const auto visible = [&](int64_t each) {
       const int64_t token = task.begin + std::min(each, num_rows_ - 1) / p_.R;
       return p_.causal ? int(std::clamp<int64_t>(token + 1 - first, 0, count)) : count;
     };
-    const int seen = visible(row + kRows - 1), num_blocks = (seen + kBlock - 1) / kBlock;
+    const int seen = visible(row + P::kHeight - 1), num_blocks = (seen + kBlock - 1) / kBlock;
     if (seen == 0) return;
-    const int num_steps = H_ / P::kDepth;
+    const int num_steps = depth_ / P::kDepth;
     for (int block = 0; block < num_blocks; ++block) {
-      multiply<P, kWide>(scores_[0] + block * kWide, kKeys / kLanes, nullptr, &q_[row * H_], H_,
+      multiply<P, kWide>(scores_[0] + block * kWide, kKeys / kLanes, nullptr, &q_[row * depth_], depth_,
                          &k_[block * num_steps * kWide], num_steps);
     }
-    float factors[kRows];
-    for (int r = 0; r < kRows; ++r) factors[r] = softmax_[row + r].take(scores_[r], visible(row + r), p_.scale);
-    for (int r = 0; r < kRows; ++r) {
+    float factors[P::kHeight];
+    for (int r = 0; r < P::kHeight; ++r) factors[r] = softmax_[row + r].take(scores_[r], visible(row + r), p_.scale);
+    for (int r = 0; r < P::kHeight; ++r) {
       softmax_[row + r].weigh(scores_[r], weights_[r], num_blocks * kBlock, visible(row + r), p_.scale, factors[r]);
     }
     const int stride = H_ / kLanes;
     for_parts(H_ / kLanes, [&](int from, auto width) {
       multiply<P, width>(&sums_[row * stride + from], stride, factors, weights_[0], kKeys,
-                         &v_[from * (kKeys / P::kDepth)], (seen + P::kDepth - 1) / P::kDepth);
+                         &v_[from * (kKeys / P::kDepth)], round_up(seen, P::kDepth * P::kSteps) / P::kDepth);
     });
   }
 
@@ -163,13 +165,14 @@ class Attention {
 
   const Problem& p_;
   const int H_;
+  const int depth_;  // of queries and keys as they are multiplied: H, or more
   int64_t num_rows_ = 0;
   std::vector<Words> k_, v_;
-  std::vector<Factor> q_;     // [rows][H], scaled by nothing: the scale is applied to fp32 scores
+  std::vector<Factor> q_;     // [rows][depth_], scaled by nothing: the scale is applied to fp32 scores
   std::vector<Floats> sums_;  // [rows][H]: weighted values so far
   std::vector<Softmax> softmax_;
-  alignas(64) Floats scores_[kRows][kKeys / kLanes];
-  alignas(64) Factor weights_[kRows][kKeys];
+  alignas(64) Floats scores_[P::kHeight][kKeys / kLanes];
+  alignas(64) Factor weights_[P::kHeight][kKeys];
 };
 
 template <class P>
@@ -178,6 +181,7 @@ void run(const Problem& p) {
   const int64_t per_task = std::clamp<int64_t>(p.T / (2 * at::get_num_threads()) + 1, 16, most);
   const int64_t num_blocks = (p.T + per_task - 1) / per_task;
   at::parallel_for(0, p.G * num_blocks, 1, [&](int64_t from, int64_t to) {
+    [[maybe_unused]] typename P::Scope scope;
     Attention<P> attention(p);
     for (int64_t task = from; task < to; ++task) {
       // Causal blocks cost more the later they are: early and late ones alternate, so that threads share them fairly.
@@ -189,7 +193,7 @@ void run(const Problem& p) {
 }
 
 std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, const at::Tensor& k_SGH,
-                                                     const at::Tensor& v_SGH, bool causal, bool widen) {
+                                                     const at::Tensor& v_SGH, bool causal, c10::string_view product) {
   const auto dtype = q_TNH.scalar_type();
   TORCH_CHECK(q_TNH.dim() == 3 && k_SGH.dim() == 3 && v_SGH.dim() == 3, "queries, keys and values have 3 dimensions");
   const int64_t H = q_TNH.size(2);
@@ -208,14 +212,14 @@ std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, co
                   q_TNH.size(0), k_SGH.size(0), q_TNH.size(1), k_SGH.size(1), q_TNH.size(1) / k_SGH.size(1), H,
                   q_TNH.stride(0), q_TNH.stride(1), k_SGH.stride(0), k_SGH.stride(1), v_SGH.stride(0), v_SGH.stride(1),
                   causal, kLog2E / std::sqrt(float(H))};
-  with_product(dtype == at::kBFloat16, widen, [&](auto product) { run<decltype(product)>(p); });
+  with_product(dtype == at::kBFloat16, product, [&](auto way) { run<decltype(way)>(p); });
   return {o_TNH, lse_TN};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("prefill_attention(Tensor q_TNH, Tensor k_SGH, Tensor v_SGH, bool causal, bool widen) -> (Tensor, Tensor)");
+  m.def("prefill_attention(Tensor q_TNH, Tensor k_SGH, Tensor v_SGH, bool causal, str product) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("prefill_attention", &prefill_attention); }

@@ -12,7 +12,7 @@ from modeling.attention import Kernel, attend, cpu_flash_kernel, native_kernel, 
 from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, KernelPath, lane
+from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def kernel_on(path: KernelPath) -> Kernel:
     def kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
         if mask_TS is not None:
             return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
-        o_TNH, lse_TN = path.operators().prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, path.widen)
+        o_TNH, lse_TN = path.operators().prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, path.product)
         return o_TNH, lse_TN
 
     return kernel
@@ -57,6 +57,11 @@ CASES = [
             marks=lane(each.instruction_set),
         )
         for each in PATHS
+    ),
+    pytest.param(
+        Case(kernel_on(TILED), "cpu", TILED.dtype, TILED.instruction_set),
+        id=str(TILED),
+        marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX"),
     ),
     pytest.param(Case(plain_kernel, "cpu", torch.float32), id="plain-cpu-float32"),
     pytest.param(Case(plain_kernel, "cpu", torch.bfloat16), id="plain-cpu-bfloat16"),

@@ -7,14 +7,18 @@ from torch import Tensor
 from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, KernelPath, lane
+from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane
 
 HEADS = [pytest.param((4, 4), id="mha"), pytest.param((9, 3), id="gqa"), pytest.param((14, 2), id="gqa7")]
 HEAD_DIMS = (16, 64, 80, 128)
 LENGTHS = (1, 2, 17, 64, 65, 700)
 
 pytestmark = pytest.mark.parametrize(
-    "path", [pytest.param(each, id=str(each), marks=lane(each.instruction_set)) for each in PATHS]
+    "path",
+    [
+        *(pytest.param(each, id=str(each), marks=lane(each.instruction_set)) for each in PATHS),
+        pytest.param(TILED, id=str(TILED), marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX")),
+    ],
 )
 
 
@@ -43,7 +47,7 @@ def attend(path: KernelPath, q_BNH: Tensor, rows: list[Tensor], *picks: Tensor) 
     addresses_B = torch.tensor([each.data_ptr() for each in rows])
     lengths_B = torch.tensor([each.shape[0] for each in rows])
     operator = path.operators().decode_attention
-    o_BNH: Tensor = operator(q_BNH, addresses_B, lengths_B, rows[0].shape[2], path.widen, *picks)
+    o_BNH: Tensor = operator(q_BNH, addresses_B, lengths_B, rows[0].shape[2], path.product, *picks)
     return o_BNH
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from modeling.decode_rows import DecodeRows, has_native_rows
+from modeling.kernels.products import WIDENED
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from tests.support.brute_attention import brute_attention
 
@@ -114,7 +115,7 @@ def test_a_row_without_a_key_is_refused() -> None:
     with pytest.raises(RuntimeError, match="every row has a key"):
         torch.ops.baton.append_kv(rows_BGH, rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64))
     with pytest.raises(RuntimeError, match="every row has a key"):
-        torch.ops.baton.decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1, True)
+        torch.ops.baton.decode_attention(rows_BGH, addresses_B, torch.zeros(1, dtype=torch.int64), 1, WIDENED)
 
 
 def test_a_token_beyond_its_buffer_has_no_place() -> None:

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from modeling.kernels import native
-from modeling.linear import Linear, TorchLinear, WidenedLinear, make_linear
+from modeling.kernels.products import TILES, WIDENED
+from modeling.linear import Linear, PanelLinear, TorchLinear, make_linear
 from modeling.norms import LayerNorm, RmsNorm, Transform, unchanged
-from tests.support.kernel_paths import lane
+from tests.support.kernel_paths import has_tiles, lane
 
 
 @dataclass(frozen=True)
@@ -20,22 +21,28 @@ class Case:
     instruction_set: str | None
     """Ours, built for it; None: torch's."""
     int8: bool = False
+    product: str = WIDENED
 
     def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False) -> Linear:
         if self.instruction_set is None:
             return TorchLinear(weight_NK, bias_N, gated)
         if not native.load("linear", self.instruction_set):
             pytest.skip("needs a C++ compiler and a processor for it")
-        return WidenedLinear(weight_NK, bias_N, gated, int8=self.int8, instruction_set=self.instruction_set)
+        return PanelLinear(
+            weight_NK, bias_N, gated, int8=self.int8, product=self.product, instruction_set=self.instruction_set
+        )
 
     def __str__(self) -> str:
-        return f"{self.instruction_set or 'torch'}-{'int8' if self.int8 else 'bf16'}"
+        return f"{self.instruction_set or 'torch'}-{self.product}-{'int8' if self.int8 else 'bf16'}"
 
 
 OURS = [
     pytest.param(Case(each, int8), id=str(Case(each, int8)), marks=lane(each))
     for each in native.INSTRUCTION_SETS
     for int8 in (False, True)
+] + [
+    pytest.param(each, id=str(each), marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX"))
+    for each in (Case(native.NATIVE, int8, TILES) for int8 in (False, True))
 ]
 ALL = [pytest.param(Case(None), id="torch"), *OURS]
 ROUNDING = 2.0**-8
@@ -75,7 +82,7 @@ def check(got: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("make", ALL)
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 12, 13, 24, 31, 385])
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 12, 13, 17, 24, 31, 33, 385])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(96, 64), (40, 24), (16, 16), (130, 100), (1, 3)])
 def test_products_and_bias(make: Case, num_tokens: int, num_outputs: int, num_inputs: int) -> None:
     x_TK, weight_NK = random(num_tokens, num_inputs), random(num_outputs, num_inputs, seed=1)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from modeling.kernels import native
+from modeling.kernels.products import DOT, TILES, WIDENED, best_product
 
 
 @dataclass(frozen=True)
@@ -19,15 +20,14 @@ class KernelPath:
 
     instruction_set: str
     dtype: torch.dtype
-    widen: bool
+    product: str
 
     def operators(self) -> Any:  # torch.ops' namespaces have no type
         """Where the operators are, once they are loaded."""
         return getattr(torch.ops, native.namespace(self.instruction_set))
 
     def __str__(self) -> str:
-        products = "widened" if self.widen else "dot"
-        return f"{self.instruction_set}-{products}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.instruction_set}-{self.product}-{str(self.dtype).removeprefix('torch.')}"
 
 
 _SOAK = ("avx512", "plain")
@@ -39,10 +39,17 @@ def lane(instruction_set: str) -> tuple[pytest.MarkDecorator, ...]:
 
 
 PATHS = [
-    KernelPath(native.NATIVE, torch.bfloat16, widen=False),
+    KernelPath(native.NATIVE, torch.bfloat16, DOT),
     *(
-        KernelPath(instruction_set, dtype, widen=True)
+        KernelPath(instruction_set, dtype, WIDENED)
         for instruction_set in native.INSTRUCTION_SETS
         for dtype in (torch.bfloat16, torch.float32)
     ),
 ]
+TILED = KernelPath(native.NATIVE, torch.bfloat16, TILES)
+"""Where `has_tiles`."""
+
+
+def has_tiles() -> bool:
+    """Whether kernels can multiply in tiles here."""
+    return best_product() == TILES

@@ -12,7 +12,7 @@ from generate_workers.machine_memory import free_bytes, make_memory
 from generate_workers.memory import MemoryLimits
 from generate_workers.residency.port import KvBytes
 from generate_workers.step_runner import bytes_per_step, weight_bytes
-from modeling.linear import WidenedLinear, has_widened_linear
+from modeling.linear import PanelLinear, has_panel_linear
 from tests.support.generation import eos_decoder
 
 DECODER = eos_decoder()
@@ -87,16 +87,16 @@ def test_a_step_reads_all_weights_but_the_embedding_that_is_no_head() -> None:
 
 def test_bytes_of_weights_are_counted_as_they_are_kept() -> None:
     """Also when the operator's own attributes have been looked at, which makes it refer to itself."""
-    weight_NK = torch.ones(40, 8, dtype=torch.bfloat16)
-    if not has_widened_linear():
+    weight_NK = torch.ones(40, 32, dtype=torch.bfloat16)
+    if not has_panel_linear():
         pytest.skip("needs a C++ compiler and a processor for it")
     assert torch.ops.baton.linear.default is not None
-    widened = WidenedLinear(weight_NK)
-    weights = dataclasses.replace(DECODER.weights, embedding=widened, head=widened)
+    ours = PanelLinear(weight_NK)
+    weights = dataclasses.replace(DECODER.weights, embedding=ours, head=ours)
     ends = DECODER.weights.embedding.num_bytes + DECODER.weights.head.num_bytes * (
         DECODER.weights.head is not DECODER.weights.embedding
     )
-    assert weight_bytes(weights) == WEIGHTS - ends + 64 * 8 * 2
+    assert weight_bytes(weights) == WEIGHTS - ends + 64 * 32 * 2
 
 
 def test_limits_name_the_one_that_is_exceeded() -> None:

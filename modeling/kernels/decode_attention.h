@@ -1,0 +1,283 @@
+// A thread's part of decode attention: a run of one row's keys, for all of its heads (decode_attention.cpp).
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "attention.h"
+
+namespace {
+
+constexpr int kKeys = 64;      // keys of a tile
+constexpr int kHeads = 4;      // query heads whose sums are held in registers at a time
+constexpr int kMostHeads = 16;  // query heads whose scores are held
+constexpr int kLine = 64;      // bytes that are fetched at a time
+
+struct Problem {
+  const void* q;             // [B][N][H]
+  const int64_t* addresses;  // of each row's first key, and
+  const int64_t* lengths;    // keys of each row
+  const int32_t* picks;      // [B][G][K], or null: all keys
+  const int32_t* num_picks;  // [B][G]
+  void* o;                   // [B][N][H]
+  int64_t B, N, G, R, H, K, q_row, q_head;
+  float scale;
+};
+
+// The keys [first, end) of a row, or of what its kv head picks, for the kv heads [head, end_head). What it finds is kept
+// at `place`, query head by query head.
+struct Task {
+  int64_t row, head, end_head, first, end, place;
+};
+
+// What tasks found: of each query head of a task, the weighted sums [H] and the softmax.
+struct Found {
+  std::vector<Floats> sums;
+  std::vector<Softmax> softmax;
+};
+
+#ifdef __AMX_BF16__
+// Scores in tiles; values as vectors, for which they lie in the wrong order.
+struct TiledScores : Fma<uint16_t> {
+  using Scope = TileScope;
+};
+#endif
+
+// A thread's work on tasks.
+template <class P>
+class Attention {
+ public:
+  using Element = typename P::Element;
+  using Factor = typename P::Factor;
+
+  Attention(const Problem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found) {
+    if constexpr (kInTiles) {
+      tiles_.resize(kMostHeads * p_.G * H_);
+      rows_.resize(kMostHeads * H_);
+    } else {
+      q_.resize(kHeads * H_);
+    }
+  }
+
+  // All keys of a task, for all of its heads: tile by tile, so that memory is read in order.
+  void run(const Task& task) {
+    if constexpr (kInTiles) pack_queries(task);
+    for (int64_t first = task.first; first < task.end; first += kKeys) {
+      const int count = int(std::min<int64_t>(kKeys, task.end - first));
+      look_ahead(task.row, first + count);
+      if constexpr (kInTiles) {
+        attend_in_tiles(task, first, count);
+      } else {
+        attend(task, first, count);
+      }
+    }
+  }
+
+ private:
+  static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
+
+  void attend(const Task& task, int64_t first, int count) {
+    for (int64_t g = task.head; g < task.end_head; ++g) {
+      find(task.row, g, first, count);
+      in_parts(g, [&](int64_t head, auto num) {
+        load_queries<num>(task.row, head);
+        for (int j = 0; j < count; j += kLanes) score<num>(j);
+        weigh<num>(scores_, count, task.place + head - task.head * p_.R);
+      });
+    }
+  }
+
+  // part(head, number) for all query heads of a kv head, at most kHeads at a time.
+  template <class Part>
+  void in_parts(int64_t g, Part part) {
+    for (int64_t r = 0, num = 0; r < p_.R; r += num) {
+      num = std::min<int64_t>(kHeads, p_.R - r);
+      switch (num) {
+        case 1: part(g * p_.R + r, std::integral_constant<int, 1>()); break;
+        case 2: part(g * p_.R + r, std::integral_constant<int, 2>()); break;
+        case 3: part(g * p_.R + r, std::integral_constant<int, 3>()); break;
+        default: part(g * p_.R + r, std::integral_constant<int, kHeads>());
+      }
+    }
+  }
+
+  // The tile after this one, of the row's keys in order, is what is fetched from here on; it may be another task's.
+  void look_ahead(int64_t row, int64_t first) {
+    const int64_t key_bytes = 2 * p_.G * H_ * sizeof(Element);
+    const int64_t num = p_.picks ? 0 : std::min<int64_t>(kKeys, p_.lengths[row] - first);
+    ahead_ = reinterpret_cast<const char*>(p_.addresses[row]) + first * key_bytes;
+    end_ahead_ = ahead_ + num * key_bytes;
+  }
+
+  // Where the tile's keys lie.
+  void find(int64_t row, int64_t g, int64_t first, int count) {
+    for (int j = 0; j < count; ++j) keys_[j] = key(row, g, first + j);
+    for (int j = count; j % kLanes; ++j) keys_[j] = keys_[count - 1];  // scored like a key, and then not counted
+  }
+
+  // Where a kv head's key number `index` lies, among all or among those picked.
+  const Element* key(int64_t row, int64_t g, int64_t index) const {
+    const int32_t* picks = p_.picks ? p_.picks + (row * p_.G + g) * p_.K : nullptr;
+    return reinterpret_cast<const Element*>(p_.addresses[row]) + g * H_ + (picks ? picks[index] : index) * 2 * p_.G * H_;
+  }
+
+  template <int C>
+  void load_queries(int64_t row, int64_t head) {
+    for (int r = 0; r < C; ++r) {
+      const Element* q = query(row, head + r);
+      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[r * H_ + h], load_floats(q + h));
+    }
+  }
+
+  const Element* query(int64_t row, int64_t head) const {
+    return static_cast<const Element*>(p_.q) + row * p_.q_row + head * p_.q_head;
+  }
+
+  // Takes a tile's scores of C query heads into what was found at `at`, and its values with them.
+  template <int C>
+  void weigh(const Floats (*scores)[kKeys / kLanes], int count, int64_t at) {
+    const int padded = (count + kLanes - 1) / kLanes * kLanes;
+    float factors[C];
+    Softmax* softmax = &found_.softmax[at];
+    for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores[r], count, p_.scale);
+    for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, count, p_.scale, factors[r]);
+    for_parts(H_ / kLanes, [&](int from, auto width) { accumulate<C, width>(from, factors, count, at); });
+  }
+
+#ifdef __AMX_BF16__
+  // tiles_: for each kv head, for each kTileDepth channels, a tile of pairs of channels: columns are the query heads of all kv
+  // heads that are scored together, zeros in those of others.
+  void pack_queries(const Task& task) {
+    std::fill(tiles_.begin(), tiles_.end(), Element());
+    for (int64_t g = task.head; g < task.end_head; ++g) {
+      for (int64_t r = 0; r < p_.R; ++r) {
+        const Element* q = query(task.row, g * p_.R + r);
+        Element* to = &tiles_[(g - task.head) * kMostHeads * H_] + 2 * (g % together() * p_.R + r);
+        for (int h = 0; h < H_; h += 2) std::copy_n(q + h, 2, to + h / 2 * 2 * kMostHeads);
+      }
+    }
+  }
+
+  // kv heads whose query heads have their scores in one tile, those of number 0, `together`, 2 * `together`, ... first.
+  int64_t together() const { return kMostHeads / p_.R; }
+
+  void attend_in_tiles(const Task& task, int64_t first, int count) {
+    for (int64_t g = task.head, end = 0; g < task.end_head; g = end) {
+      end = std::min(task.end_head, (g / together() + 1) * together());
+      for (int j = 0; j < count; j += kTileHeight) score_in_tiles(task, g, end, first, j, count);
+      for (; g < end; ++g) {
+        find(task.row, g, first, count);
+        in_parts(g, [&](int64_t head, auto num) {
+          weigh<num>(scores_ + head % (together() * p_.R), count, task.place + head - task.head * p_.R);
+        });
+      }
+    }
+  }
+
+  // The scores of the keys [j, j + 16) of a tile, for the kv heads [g, end).
+  void score_in_tiles(const Task& task, int64_t g, int64_t end, int64_t first, int j, int count) {
+    const bool lie_in_order = !p_.picks && j + kTileHeight <= count;
+    alignas(64) float scores[kTileHeight][kMostHeads];
+    Words columns[kLanes] = {};
+    for (; g < end; ++g) {
+      const int num = std::min(kTileHeight, count - j);
+      for (int i = 0; i < num && !lie_in_order; ++i) std::copy_n(key(task.row, g, first + j + i), H_, &rows_[i * H_]);
+      const Element* keys = lie_in_order ? key(task.row, g, first + j) : rows_.data();
+      const int64_t stride = (lie_in_order ? 2 * p_.G * H_ : H_) * sizeof(Element);
+      const Element* q = &tiles_[(g - task.head) * kMostHeads * H_];
+      settle_memory();
+      _tile_zero(0);
+      for (int h = 0; h < H_; h += kTileDepth) {
+        _tile_loadd(1, keys + h, stride);
+        _tile_loadd(2, q + h * kMostHeads, 4 * kMostHeads);
+        _tile_dpbf16ps(0, 1, 2);
+      }
+      for (int i = 0; i < kTileHeight * 2; ++i) fetch();
+      _tile_stored(0, scores, sizeof(scores[0]));
+      settle_memory();
+      const int own = int(g % together() * p_.R);  // the other columns are 0, or no number where a key is none
+      const Ints is_own = (lanes() >= own) & (lanes() < own + int(p_.R));
+      for (int i = 0; i < kTileHeight; ++i) columns[i] = is_own ? load<Words>(scores[i]) : columns[i];
+    }
+    transpose(columns);
+    for (int head = 0; head < kMostHeads; ++head) scores_[head][j / kLanes] = (Floats)columns[head];
+  }
+#endif
+
+  // The scores of the keys [j, j + kLanes).
+  template <int C>
+  void score(int j) {
+    constexpr int kPerWord = 4 / sizeof(Element);
+    Floats sums[C][2] = {};  // two each, added in turn: a multiply-add waits for the one before
+    const auto add = [&](int word, auto num) {
+      Words words[kLanes];
+      for (int lane = 0; lane < kLanes; ++lane) words[lane] = load_words(keys_[j + lane] + word * kPerWord, num);
+      transpose(words);
+      unrolled(std::make_integer_sequence<int, num>(), [&](int each) {
+        fetch();
+        for (int part = 0; part < P::kSpread; ++part) {
+          const int step = each * P::kSpread + part;
+          const Words operand = P::spread(words[each], part);
+          for (int r = 0; r < C; ++r) {
+            const Factor* q = &q_[r * H_ + word * kPerWord + step * P::kDepth];
+            sums[r][step % 2] = P::add(sums[r][step % 2], q, operand);
+          }
+        }
+      });
+    };
+    int word = 0;
+    for (; word + kLanes <= H_ / kPerWord; word += kLanes) add(word, std::integral_constant<int, kLanes>());
+    if (word < H_ / kPerWord) add(word, std::integral_constant<int, kLanes / 2>());
+    for (int r = 0; r < C; ++r) scores_[r][j / kLanes] = sums[r][0] + sums[r][1];
+  }
+
+  // Fetches one more line of the next tile, between products. In memory's order and by loads, which the processor's own
+  // prefetcher sees and runs ahead of: a head's keys by themselves are too far apart for it, and by instructions that
+  // prefetch a core reads at little more than half of what memory gives.
+  void fetch() {
+    if (ahead_ >= end_ahead_) return;
+    asm volatile("" : : "r"(*reinterpret_cast<const volatile int*>(ahead_)));
+    ahead_ += kLine;
+  }
+
+  // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.
+  template <int C, int W>
+  void accumulate(int from, const float* factors, int count, int64_t at) {
+    Floats* to = &found_.sums[at * H_ / kLanes + from];
+    Floats sums[C][W];
+    for (int r = 0; r < C; ++r) {
+      for (int w = 0; w < W; ++w) sums[r][w] = to[r * H_ / kLanes + w] * factors[r];
+    }
+    for (int j = 0; j < count; j += P::kDepth) {
+      fetch();
+      for (int w = 0; w < W; ++w) {
+        const int64_t channel = p_.G * H_ + (from + w) * kLanes;  // values lie behind keys
+        Words operand = (Words)load_floats(keys_[j] + channel);
+        if constexpr (P::kDepth == 2) {
+          operand = operand >> 16 | (j + 1 < count ? (Words)load_floats(keys_[j + 1] + channel) : Words{});
+        }
+        for (int r = 0; r < C; ++r) sums[r][w] = P::add(sums[r][w], &weights_[r][j], operand);
+      }
+    }
+    for (int r = 0; r < C; ++r) {
+      for (int w = 0; w < W; ++w) to[r * H_ / kLanes + w] = sums[r][w];
+    }
+  }
+
+  const Problem& p_;
+  const int H_;
+  Found& found_;
+  std::vector<Factor> q_;       // of the heads at work
+  std::vector<Element> tiles_;  // queries of all heads
+  std::vector<Element> rows_;   // keys that do not lie in order
+  const Element* keys_[kKeys];
+  const char* ahead_ = nullptr;  // what of the next tile is not fetched yet
+  const char* end_ahead_ = nullptr;
+  alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
+  alignas(64) Factor weights_[kHeads][kKeys];
+};
+
+}  // namespace

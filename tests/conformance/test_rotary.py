@@ -1,0 +1,110 @@
+"""Heads turned in place by the kernel in C++, against complex multiplication in float64."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.config import ModelConfig
+from modeling.kernels import native
+from modeling.rope import RotaryTable, has_native_turn
+from tests.support.kernel_paths import lane
+
+CPU = torch.device("cpu")
+HEAD_DIMS = (32, 64, 96, 128, 256)
+TOLERANCES = {torch.float32: 1e-6, torch.bfloat16: 2e-2}
+CONFIG = ModelConfig(
+    model_type="llama",
+    vocab_size=10,
+    num_layers=1,
+    hidden_size=32,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=64,
+    max_position=64,
+    tie_embeddings=True,
+    rope_theta=10000.0,
+)
+SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS]
+
+
+@pytest.fixture(params=SETS)
+def operators(request: pytest.FixtureRequest) -> Any:  # torch.ops' namespaces have no type
+    if not native.load("rotary", request.param):
+        pytest.skip(f"no kernel for {request.param} here")
+    return getattr(torch.ops, native.namespace(request.param))
+
+
+def random(*shape: int, seed: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def expected(x_TKH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
+    """In float64, from the factors as they are; sines are negative in the first half."""
+    half = x_TKH.shape[-1] // 2
+    pairs = torch.complex(x_TKH[..., :half].double(), x_TKH[..., half:].double())
+    turned = pairs * torch.complex(cos_TH[:, :half].double(), sin_TH[:, half:].double()).unsqueeze(1)
+    return torch.cat((turned.real, turned.imag), dim=-1)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_heads_are_turned_by_their_tokens_angles_and_nothing_else_is(
+    operators: Any, dtype: torch.dtype, head_dim: int
+) -> None:
+    num_tokens, num_turned, num_heads = 700, 4, 6
+    fused = random(num_tokens, num_heads, head_dim, seed=1, dtype=dtype)  # as projections come: values behind keys
+    before = fused.clone()
+    angles_TF = 20 * random(num_tokens, head_dim // 2, seed=2, dtype=torch.float32)
+    cos_TH = angles_TF.cos().repeat(1, 2).to(dtype)
+    sin_TH = torch.cat((-angles_TF.sin(), angles_TF.sin()), dim=1).to(dtype)
+    operators.turn_heads(fused[:, :num_turned], cos_TH, sin_TH)
+    tolerance = TOLERANCES[dtype]
+    torch.testing.assert_close(
+        fused[:, :num_turned].double(),
+        expected(before[:, :num_turned], cos_TH, sin_TH),
+        atol=tolerance,
+        rtol=tolerance,
+    )
+    assert torch.equal(fused[:, num_turned:], before[:, num_turned:])
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 33])
+def test_a_tokens_result_depends_on_no_other_token(operators: Any, num_tokens: int) -> None:
+    x_TKH = random(num_tokens, 3, 64, seed=3, dtype=torch.bfloat16)
+    cos_TH, sin_TH = (random(num_tokens, 64, seed=seed, dtype=torch.bfloat16) for seed in (4, 5))
+    together = x_TKH.clone()
+    operators.turn_heads(together, cos_TH, sin_TH)
+    for token in range(num_tokens):
+        alone = x_TKH[token : token + 1].clone()
+        operators.turn_heads(alone, cos_TH[token : token + 1], sin_TH[token : token + 1])
+        assert torch.equal(alone[0], together[token])
+
+
+def test_bad_arguments_are_refused(operators: Any) -> None:
+    x_TKH, factors_TH = torch.zeros(2, 3, 64), torch.zeros(2, 64)
+    with pytest.raises(RuntimeError, match="bfloat16 or float32"):
+        operators.turn_heads(x_TKH.double(), factors_TH, factors_TH)
+    with pytest.raises(RuntimeError, match="no multiple"):
+        operators.turn_heads(torch.zeros(2, 3, 40), torch.zeros(2, 40), torch.zeros(2, 40))
+    with pytest.raises(RuntimeError, match="cosines and sines"):
+        operators.turn_heads(x_TKH, factors_TH[:1], factors_TH)
+    with pytest.raises(RuntimeError, match="cosines and sines"):
+        operators.turn_heads(x_TKH, factors_TH, factors_TH.bfloat16())
+
+
+@pytest.mark.skipif(native.find_compiler() is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize(("head_dim", "in_place"), [(64, True), (16, False)])
+def test_the_table_turns_in_place_where_the_kernel_can(head_dim: int, in_place: bool) -> None:
+    assert has_native_turn(CPU, torch.float32, head_dim) == in_place
+    assert not has_native_turn(CPU, torch.float64, head_dim)
+    table = RotaryTable(dataclasses.replace(CONFIG, head_dim=head_dim), CPU, torch.float32)
+    rotation = table.lookup(torch.tensor([0, 5]))
+    x_TNH = random(2, 3, head_dim, seed=6, dtype=torch.float32)
+    wanted = expected(x_TNH, rotation.cos_T1H.squeeze(1), rotation.sin_T1H.squeeze(1))
+    turned_TNH = rotation.turn(x_TNH)
+    assert (turned_TNH is x_TNH) == in_place
+    torch.testing.assert_close(turned_TNH.double(), wanted, atol=1e-6, rtol=1e-6)
