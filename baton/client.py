@@ -17,7 +17,7 @@ import grpc
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
 from baton.proto_types import cluster_state_from_proto, model_from_proto
-from baton.requests import Source, check_deadline, make_request
+from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.results import ClusterState, ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
@@ -33,9 +33,18 @@ class Client:
     """
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        api_key: str | None = None,
+        tenant: str | None = None,
+        reconnect: Reconnect | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`target` is the server's host:port."""
+        """`target` is the server's host:port. `api_key` says who asks, to servers that have keys (in clear text, as all
+        that is sent is); `tenant` does, to servers that trust their callers. Raises InvalidArgumentError for what
+        neither can be."""
+        self._caller = call_metadata(api_key, tenant)
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
@@ -53,6 +62,7 @@ class Client:
         model: str = "",
         echo: bool = False,
         deadline_s: float | None = None,
+        priority: str = "standard",
         metadata: Mapping[str, str] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
@@ -62,15 +72,19 @@ class Client:
         comes as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is 0;
         without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset, one
         is made. `model` must be the served model's name, if given. With `echo`, each choice's text begins with the
-        prompt's. `deadline_s` seconds from now the request ends by itself. `metadata` goes along as gRPC metadata.
+        prompt's. `deadline_s` seconds from now the request ends by itself; a server that expects the first token later
+        refuses it. `priority` is interactive, standard or batch: of those that wait, less urgent ones are served when
+        no more urgent one can be. `metadata` goes along as gRPC metadata.
 
         Raises InvalidArgumentError for what cannot be sent; what the server refuses is raised by the stream.
         """
         source = Source(prompt, messages, token_ids)
-        request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
+        request = make_request(
+            source, params, sampling, request_id=request_id, model=model, echo=echo, priority=priority
+        )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        return Stream(state, functools.partial(self._open, tuple((metadata or {}).items())))
+        return Stream(state, functools.partial(self._open, (*self._caller, *(metadata or {}).items())))
 
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """The model that is served. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
@@ -103,9 +117,16 @@ class AsyncClient:
     """A connection to a server, for one asyncio loop: make and use it there. Otherwise as Client."""
 
     def __init__(
-        self, target: str = DEFAULT_TARGET, *, reconnect: Reconnect | None = None, clock: Clock | None = None
+        self,
+        target: str = DEFAULT_TARGET,
+        *,
+        api_key: str | None = None,
+        tenant: str | None = None,
+        reconnect: Reconnect | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        """`target` is the server's host:port."""
+        """As Client."""
+        self._caller = call_metadata(api_key, tenant)
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
@@ -123,15 +144,18 @@ class AsyncClient:
         model: str = "",
         echo: bool = False,
         deadline_s: float | None = None,
+        priority: str = "standard",
         metadata: Mapping[str, str] | None = None,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
         """As Client.generate: sends the request and returns its stream at once; nothing is to be awaited."""
         source = Source(prompt, messages, token_ids)
-        request = make_request(source, params, sampling, request_id=request_id, model=model, echo=echo)
+        request = make_request(
+            source, params, sampling, request_id=request_id, model=model, echo=echo, priority=priority
+        )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        return AsyncStream(state, functools.partial(self._open, tuple((metadata or {}).items())))
+        return AsyncStream(state, functools.partial(self._open, (*self._caller, *(metadata or {}).items())))
 
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """As Client.model."""

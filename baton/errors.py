@@ -36,6 +36,10 @@ class ResourceExhaustedError(BatonError):
         """Seconds after which there may be room; None: nobody knows. Crosses the wire as google.rpc.RetryInfo."""
 
 
+class UnauthenticatedError(BatonError):
+    """The call does not say who it belongs to, or by a key that is unknown."""
+
+
 class RequestCancelledError(BatonError):
     """The client, or the controller on its behalf, gave the request up."""
 
@@ -46,6 +50,10 @@ class DeadlineExceededError(BatonError):
 
 class NotFoundError(BatonError):
     """Nothing of that name is here."""
+
+
+class StalePrefixError(NotFoundError):
+    """A job was to begin behind cached tokens that are no longer there: it may be tried without them."""
 
 
 class UnavailableError(BatonError):

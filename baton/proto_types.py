@@ -12,7 +12,9 @@ from baton.results import (
     ClusterState,
     GroupState,
     Interval,
+    KvLedger,
     ModelInfo,
+    PrefixHoldings,
     RankTiming,
     Timings,
     Usage,
@@ -20,7 +22,7 @@ from baton.results import (
     WidthOption,
 )
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
+from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
 
@@ -100,6 +102,22 @@ def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     )
 
 
+def priority_to_proto(priority: Priority) -> orchestrator_pb2.Priority.ValueType:
+    """The numbers are the same."""
+    return orchestrator_pb2.Priority.ValueType(priority)
+
+
+def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:
+    """STANDARD for UNSPECIFIED. Raises InvalidArgumentError for one that this version does not know."""
+    if value == orchestrator_pb2.PRIORITY_UNSPECIFIED:
+        return Priority.STANDARD
+    try:
+        return Priority(value)
+    except ValueError as error:
+        known = ", ".join(f"{each.value} ({each.name.lower()})" for each in Priority)
+        raise InvalidArgumentError(f"priority = {value} is unknown: use {known}, or leave it out") from error
+
+
 _FINISH_TO_PROTO: Mapping[FinishReason, generate_pb2.FinishReason.ValueType] = MappingProxyType(
     {
         FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
@@ -157,7 +175,12 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
 
 def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
     """What a request took."""
-    return Usage(message.num_prompt_tokens, message.num_output_tokens, message.num_attempts)
+    return Usage(
+        num_prompt_tokens=message.num_prompt_tokens,
+        num_output_tokens=message.num_output_tokens,
+        num_attempts=message.num_attempts,
+        num_cached_tokens=message.num_cached_tokens,
+    )
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
@@ -258,25 +281,82 @@ def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
 
 def cluster_state_from_proto(message: orchestrator_pb2.ClusterState) -> ClusterState:
     """Groups, queue and slots."""
-    groups = tuple(
-        GroupState(
-            name=each.name,
-            role=each.role,
-            endpoints=tuple(each.endpoints),
-            epoch=each.epoch,
-            is_ready=each.is_ready,
-            num_slots=each.num_slots,
-            num_free=each.num_free,
-            num_bytes_held=each.num_bytes_held,
-            num_leaked=each.num_leaked,
-            num_requests=each.num_requests,
-        )
-        for each in message.groups
-    )
     return ClusterState(
-        groups=groups,
+        groups=tuple(group_state_from_proto(group) for group in message.groups),
         num_queued=message.num_queued,
         num_running=message.num_running,
         num_degraded=message.num_degraded,
         version=message.version,
+        num_queued_tokens=message.num_queued_tokens,
+        why_not_serving=tuple(message.why_not_serving),
+        why_degraded=tuple(message.why_degraded),
+        metrics_endpoint=message.metrics_endpoint,
+    )
+
+
+def cluster_state_to_proto(state: ClusterState) -> orchestrator_pb2.ClusterState:
+    """Groups, queue and slots."""
+    return orchestrator_pb2.ClusterState(
+        groups=[group_state_to_proto(group) for group in state.groups],
+        num_queued=state.num_queued,
+        num_running=state.num_running,
+        num_degraded=state.num_degraded,
+        version=state.version,
+        num_queued_tokens=state.num_queued_tokens,
+        why_not_serving=state.why_not_serving,
+        why_degraded=state.why_degraded,
+        metrics_endpoint=state.metrics_endpoint,
+    )
+
+
+_ALIKE = (
+    *("name", "role", "epoch", "is_ready", "num_slots", "num_free", "num_bytes_held", "num_leaked", "num_requests"),
+    *("num_leased", "num_active", "num_quarantined", "num_preemptions", "imbalance", "is_drained", "is_broken"),
+)
+"""Fields of a group's state that its message has by the same name and type."""
+
+
+def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
+    """One group."""
+    alike = {name: getattr(message, name) for name in _ALIKE}
+    return GroupState(
+        endpoints=tuple(message.endpoints),
+        kv=kv_ledger_from_proto(message.kv),
+        prefixes=PrefixHoldings(message.num_prefix_blocks, message.num_prefix_bytes, message.max_prefix_bytes),
+        **alike,
+    )
+
+
+def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
+    """One group."""
+    alike = {name: getattr(group, name) for name in _ALIKE}
+    return orchestrator_pb2.GroupState(
+        endpoints=group.endpoints,
+        kv=kv_ledger_to_proto(group.kv),
+        num_prefix_blocks=group.prefixes.num_blocks,
+        num_prefix_bytes=group.prefixes.num_bytes,
+        max_prefix_bytes=group.prefixes.max_bytes,
+        **alike,
+    )
+
+
+def kv_ledger_from_proto(message: generate_pb2.KvLedger) -> KvLedger:
+    """A generation group's memory; all 0 from a group that tells nothing of it."""
+    return KvLedger(
+        num_bytes=message.num_bytes,
+        num_bytes_free=message.num_bytes_free,
+        num_bytes_leased=message.num_bytes_leased,
+        num_bytes_active=message.num_bytes_active,
+        num_bytes_quarantined=message.num_bytes_quarantined,
+    )
+
+
+def kv_ledger_to_proto(kv: KvLedger) -> generate_pb2.KvLedger:
+    """A generation group's memory; an overdrawn one has nothing free, and so does not balance."""
+    return generate_pb2.KvLedger(
+        num_bytes=kv.num_bytes,
+        num_bytes_free=max(kv.num_bytes_free, 0),
+        num_bytes_leased=kv.num_bytes_leased,
+        num_bytes_active=kv.num_bytes_active,
+        num_bytes_quarantined=kv.num_bytes_quarantined,
     )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
-from baton.proto_types import params_to_proto
+from baton.proto_types import params_to_proto, priority_to_proto
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
+from baton.types import Priority
 from baton.v1 import orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
@@ -44,6 +45,7 @@ def make_request(
     request_id: str | None = None,
     model: str = "",
     echo: bool = False,
+    priority: str = "standard",
 ) -> orchestrator_pb2.GenerateRequest:
     """Raises InvalidArgumentError for what cannot be sent, TypeError for a sampling option that does not exist."""
     if params is not None and options:
@@ -53,6 +55,7 @@ def make_request(
         seeded=params is not None or "seed" in options,
         model=model,
         echo=echo,
+        priority=priority_to_proto(_priority(priority)),
     )
     try:
         request.sampling.CopyFrom(params_to_proto(params or params_from_options(options)))
@@ -70,6 +73,23 @@ def check_deadline(deadline_s: float | None) -> None:
     """Raises InvalidArgumentError for a deadline that is none, or that the message cannot carry."""
     if deadline_s is not None and not (0 < deadline_s <= MAX_DEADLINE_S and math.isfinite(deadline_s)):
         raise InvalidArgumentError(f"deadline_s = {deadline_s!r} is out of range: use seconds above 0, below 4 million")
+
+
+def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
+    """By which a server knows whose a call is. Raises InvalidArgumentError for what metadata cannot carry."""
+    values = {"api_key": api_key, "tenant": tenant}
+    for name, value in values.items():
+        if value is not None and not (value and value.isascii() and value.isprintable()):
+            raise InvalidArgumentError(f"{name} cannot be sent: use printable ASCII characters")
+    keyed = () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+    return keyed if tenant is None else (*keyed, ("baton-tenant", tenant))
+
+
+def _priority(name: str) -> Priority:
+    known = {each.name.lower(): each for each in Priority}
+    if name not in known:
+        raise InvalidArgumentError(f"priority = {name!r} is unknown: use one of {', '.join(known)}")
+    return known[name]
 
 
 def _add_source(request: orchestrator_pb2.GenerateRequest, source: Source) -> None:

@@ -14,6 +14,8 @@ class Usage:
     """All of the stream's tokens, of all choices, those before a resumption included."""
     num_attempts: int
     """Attempts of the server at the request, since it last took it up."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that the last attempt did not compute, as an earlier prompt that begins alike had left their KV."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,45 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class KvLedger:
+    """A generation group's KV memory at home, by the state of the slots that it is promised to."""
+
+    num_bytes: int = 0
+    """The capacity; 0: unknown."""
+    num_bytes_free: int = 0
+    """Promised to no slot."""
+    num_bytes_leased: int = 0
+    """Where KV is pushed, or waits for its row."""
+    num_bytes_active: int = 0
+    """Of rows of the batch."""
+    num_bytes_quarantined: int = 0
+    """Of slots that were freed while a writer was inside."""
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """Promised to some slot."""
+        return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
+
+    @property
+    def imbalance(self) -> str:
+        """What does not balance, for people; empty when the parts are the whole."""
+        free, taken = self.num_bytes_free, self.num_bytes_taken
+        if free >= 0 and free + taken == self.num_bytes:
+            return ""
+        return f"{free} bytes free and {taken} promised are not the {self.num_bytes} of KV"
+
+
+@dataclass(frozen=True)
+class PrefixHoldings:
+    """What the prefix store of a prefill group's node holds: groups of one node share one."""
+
+    num_blocks: int = 0
+    num_bytes: int = 0
+    max_bytes: int = 0
+    """That it may hold; 0: there is none."""
+
+
+@dataclass(frozen=True)
 class GroupState:
     """One group of workers, as the orchestrator sees it."""
 
@@ -195,6 +236,22 @@ class GroupState:
     """Slots or jobs held by no request that the orchestrator knows, for over 2 s."""
     num_requests: int
     """Requests of this orchestrator that the group serves."""
+    num_leased: int = 0
+    """Slots that are claimed and not yet rows of the batch."""
+    num_active: int = 0
+    """Slots that are rows."""
+    num_quarantined: int = 0
+    """Slots that were freed while a writer was inside."""
+    kv: KvLedger = KvLedger()
+    num_preemptions: int = 0
+    """Rows so far that gave their memory to older ones, and were prefilled again."""
+    imbalance: str = ""
+    """What of slots and bytes does not balance, for people; empty when all does."""
+    is_drained: bool = False
+    """Whether it gets no new work because somebody said so."""
+    is_broken: bool = False
+    """Whether it gets none for a while because attempts there failed again and again."""
+    prefixes: PrefixHoldings = PrefixHoldings()
 
 
 @dataclass(frozen=True)
@@ -207,3 +264,11 @@ class ClusterState:
     num_degraded: int
     """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
     version: str
+    num_queued_tokens: int = 0
+    """Prompt tokens of the requests that wait."""
+    why_not_serving: tuple[str, ...] = ()
+    """Why health says NOT_SERVING, a line each; empty while it serves."""
+    why_degraded: tuple[str, ...] = ()
+    """Why it serves worse than it could, likewise."""
+    metrics_endpoint: str = ""
+    """host:port at which Prometheus finds /metrics; empty when there is none."""

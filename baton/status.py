@@ -32,9 +32,11 @@ STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
         errors.ConfigError: StatusCode.FAILED_PRECONDITION,
         errors.ModelError: StatusCode.FAILED_PRECONDITION,
         errors.ResourceExhaustedError: StatusCode.RESOURCE_EXHAUSTED,
+        errors.UnauthenticatedError: StatusCode.UNAUTHENTICATED,
         errors.RequestCancelledError: StatusCode.CANCELLED,
         errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
         errors.NotFoundError: StatusCode.NOT_FOUND,
+        errors.StalePrefixError: StatusCode.NOT_FOUND,
         errors.UnavailableError: StatusCode.UNAVAILABLE,
         errors.VersionMismatchError: StatusCode.FAILED_PRECONDITION,
         errors.LeaseError: StatusCode.FAILED_PRECONDITION,
@@ -63,6 +65,7 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
         StatusCode.CANCELLED: errors.RequestCancelledError,
         StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
         StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
+        StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
         StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
     }
 )

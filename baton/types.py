@@ -5,7 +5,7 @@ All are frozen, hold no tensors, and are safe to share between threads.
 
 import hashlib
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, IntEnum
 from functools import cached_property
 
 from baton.ids import RequestId, SlotId, Stamp
@@ -105,6 +105,17 @@ class SampledToken:
     token_id: int
     logprob: float | None = None
     top: tuple[TokenLogprob, ...] = ()
+
+
+class Priority(IntEnum):
+    """How urgent a request is; less is more urgent. While requests wait, a less urgent one is served only when no more
+    urgent one can be. The numbers are those of the wire."""
+
+    INTERACTIVE = 1
+    """Somebody looks at the screen."""
+    STANDARD = 2
+    BATCH = 3
+    """Done some time: takes what the others leave."""
 
 
 class FinishReason(Enum):

@@ -155,7 +155,9 @@ def calibrate(args: argparse.Namespace) -> Calibration:
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     """All rounds; with --bars 1 when one is missed."""
     reporter, bars = Reporter("elastic", args.json), Bars()
-    config = LocalConfig(resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1)
+    config = LocalConfig(  # the same prompts come again and again: nothing is kept of them
+        resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1, prefix_share=0.0
+    )
     async with LocalCluster(config, SystemClock()) as cluster:
         planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.max_slot_tokens)
         bench = _Bench(args, cluster, planner)

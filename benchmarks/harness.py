@@ -27,7 +27,7 @@ from deploy.config import DEFAULT_MODEL
 
 PAIRS = 9
 QUICK_PAIRS = 3
-_RATES = ("gb_s", "tokens_s", "gflops")
+_RATES = ("gb_s", "tokens_s", "gflops", "goodput")
 """Metrics that are better when larger."""
 
 

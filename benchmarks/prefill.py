@@ -43,7 +43,7 @@ async def measure(args: argparse.Namespace) -> None:
     folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()
-    chain = LocalConfig(folder, num_ranks=args.ranks, dtype=args.dtype, generate_threads=1)
+    chain = LocalConfig(folder, num_ranks=args.ranks, dtype=args.dtype, generate_threads=1, prefix_share=0.0)
     single = LocalConfig(
         folder, num_ranks=0, dtype=args.dtype, generate_threads=args.ranks, max_prefill_tokens_per_step=8192
     )

@@ -98,7 +98,7 @@ class _Bench:
 
     async def _served(self, stack: AsyncExitStack, settings: Sequence[str]) -> tuple[ServedSide, str]:
         """A cluster's side, and the address of its Ray."""
-        model = (f"model.name={self.folder}", f"model.dtype={self.args.dtype}")
+        model = (f"model.name={self.folder}", f"model.dtype={self.args.dtype}", "prefill.prefix_share=0")
         options = [part for each in (*model, *settings) for part in ("--set", each)]
         cluster = await stack.enter_async_context(own_cluster("serve-bench", options, self.say))
         return ServedSide(await stack.enter_async_context(AsyncClient(cluster.target))), cluster.ray_address

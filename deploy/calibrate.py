@@ -83,9 +83,10 @@ def run(args: argparse.Namespace) -> int:
 
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.cluster_record import serving_endpoint
 
     console = Console(stderr=True, highlight=False)
-    target = args.target or _endpoint(args.name)
+    target = args.target or serving_endpoint(args.name)
     with Client(target) as client, grpc.insecure_channel(target) as channel:
         stub = PlanningStub(channel)
         if args.generate:
@@ -116,18 +117,6 @@ def _check_options(args: argparse.Namespace) -> None:
     for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
         if getattr(args, name) is not None:
             raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
-
-
-def _endpoint(name: str) -> str:
-    """Of the cluster of that name, which was brought up on this machine."""
-    from deploy.cluster_record import load_record
-
-    record = load_record(name)
-    if record is None:
-        raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
-    if not record.endpoint:
-        raise UnavailableError(f"cluster {name} is starting: try again when `baton status {name}` shows its groups")
-    return record.endpoint
 
 
 def _in_force(stub: "PlanningStub") -> "Calibration":

@@ -5,7 +5,7 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import calibrate, generate, inspection, local, plan, serving, simulate
+from deploy import calibrate, drain, generate, inspection, local, plan, serving, simulate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,6 +18,7 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     local.add_parser(commands)
     serving.add_parser(commands)
+    drain.add_parser(commands)
     inspection.add_parser(commands)
     calibrate.add_parser(commands)
     simulate.add_parser(commands)

@@ -66,7 +66,7 @@ class Cluster:
         """What the orchestrator needs to know; the arguments are each generation group's."""
         return ClusterView(
             prefill=tuple(
-                PrefillGroup(group.name, group.endpoints, group.links.epoch, group.ready)
+                PrefillGroup(group.name, group.endpoints, group.links.epoch, group.ready, group.prefix_store)
                 for group in self.prefill
                 if group.endpoints and group.links is not None
             ),

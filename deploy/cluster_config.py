@@ -5,15 +5,27 @@ when it enters, and then never changes. `baton config` prints these descriptions
 that `baton local` or the orchestrator has as well are theirs.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
+from baton.errors import ConfigError
 from baton.paths import cache_folder
 from deploy.byte_sizes import parse_bytes
-from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, use_threads
+from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, read_variable, use_threads
 from orchestrator.config import OrchestratorConfig
+from orchestrator.tenants import Tenant, Tenants, hash_key
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -26,6 +38,23 @@ CoresOfEach = Annotated[tuple[Cores, ...], Field(strict=False)]
 """One list of core numbers for each worker."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
 """Letters, digits, - and _: it becomes part of file and actor names."""
+
+
+def _hashed(key: str) -> str:
+    """Reads a key from the environment, here and now: other processes see its hash only."""
+    source, _, value = key.partition(":")
+    if source == "env":
+        try:
+            return f"sha256:{hash_key(read_variable(value))}"
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+    if source == "sha256" and re.fullmatch("[0-9a-f]{64}", value):
+        return key
+    raise ValueError("is no key: write env:NAME, or sha256: and 64 hexadecimal digits; never the key itself")
+
+
+ApiKey = Annotated[str, AfterValidator(_hashed)]
+"""env:NAME, an environment variable that holds the key, or sha256:HEX, its hash. Always the latter once it is read."""
 
 
 class Section(BaseModel):
@@ -67,6 +96,12 @@ class PrefillSection(Section):
     """Seconds without progress on a rank, at least, before the links' life is ended."""
     calibration: str = ""
     """File of costs to predict by; `baton calibrate` replaces it. Empty: the one kept for this model and hardware."""
+    prefix_share: Annotated[float, Field(ge=0, le=1)] = LocalConfig.prefix_share
+    """Part of each node's /dev/shm for KV of earlier prompts, from which later ones that begin alike go on; 0: none."""
+    block_tokens: Count = OrchestratorConfig.block_tokens
+    """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
+    prefix_isolation: bool = OrchestratorConfig.prefix_isolation
+    """Whether tenants share no KV; else a prompt that is answered soon tells that somebody has sent it before."""
 
     @field_validator("calibration")
     @classmethod
@@ -110,6 +145,32 @@ class GenerateSection(Section):
         return self
 
 
+class TenantSection(Section):
+    """Whoever shares the queue with others."""
+
+    weight: Annotated[float, Field(ge=0.1, le=1000)] = Tenant.weight
+    """Prompt tokens that it is served while others wait, beside a tenant of weight 1."""
+    max_queued_requests: Annotated[int, Field(ge=0)] = Tenant.max_queued
+    """Requests that it may have waiting; 0: as many as the queue holds."""
+    max_queued_tokens: Annotated[int, Field(ge=0)] = Tenant.max_queued_tokens
+    """Prompt tokens that it may have waiting; 0: likewise."""
+    max_running: Annotated[int, Field(ge=0)] = Tenant.max_running
+    """Choices of its requests that may run at once; 0: as many as there are slots."""
+    api_keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
+    """Its API keys: env:NAME of the variable that holds one, or sha256:HEX; with any, only they reach the tenant."""
+
+    def tenant(self, name: str) -> Tenant:
+        """As the orchestrator takes it."""
+        return Tenant(
+            name,
+            weight=self.weight,
+            max_queued=self.max_queued_requests,
+            max_queued_tokens=self.max_queued_tokens,
+            max_running=self.max_running,
+            key_hashes=tuple(key.removeprefix("sha256:") for key in self.api_keys),
+        )
+
+
 class OrchestratorSection(Section):
     """What clients speak to."""
 
@@ -117,10 +178,12 @@ class OrchestratorSection(Section):
     """Interface that the orchestrator listens on."""
     port: Port = 50051
     """Its port; 0 takes any free one."""
+    metrics_port: Annotated[int, Field(ge=-1, le=65535)] = 0
+    """Port of /metrics, for Prometheus; 0 takes any free one, which `baton status` shows; -1: no metrics."""
     cores: Cores = ()
     """Cores that it is pinned to; empty: not pinned."""
     max_queued_requests: Count = OrchestratorConfig.max_queued
-    """Requests that may wait; beyond, clients are told when to come again."""
+    """Requests that may wait; beyond, those with the least claim are told when to come again."""
     max_queued_tokens: Count = OrchestratorConfig.max_queued_tokens
     """Prompt tokens that may wait, over all requests."""
     max_attempts: Count = OrchestratorConfig.max_attempts
@@ -131,6 +194,25 @@ class OrchestratorSection(Section):
     """Whether a prompt gets the ranks and the turn that cost all least; else all ranks, first come first served."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = OrchestratorConfig.overtaking
     """Part of its predicted time by which a prompt may be late for the sake of shorter ones that come after it."""
+    trust_tenant_metadata: bool = False
+    """Whether a call without a key may name its tenant (baton-tenant): for gateways that know who calls."""
+    require_api_key: bool = False
+    """Whether a call is refused that does not say who it is; else it is of the tenant "default"."""
+    tenants: dict[Name, TenantSection] = {}
+    """Who shares the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
+
+    @model_validator(mode="after")
+    def _tenants_can_be_told_apart(self) -> Self:
+        try:
+            self.tenancy()
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
+
+    def tenancy(self) -> Tenants:
+        """As the orchestrator takes it."""
+        tenants = [section.tenant(name) for name, section in self.tenants.items()]
+        return Tenants(tenants, trust_metadata=self.trust_tenant_metadata, require_key=self.require_api_key)
 
 
 class SupervisionSection(Section):
@@ -202,6 +284,8 @@ class ClusterConfig(Section):
             growth_tokens=generate.growth_tokens,
             num_engines=generate.num_groups,
             watchdog_floor_s=prefill.watchdog_floor_s,
+            cluster=self.name,
+            prefix_share=prefill.prefix_share,
         )
 
 

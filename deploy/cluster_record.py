@@ -18,6 +18,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
 from baton.paths import cache_folder
+from prefill_workers.store_folder import sweep
 
 _POLL_S = 0.05
 _CONNECT_S = 5.0
@@ -55,9 +56,11 @@ class ClusterRecord:
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Forgets the cluster and removes its Ray's folder. Harmless when they are gone."""
+        """Forgets the cluster, removes its Ray's folder, and prefixes that killed workers left on this machine.
+        Harmless when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
+        sweep()
         record_path(self.name).unlink(missing_ok=True)
 
 
@@ -75,6 +78,17 @@ def load_record(name: str) -> ClusterRecord | None:
         return None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path} is damaged ({error}): remove it") from error
+
+
+def serving_endpoint(name: str) -> str:
+    """host:port of the orchestrator of the cluster of that name, which was brought up on this machine. Raises
+    ConfigError when there is none, UnavailableError while it starts."""
+    record = load_record(name)
+    if record is None:
+        raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
+    if not record.endpoint:
+        raise UnavailableError(f"cluster {name} is starting: try again when `baton status {name}` shows its groups")
+    return record.endpoint
 
 
 def process_start(pid: int) -> str:

@@ -27,6 +27,14 @@ def prepare_ray_environment() -> None:
     )
 
 
+def read_variable(name: str) -> str:
+    """The value of an environment variable, which holds a secret. Raises ConfigError when it is unset or empty."""
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise ConfigError(f"environment variable {name} is not set: export it")
+    return value
+
+
 def use_threads(num_threads: int) -> int:
     """The number itself; for 0, one for each core."""
     return num_threads or os.cpu_count() or 1
@@ -73,6 +81,10 @@ class WorkerConfig:
     num_engines: int = 1
     """Generation: engines among which a machine's free memory is divided, where that decides: all of the cluster, as if
     it were one machine. With several, that is cautious: kv_memory_bytes says it exactly."""
+    cluster: str = ""
+    """Prefill: whose prefixes its node keeps, and all of the cluster's ranks there share."""
+    prefix_share: float = 0.0
+    """Prefill: part of /dev/shm, of all that fits there, that they may take; 0: none are kept."""
 
     @property
     def name(self) -> str:
@@ -129,6 +141,9 @@ class LocalConfig:
     """Seconds without an answered heartbeat after which a worker is killed and replaced."""
     watchdog_floor_s: float = 2.0
     """Seconds without progress on a rank, at least, before the links' life is ended, or the rank's."""
+    prefix_share: float = 0.1
+    """Part of /dev/shm, of all that fits there, that KV of earlier prompts may take, for later ones that begin alike;
+    0: none is kept."""
     lease_ttl_s: float = OrchestratorConfig.lease_ttl_s
     """Seconds a reserved slot outlives the last push or renewal."""
     max_attempts: int = OrchestratorConfig.max_attempts
@@ -144,6 +159,7 @@ class LocalConfig:
         self._require(self.residency in POLICIES, "residency", f"use one of {', '.join(POLICIES)}")
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             self._require(getattr(self, name) >= 0, name, "use 0 (derived) or more")
+        self._require(0 <= self.prefix_share <= 1, "prefix_share", "use a part of 1, or 0 to keep nothing")
         self._require(self.generate_threads >= 0, "generate_threads", "use 0 (all cores) or more")
         for field in fields(self):
             if field.name.endswith("_s"):
@@ -169,6 +185,8 @@ class LocalConfig:
             device_memory_bytes=self.device_memory_bytes,
             growth_tokens=self.growth_tokens,
             watchdog_floor_s=self.watchdog_floor_s,
+            cluster=f"local-{os.getpid()}",
+            prefix_share=self.prefix_share,
         )
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -91,8 +91,12 @@ def _shown(value: Any) -> str:
 
 def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
     section: type[BaseModel] = ClusterConfig
-    for name in location:
+    names = iter(location)
+    for name in names:
         annotation = section.model_fields[str(name)].annotation
+        if get_origin(annotation) is dict:  # of sections, by a name that the user gave
+            next(names)
+            _, annotation = get_args(annotation)
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
         section = annotation
     return section
@@ -102,10 +106,17 @@ def _lines(section: BaseModel, name: str) -> Iterator[str]:
     if name:
         yield f"\n# {(type(section).__doc__ or '').splitlines()[0]}\n[{name}]"
     values = {field: getattr(section, field) for field in type(section).model_fields}
-    yield from _assignments(section, {key: value for key, value in values.items() if not isinstance(value, BaseModel)})
+    yield from _assignments(section, {key: value for key, value in values.items() if not _sections(key, value)})
     for key, value in values.items():
-        if isinstance(value, BaseModel):
-            yield from _lines(value, f"{name}.{key}" if name else key)
+        for place, nested in _sections(key, value).items():
+            yield from _lines(nested, f"{name}.{place}" if name else place)
+
+
+def _sections(key: str, value: Any) -> dict[str, BaseModel]:
+    """By place: the value, or what a table of sections holds; none of a plain value, or of an empty table."""
+    if isinstance(value, BaseModel):
+        return {key: value}
+    return {f"{key}.{each}": nested for each, nested in value.items()} if isinstance(value, dict) else {}
 
 
 def _assignments(section: BaseModel, values: Mapping[str, Any]) -> Iterator[str]:

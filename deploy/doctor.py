@@ -156,17 +156,28 @@ def check_compiler(machine: Machine) -> Finding:
 
 
 def check_port(config: ClusterConfig) -> Finding:
-    """The orchestrator's port is free."""
-    host, port = config.orchestrator.host, config.orchestrator.port
+    """The orchestrator's ports are free: for clients and, if they are wanted, for metrics."""
+    section = config.orchestrator
+    fields = ("port", "metrics_port") if section.metrics_port > 0 else ("port",)
+    for field in fields:
+        port: int = getattr(section, field)
+        if (why := _why_taken(section.host, port)) is not None:
+            remedy = f"set orchestrator.host and orchestrator.{field}; port 0 takes any free one"
+            return Finding("port", Verdict.FAILED, f"{section.host}:{port} cannot be listened on ({why}): {remedy}")
+    found = " and ".join(f"{section.host}:{getattr(section, field)}" for field in fields)
+    return Finding("port", Verdict.OK, f"{found} {'is' if len(fields) == 1 else 'are'} free")
+
+
+def _why_taken(host: str, port: int) -> str | None:
+    """None when somebody may listen there."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a closed port is free
             probe.bind(address[4])
     except OSError as error:
-        remedy = "set orchestrator.host and orchestrator.port; port 0 takes any free one"
-        return Finding("port", Verdict.FAILED, f"{host}:{port} cannot be listened on ({error.strerror}): {remedy}")
-    return Finding("port", Verdict.OK, f"{host}:{port} is free")
+        return str(error.strerror)
+    return None
 
 
 def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:

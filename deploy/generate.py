@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.results import Completion
+from deploy.config import read_variable
 from deploy.options import add_prompt, add_sampling, read_prompt, sampling_options
 
 if TYPE_CHECKING:
@@ -27,6 +28,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     add_prompt(parser)
     parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end the request after this time")
+    parser.add_argument(
+        "--priority", choices=("interactive", "standard", "batch"), default="standard", help="while requests wait"
+    )
+    parser.add_argument("--tenant", metavar="NAME", help="who asks, for a server that trusts its callers")
+    parser.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="environment variable with the API key, which says who asks"
+    )
     parser.add_argument("--n", type=int, default=1, help="choices: answers with different seeds, each shown at its end")
     parser.add_argument("--echo", action="store_true", help="begin the answer with the prompt")
     parser.add_argument("--no-usage", action="store_true", help="print the answer only")
@@ -46,9 +54,12 @@ def run(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     options["n"] = args.n
     text = None if args.chat else prompt
+    api_key = None if args.api_key_env is None else read_variable(args.api_key_env)
     with (
-        Client(args.target) as client,
-        client.generate(text, messages=messages, echo=args.echo, deadline_s=args.deadline, **options) as stream,
+        Client(args.target, api_key=api_key, tenant=args.tenant) as client,
+        client.generate(
+            text, messages=messages, echo=args.echo, deadline_s=args.deadline, priority=args.priority, **options
+        ) as stream,
     ):
         try:
             if args.n == 1:

@@ -84,6 +84,8 @@ class WorkerGroup:
         self.links = links
         self.workers: dict[int, Worker] = {}
         """By rank, in their present lives; a group that never started has none."""
+        self.prefix_store = ""
+        """That its ranks share with those of the same node, as they said when they started; empty: they have none."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -156,6 +158,7 @@ class WorkerGroup:
         self._around.agreement.check(worker.name, status)
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
+            self.prefix_store = status.prefix_store
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
         await handle.wait()

@@ -31,6 +31,8 @@ async def start_server(config: WorkerConfig) -> Server:
             cores=config.cores,
             host=config.host,
             watchdog_floor_s=config.watchdog_floor_s,
+            cluster=config.cluster,
+            prefix_share=config.prefix_share,
         ).start()
     from generate_workers.actor import GenerationHost
     from generate_workers.engine import EngineConfig

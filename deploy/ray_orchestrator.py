@@ -54,6 +54,9 @@ class OrchestratorPlan:
             lease_ttl_s=section.lease_ttl_s,
             elastic=section.elastic,
             overtaking=section.overtaking,
+            tenants=section.tenancy(),
+            block_tokens=self.config.prefill.block_tokens,
+            prefix_isolation=self.config.prefill.prefix_isolation,
         )
 
 
@@ -65,6 +68,11 @@ class OrchestratorKeeper:
     ) -> None:
         self.port = plan.config.orchestrator.port
         """That it listens on; once started, the one that it got."""
+        section = plan.config.orchestrator
+        self._metrics_port = None if section.metrics_port < 0 else section.metrics_port
+        """Likewise; None: no metrics."""
+        self._drained: frozenset[str] = frozenset()
+        """Groups that its last life was told to keep work from."""
         self._plan = plan
         self._view = view
         self._heartbeat = heartbeat
@@ -84,8 +92,9 @@ class OrchestratorKeeper:
         self._actor = self._find() or self._make(await self._plan_chains())
         host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
         try:
-            serving = answer(self._actor.serve.remote(self._view(), host, self.port))
-            self._pid, self.port = await asyncio.wait_for(serving, timeout_s)
+            ports = (self.port, self._metrics_port)
+            serving = answer(self._actor.serve.remote(self._view(), host, *ports, self._drained))
+            self._pid, self.port, self._metrics_port = await asyncio.wait_for(serving, timeout_s)
         except RayTaskError as error:
             reason = error.cause
             raise reason if isinstance(reason, BatonError) else UnavailableError(f"orchestrator: {reason}") from error
@@ -104,7 +113,8 @@ class OrchestratorKeeper:
             self._news.clear()
             try:
                 assert self._actor is not None
-                await asyncio.wait_for(answer(self._actor.update.remote(self._view())), self._heartbeat.interval_s)
+                updating = answer(self._actor.update.remote(self._view()))
+                self._drained = await asyncio.wait_for(updating, self._heartbeat.interval_s)
                 last_seen_s = self._clock.now_s()
             except TimeoutError:
                 if self._clock.now_s() - last_seen_s > self._heartbeat.dead_after_s:

@@ -12,7 +12,6 @@ from deploy.inspection import add_config_options
 
 _STOP_S = 90.0
 _POLL_S = 0.1
-_ANSWER_S = 5.0
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -50,37 +49,9 @@ def run_serve(args: argparse.Namespace) -> int:
 
 def run_status(args: argparse.Namespace) -> int:
     """Runs `baton status`: 0 when the cluster serves, 1 when it does not."""
-    import grpc
-    from rich.console import Console
-    from rich.table import Table
+    from deploy.status import show_status
 
-    from baton.v1 import orchestrator_pb2 as pb
-    from baton.v1 import planning_pb2
-    from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-    from baton.v1.planning_pb2_grpc import PlanningStub
-    from deploy.cluster_record import load_record
-
-    record = load_record(args.name)
-    if record is None or not record.endpoint:
-        print(f"cluster {args.name}: {'not running' if record is None else 'starting'}")
-        return 1
-    with grpc.insecure_channel(record.endpoint) as channel:
-        try:
-            state = OrchestratorStub(channel).GetClusterState(pb.GetClusterStateRequest(), timeout=_ANSWER_S)
-            in_use = PlanningStub(channel).GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
-        except grpc.RpcError as error:
-            print(f"cluster {args.name}: {record.endpoint} does not answer ({error.code().name})")
-            return 1
-    print(f"cluster {args.name} on {record.endpoint}: {state.num_running} running, {state.num_queued} queued")
-    origin = f"measured, from {in_use.path}" if in_use.is_measured else "nominal rates: `baton calibrate` measures them"
-    print(f"predictions by calibration {in_use.fingerprint}: {origin}")
-    table = Table("group", "ready", "epoch", "slots", "free", "MiB held", "leaked", "endpoints", box=None)
-    for group in state.groups:
-        counts = (group.epoch, group.num_slots, group.num_free, group.num_bytes_held >> 20, group.num_leaked)
-        ready = "yes" if group.is_ready else "no"
-        table.add_row(group.name, ready, *(str(count) for count in counts), " ".join(group.endpoints))
-    Console().print(table)
-    return 0
+    return show_status(args.name)
 
 
 def run_stop(args: argparse.Namespace) -> int:

@@ -45,7 +45,8 @@ def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
 
 def _title(usage: Usage, reasons: Sequence[FinishReason]) -> Text:
     retried = f", {usage.num_attempts} attempts" if usage.num_attempts > 1 else ""
-    counts = f"{usage.num_prompt_tokens} prompt tokens, {usage.num_output_tokens} output tokens"
+    cached = f" ({usage.num_cached_tokens} of them cached)" if usage.num_cached_tokens else ""
+    counts = f"{usage.num_prompt_tokens} prompt tokens{cached}, {usage.num_output_tokens} output tokens"
     return Text(f"{counts}{retried}, {', '.join(reason.value for reason in dict.fromkeys(reasons))}", style="bold")
 
 

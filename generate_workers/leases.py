@@ -9,12 +9,14 @@ Steps 3 and 7 of a request's way (DESIGN.md, section 4). Plain values without a 
     FREE -> HELD -> ACTIVE -> FREE      of a further choice of a lease: starts and ends with the lease's own slot
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
 from baton.ids import SlotId, Stamp
+from baton.results import KvLedger
 from baton.types import LeaseRef, SampledToken
 from generate_workers.memory import KvMemory, Promise
 from generate_workers.residency.port import KvBytes, RowKv
@@ -37,6 +39,10 @@ class SlotState(Enum):
     """A row of the batch; not timed, the row's end frees it."""
     QUARANTINED = "quarantined"
     """Freed, but a writer has not left: its memory is held until then."""
+
+
+_LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
+"""Claimed, and not yet a row."""
 
 
 class SlotMove(Enum):
@@ -203,34 +209,59 @@ class SlotLedger:
     """Of KV, at home, committed to the page."""
     num_device_bytes: int
     """Of KV on the device; where home is the device, the same bytes."""
-    num_bytes_promised: int
-    """At home: what is held, and what the present rows may come to hold without asking."""
+    kv: KvLedger
+    """At home: what is promised to the slots in each state, held or yet to be, and by the memory's own book free."""
 
     @classmethod
-    def of(cls, slots: Sequence[Slot]) -> Self:
-        """What these slots hold now."""
-        states = [slot.state for slot in slots]
+    def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
+        """What these slots of that memory hold now."""
         promises = [slot.claim.memory for slot in slots if slot.claim]
         held = sum((each.row.num_bytes for each in promises), KvBytes())
+        counts, promised = Counter(slot.state for slot in slots), Counter[SlotState]()
+        for slot in slots:
+            promised[slot.state] += slot.claim.memory.num_bytes.home if slot.claim else 0
         return cls(
-            num_slots=len(states),
-            num_free=states.count(SlotState.FREE),
-            num_leased=sum(states.count(each) for each in (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)),
-            num_active=states.count(SlotState.ACTIVE),
-            num_quarantined=states.count(SlotState.QUARANTINED),
+            num_slots=len(slots),
+            num_free=counts[SlotState.FREE],
+            num_leased=sum(counts[each] for each in _LEASED),
+            num_active=counts[SlotState.ACTIVE],
+            num_quarantined=counts[SlotState.QUARANTINED],
             num_bytes_held=held.home,
             num_device_bytes=held.device,
-            num_bytes_promised=sum(each.num_bytes.home for each in promises),
+            kv=KvLedger(
+                num_bytes=memory.limits.kv_bytes,
+                num_bytes_free=memory.num_bytes_free,
+                num_bytes_leased=sum(promised[each] for each in _LEASED),
+                num_bytes_active=promised[SlotState.ACTIVE],
+                num_bytes_quarantined=promised[SlotState.QUARANTINED],
+            ),
         )
 
     @property
+    def num_bytes_promised(self) -> int:
+        """At home: what is held, and what the present rows may come to hold without asking."""
+        return self.kv.num_bytes_taken
+
+    @property
+    def imbalance(self) -> str:
+        """What does not balance, for people; empty when every slot is counted once, every promised byte belongs to a
+        slot that is not free, and not more is held."""
+        states = (self.num_leased, self.num_active, self.num_quarantined)
+        promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
+        if self.num_free + sum(states) != self.num_slots:
+            return f"{self.num_free} free and {sum(states)} taken slots are not the {self.num_slots} that there are"
+        if self.kv.imbalance:
+            return self.kv.imbalance
+        if [num_slots > 0 for num_slots in states] != [num_bytes > 0 for num_bytes in promised]:
+            return f"{states} slots leased, active, quarantined are promised {promised} bytes"
+        if self.num_bytes_held > sum(promised):
+            return f"{self.num_bytes_held} bytes are held of {sum(promised)} promised"
+        return ""
+
+    @property
     def balances(self) -> bool:
-        """Whether every slot is counted once, memory is promised exactly if some slot is not free, and not more is
-        held."""
-        taken = self.num_leased + self.num_active + self.num_quarantined
-        slots_balance = self.num_free + taken == self.num_slots
-        bytes_balance = self.num_bytes_held <= self.num_bytes_promised and (self.num_bytes_promised > 0) == (taken > 0)
-        return slots_balance and bytes_balance
+        """Whether nothing is amiss."""
+        return not self.imbalance
 
     @property
     def is_empty(self) -> bool:

@@ -58,6 +58,11 @@ class KvMemory:
         """To all claims."""
         self._growth_tokens = growth_tokens
 
+    @property
+    def num_bytes_free(self) -> int:
+        """At home: promised to nobody."""
+        return self.limits.kv_bytes - self.promised.home
+
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
         """What rows of `num_tokens` tokens are promised at first."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices

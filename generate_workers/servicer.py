@@ -15,8 +15,10 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, StreamNumber
+from baton.proto_types import kv_ledger_to_proto
+from baton.types import KvLayout
 from baton.v1 import generate_pb2, generate_pb2_grpc
-from generate_workers.engine import EngineConfig, GenerationEngine
+from generate_workers.engine import EngineConfig, GenerationEngine, StepStats
 from generate_workers.machine_memory import make_memory
 from generate_workers.open_streams import OpenStreams
 from generate_workers.rows import GenerationRequest
@@ -33,10 +35,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     """Serves baton.v1.GenerationGroup over a running engine."""
 
-    def __init__(self, engine: GenerationEngine, layout_fingerprint: str) -> None:
+    def __init__(self, engine: GenerationEngine, layout: KvLayout) -> None:
         self.engine = engine
         self._streams = OpenStreams(engine)
-        self._layout_fingerprint = layout_fingerprint
+        self._layout = layout
 
     async def Stream(
         self, request: generate_pb2.StreamRequest, context: Context
@@ -76,12 +78,25 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             num_quarantined=ledger.num_quarantined,
             num_bytes_held=ledger.num_bytes_held,
             num_steps=status.num_steps,
-            layout_fingerprint=self._layout_fingerprint,
+            layout_fingerprint=self._layout.fingerprint,
             version=__version__,
             kept=[
                 generate_pb2.KeptStream(request_id=request_id, num_slots=num_slots)
                 for request_id, num_slots in self._streams.kept()
             ],
+            kv=kv_ledger_to_proto(ledger.kv),
+            num_preemptions=status.num_preemptions,
+            imbalance=ledger.imbalance,
+            last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
+        )
+
+    def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
+        rows = max(step.num_decode_rows, 1)
+        return generate_pb2.StepSample(
+            num_rows=step.num_decode_rows,
+            num_prefill_tokens=step.num_prefill_tokens,
+            context_tokens=step.num_kv_bytes / (rows * self._layout.token_bytes),
+            duration_s=step.duration_s,
         )
 
 
@@ -115,7 +130,7 @@ class GenerationServer:
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         engine = GenerationEngine(decoder, tokenizer, slots, clock, config)
-        servicer = GenerationServicer(engine, decoder.layout.fingerprint)
+        servicer = GenerationServicer(engine, decoder.layout)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots).add_to(server)
         await server.start()

@@ -239,7 +239,7 @@ class SlotTable:
     def ledger(self) -> SlotLedger:
         """What is held now. Any thread."""
         with self._lock:
-            return SlotLedger.of(self._slots)
+            return SlotLedger.of(self._slots, self._memory)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:

@@ -6,7 +6,7 @@ deploy makes it a Ray actor; it knows nothing of Ray. Runs on that process's asy
 import asyncio
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from baton.clock import SystemClock
@@ -48,11 +48,15 @@ class OrchestratorHost:
         self._server: OrchestratorServer | None = None
         self._starting = asyncio.Lock()
 
-    async def serve(self, view: ClusterView, host: str, port: int) -> tuple[int, int]:
-        """Starts the server, once, over that view; (process id, port). Raises ConfigError when it cannot listen."""
+    async def serve(
+        self, view: ClusterView, host: str, port: int, metrics_port: int | None, drained: Collection[str]
+    ) -> tuple[int, int, int | None]:
+        """Starts the server, once, over that view, where these groups are drained already; (process id, port, port of
+        the metrics). Raises ConfigError when it cannot listen."""
         self._members.update(view)
         async with self._starting:
             if self._server is None:
+                self._members.keep_drained(drained)
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
                 self._server = await OrchestratorServer.start(
                     self._members,
@@ -65,12 +69,15 @@ class OrchestratorHost:
                     config=self._config,
                     planner=self._planner,
                     calibration_path=self._calibration_path,
+                    metrics_port=metrics_port,
                 )
-            return os.getpid(), self._server.port
+            return os.getpid(), self._server.port, self._server.metrics_port
 
-    async def update(self, view: ClusterView) -> None:
-        """The cluster is like this now. The answer is also this process's heartbeat."""
+    async def update(self, view: ClusterView) -> frozenset[str]:
+        """The cluster is like this now; which of its groups are drained. The answer is also this process's
+        heartbeat."""
         self._members.update(view)
+        return self._members.drained
 
     async def stop(self) -> None:
         """Ends all requests and the server."""

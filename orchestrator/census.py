@@ -1,4 +1,5 @@
-"""What the workers hold, and what of it nobody here knows: the orchestrator's eye for leaks.
+"""What the workers hold, and what of it nobody here knows: the orchestrator's eye for leaks, and for books that do not
+balance.
 
 Leaked are slots or jobs that were held, without pause, for over 2 s by no request of this orchestrator, and not kept
 for one to come back to. Asks all workers now and then, on the loop.
@@ -7,11 +8,12 @@ for one to come back to. Asks all workers now and then, on the loop.
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 
 from baton.clock import Clock
 from baton.errors import BatonError
-from baton.results import GroupState
-from orchestrator.clients import Clients, GenerationHoldings
+from baton.results import GroupState, PrefixHoldings
+from orchestrator.clients import Clients, GenerationHoldings, StepSample
 from orchestrator.membership import GenerationGroup, Members, PrefillGroup
 
 logger = logging.getLogger(__name__)
@@ -46,15 +48,25 @@ class Excess:
 
 
 class Census:
-    """Holdings and leaks of all groups in the view."""
+    """Holdings and leaks of all groups that are present."""
 
-    def __init__(self, members: Members, clients: Clients, clock: Clock) -> None:
+    def __init__(
+        self,
+        members: Members,
+        clients: Clients,
+        clock: Clock,
+        on_step: Callable[[StepSample], None] = lambda step: None,
+    ) -> None:
+        """`on_step` hears of forwards of generation groups, no two times of the same."""
         self._members = members
         self._clients = clients
         self._clock = clock
         self._excess: dict[str, Excess] = {}
         """By endpoint."""
         self._holdings: dict[str, GenerationHoldings] = {}
+        self._prefixes: dict[str, PrefixHoldings] = {}
+        """By a rank's endpoint, those of its node."""
+        self._on_step = on_step
 
     async def run(self, period_s: float) -> None:
         """Asks again and again, until it is cancelled."""
@@ -63,8 +75,8 @@ class Census:
             await asyncio.sleep(period_s)
 
     async def ask(self) -> None:
-        """Asks every worker of the view once; at most a second. Lets go of workers that are no longer in it."""
-        view = self._members.view
+        """Asks every worker once; at most a second. Lets go of workers that are no longer present."""
+        view = self._members.present
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
@@ -72,15 +84,20 @@ class Census:
         for endpoint in self._excess.keys() - view.endpoints:
             del self._excess[endpoint]
             self._holdings.pop(endpoint, None)
+            self._prefixes.pop(endpoint, None)
         await self._clients.prune(view.endpoints)
 
     def groups(self) -> tuple[GroupState, ...]:
-        """All groups of the view, as they were when last asked."""
-        view = self._members.view
+        """All groups, as they were when last asked."""
+        view = self._members.present
         return (
             *(self._prefill_state(group) for group in view.prefill),
             *(self._generation_state(group) for group in view.generation),
         )
+
+    def group(self, name: str) -> GroupState | None:
+        """The group of that name; None when there is none."""
+        return next((group for group in self.groups() if group.name == name), None)
 
     async def _ask_generation(self, group: GenerationGroup) -> None:
         excess = self._excess.setdefault(group.endpoint, Excess())
@@ -90,6 +107,9 @@ class Census:
         except BatonError as error:
             self._unanswered(group.endpoint, error)
             return
+        before = self._holdings.get(group.endpoint)
+        if held.step is not None and before is not None and held.num_steps != before.num_steps:
+            self._on_step(held.step)
         self._holdings[group.endpoint] = held
         known = self._members.load(group.name).num_slots + held.num_kept
         excess.observe(self._clock.now_s(), held.num_slots - held.num_free - known)
@@ -98,16 +118,18 @@ class Census:
         excess = self._excess.setdefault(endpoint, Excess())
         try:
             with self._clients.use(endpoint) as worker:
-                num_jobs = await worker.num_jobs(_TIMEOUT_S)
+                held = await worker.prefill_holdings(_TIMEOUT_S)
         except BatonError as error:
             self._unanswered(endpoint, error)
             return
-        excess.observe(self._clock.now_s(), num_jobs - self._members.load(group.name).num_requests)
+        self._prefixes[endpoint] = held.prefixes
+        excess.observe(self._clock.now_s(), held.num_jobs - self._members.load(group.name).num_requests)
 
     def _unanswered(self, endpoint: str, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
         self._excess[endpoint].forget()
         self._holdings.pop(endpoint, None)
+        self._prefixes.pop(endpoint, None)
 
     def _num_leaked(self, endpoint: str) -> int:
         excess = self._excess.get(endpoint)
@@ -119,25 +141,49 @@ class Census:
             role="prefill",
             endpoints=group.endpoints,
             epoch=group.epoch,
-            is_ready=group.ready,
+            is_ready=self._members.may_have_work(group),
             num_slots=0,
             num_free=0,
             num_bytes_held=0,
             num_leaked=max((self._num_leaked(endpoint) for endpoint in group.endpoints), default=0),
             num_requests=self._members.load(group.name).num_requests,
+            is_drained=self._members.is_drained(group),
+            is_broken=self._members.is_broken(group),
+            prefixes=next(
+                (self._prefixes[each] for each in group.endpoints if each in self._prefixes), PrefixHoldings()
+            ),
         )
 
     def _generation_state(self, group: GenerationGroup) -> GroupState:
-        held = self._holdings.get(group.endpoint, GenerationHoldings(group.num_slots, 0, 0))
+        asked = self._holdings.get(group.endpoint)
+        held = asked or GenerationHoldings(group.num_slots, 0, 0)
         return GroupState(
             name=group.name,
             role="generate",
             endpoints=(group.endpoint,),
             epoch=0,
-            is_ready=group.ready,
+            is_ready=self._members.may_have_work(group),
             num_slots=held.num_slots,
             num_free=held.num_free,
             num_bytes_held=held.num_bytes,
             num_leaked=self._num_leaked(group.endpoint),
             num_requests=self._members.load(group.name).num_requests,
+            num_leased=held.num_leased,
+            num_active=held.num_active,
+            num_quarantined=held.num_quarantined,
+            kv=held.kv,
+            num_preemptions=held.num_preemptions,
+            imbalance="" if asked is None else imbalance(asked),
+            is_drained=self._members.is_drained(group),
+            is_broken=self._members.is_broken(group),
         )
+
+
+def imbalance(held: GenerationHoldings) -> str:
+    """What does not balance, for people: in the group's own books, or in what it says it holds; empty when all does."""
+    num_taken = held.num_leased + held.num_active + held.num_quarantined
+    if held.imbalance:
+        return held.imbalance
+    if held.num_free + num_taken != held.num_slots:
+        return f"{held.num_free} slots free and {num_taken} taken are not the {held.num_slots} that there are"
+    return held.kv.imbalance

@@ -13,13 +13,15 @@ import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
 from baton.ids import Epoch, JobId, Rank, RequestId, StreamNumber
-from baton.results import Interval, RankTiming
+from baton.proto_types import kv_ledger_from_proto
+from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
 from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from orchestrator.lifecycle import RequestRecord
+from orchestrator.prefix_blocks import PromptBlocks
 from orchestrator.widths import ChainPlan
 from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
@@ -46,7 +48,43 @@ class PrefillPlan:
     epoch: Epoch
     number: JobId
     chain: ChainPlan
+    blocks: PromptBlocks
+    """The prompt's; the chain begins behind some of them."""
     lease: Lease
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did."""
+
+    timing: RankTiming
+    stored: tuple[str, ...]
+    """Blocks that its prefix store holds now, of those that were to be kept: the first ones."""
+    evicted: tuple[str, ...]
+    """Blocks that had to go for them."""
+
+
+@dataclass(frozen=True)
+class PrefillHoldings:
+    """What a prefill rank says it holds."""
+
+    num_jobs: int
+    """In flight."""
+    prefixes: PrefixHoldings
+    """Of its node."""
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One forward of a generation group's batch."""
+
+    num_rows: int
+    """That got a token."""
+    num_prefill_tokens: int
+    """Of local prefill beside them."""
+    context_tokens: float
+    """That a row attended to, in the mean."""
+    duration_s: float
 
 
 @dataclass(frozen=True)
@@ -60,6 +98,16 @@ class GenerationHoldings:
     """Slots of streams that an earlier life of the orchestrator left."""
     kept: frozenset[RequestId] = frozenset()
     """The requests that those streams are of."""
+    num_leased: int = 0
+    num_active: int = 0
+    num_quarantined: int = 0
+    kv: KvLedger = field(default_factory=KvLedger)
+    num_preemptions: int = 0
+    imbalance: str = ""
+    """What does not balance in the group's own books; empty when they do."""
+    num_steps: int = 0
+    step: StepSample | None = None
+    """The latest of them."""
 
 
 class EventStream:
@@ -152,8 +200,9 @@ class WorkerClient:
         with _worker_errors(self._endpoint):
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
-    async def run(self, record: RequestRecord, plan: PrefillPlan) -> RankTiming:
-        """Runs this rank's chunk; returns when that is computed, passed on and pushed."""
+    async def run(self, record: RequestRecord, plan: PrefillPlan) -> RankReport:
+        """Runs this rank's chunk; returns when that is computed, passed on, pushed and, by the last rank, kept. Raises
+        StalePrefixError when what the chain begins behind is not cached."""
         chain = plan.chain
         job = prefill_pb2.PrefillJob(
             epoch=plan.epoch,
@@ -166,10 +215,14 @@ class WorkerClient:
             lease=lease_to_proto(plan.lease),
             due_s=chain.job.due_s,
             layer_s=chain.layer_s,
+            prefix_blocks=plan.blocks.cached(chain.num_cached_tokens),
+            keep_blocks=plan.blocks.kept(chain.num_cached_tokens),
+            block_tokens=plan.blocks.block_tokens,
         )
         with _worker_errors(self._endpoint):
             report = await self._prefill.Run(job)
-        return _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
+        timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
+        return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
 
     async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
         """What this generation group holds now."""
@@ -181,12 +234,30 @@ class WorkerClient:
             num_bytes=status.num_bytes_held,
             num_kept=sum(each.num_slots for each in status.kept),
             kept=frozenset(RequestId(each.request_id) for each in status.kept),
+            num_leased=status.num_leased,
+            num_active=status.num_active,
+            num_quarantined=status.num_quarantined,
+            kv=kv_ledger_from_proto(status.kv),
+            num_preemptions=status.num_preemptions,
+            imbalance=status.imbalance,
+            num_steps=status.num_steps,
+            step=_step(status.last_step) if status.HasField("last_step") else None,
         )
 
-    async def num_jobs(self, timeout_s: float) -> int:
-        """How many jobs this prefill rank has in flight."""
+    async def prefix_blocks(self) -> list[str]:
+        """Blocks in this prefill rank's prefix store, those first that were used longest ago."""
         with _worker_errors(self._endpoint):
-            return (await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)).num_jobs
+            reply = await self._prefill.ListPrefixBlocks(prefill_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
+        return list(reply.blocks)
+
+    async def prefill_holdings(self, timeout_s: float) -> PrefillHoldings:
+        """What this prefill rank holds now."""
+        with _worker_errors(self._endpoint):
+            status = await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
+        return PrefillHoldings(
+            num_jobs=status.num_jobs,
+            prefixes=PrefixHoldings(status.num_prefix_blocks, status.prefix_bytes, status.prefix_room_bytes),
+        )
 
 
 @dataclass
@@ -236,6 +307,10 @@ def _worker_errors(endpoint: str) -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # so grpc.aio reports it
+
+
+def _step(message: generate_pb2.StepSample) -> StepSample:
+    return StepSample(message.num_rows, message.num_prefill_tokens, message.context_tokens, message.duration_s)
 
 
 def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming:

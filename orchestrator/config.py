@@ -1,9 +1,10 @@
 """What the orchestrator takes on, and how long it waits for what; validated once, where it is made."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 from baton.errors import ConfigError
+from orchestrator.tenants import Tenants
 
 
 @dataclass(frozen=True)
@@ -11,11 +12,13 @@ class OrchestratorConfig:
     """Raises ConfigError on a bad field."""
 
     max_queued: int = 256
-    """Requests that may wait for a slot; beyond, they are refused."""
+    """Requests that may wait for a slot; beyond, those with the least claim are refused."""
     max_queued_tokens: int = 262_144
     """Prompt tokens that may wait, over all waiting requests."""
     max_running: int = 1024
     """Choices of requests that may run at once; the generation groups' slots, where these are fewer."""
+    tenants: Tenants = field(default_factory=Tenants)
+    """Who shares the queue, and how."""
     max_attempts: int = 3
     """Attempts at one request, the first included, before its error is reported."""
     lease_ttl_s: float = 30.0
@@ -37,18 +40,23 @@ class OrchestratorConfig:
     overtaking: float = 0.15
     """How much longer than was predicted when it came a prompt may take because shorter ones that came later are
     served first, as a part of that time. More is better for short prompts, less for long ones."""
+    block_tokens: int = 128
+    """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
+    prefix_isolation: bool = False
+    """Whether prompts share KV only with those of the same tenant: else the time that a prompt takes can tell one
+    tenant that another has sent it, too."""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool):
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if isinstance(value, bool | Tenants):
                 continue
-            if field.name == "overtaking":
-                self._require(0 <= value < math.inf, field.name, "use 0 to let nobody overtake, or more")
-            elif field.name.endswith("_s"):
-                self._require(0 < value < math.inf, field.name, "use a time above 0 seconds")
+            if name == "overtaking":
+                self._require(0 <= value < math.inf, name, "use 0 to let nobody overtake, or more")
+            elif name.endswith("_s"):
+                self._require(0 < value < math.inf, name, "use a time above 0 seconds")
             else:
-                self._require(value >= 1, field.name, "use at least 1")
+                self._require(value >= 1, name, "use at least 1")
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
         if not holds:

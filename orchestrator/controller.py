@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from baton import __version__
 from baton.clock import Clock
 from baton.errors import (
     BatonError,
@@ -25,14 +24,20 @@ from baton.errors import (
 from baton.ids import RequestId
 from baton.results import ClusterState
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenEvent
-from orchestrator.admission import Admission, Entry
+from baton.types import FinishReason, Priority, TokenEvent
+from orchestrator.admission import Admission, Demand, Entry
+from orchestrator.breakers import Breakers, RetryBudget, tells_of_the_group
 from orchestrator.census import Census
-from orchestrator.clients import Clients
+from orchestrator.clients import Clients, StepSample
 from orchestrator.config import OrchestratorConfig
-from orchestrator.dispatch import Dispatcher, Emit
+from orchestrator.dispatch import Dispatcher
+from orchestrator.following import Emit
+from orchestrator.forecast import ChainForecast
 from orchestrator.lifecycle import Event, Finished, RequestRecord, Started
 from orchestrator.membership import Members
+from orchestrator.metrics import Metrics
+from orchestrator.overview import Overview
+from orchestrator.tenants import DEFAULT_TENANT, Tenant
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
@@ -56,6 +61,9 @@ class GenerateSpec:
     """When the request ends by itself, on the controller's Clock.now_s()."""
     echo: str = ""
     """What the text of each choice begins with."""
+    priority: Priority = Priority.STANDARD
+    tenant: Tenant = DEFAULT_TENANT
+    """Whoever asks."""
 
 
 class Controller:
@@ -72,6 +80,7 @@ class Controller:
     ) -> None:
         """`planner` predicts what prefill takes, and is asked for every request. `on_failure` is called when an attempt
         has failed: a supervisor may want to look at its workers at once."""
+        self.metrics = Metrics()
         self._clock = clock
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
@@ -79,11 +88,17 @@ class Controller:
         self._admission = Admission(self._config, clock)
         self._clients = Clients()
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
-        self._census = Census(members, self._clients, clock)
+        self._forecast = ChainForecast(members, self._dispatcher.chooser, self._config)
+        self._planner = planner
+        self._census = Census(members, self._clients, clock, self._observe_step)
+        self.overview = Overview(
+            members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=self._config.lease_ttl_s
+        )
+        self._budget = RetryBudget(clock)
         self._counting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Finished]] = set()
         self._closing = False
-        members.on_update = self._resize
+        members.on_update, members.breakers = self._resize, Breakers(clock)
 
     def start(self) -> None:
         """Begins to look at the workers; once, on the loop."""
@@ -106,7 +121,8 @@ class Controller:
         """One request's stream: Started, tokens, Finished. Closing it cancels the request everywhere.
 
         Raises, before Started, InvalidArgumentError for more choices than any group has slots, ResourceExhaustedError
-        when the queue is full and UnavailableError once closing; every later failure is in Finished.
+        when the queue is full or the deadline too near, and UnavailableError once closing; every later failure is in
+        Finished.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
@@ -114,6 +130,7 @@ class Controller:
         record = RequestRecord.of(
             spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
         )
+        record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
         started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed)
         ends = self._known_ends(record, spec.ended)
         if record.is_complete:
@@ -121,7 +138,12 @@ class Controller:
             for event in known:
                 yield event
             return
-        entry = self._admission.join(record.num_tokens, record.num_slots)
+        try:
+            entry = self._join(record, spec)
+        except BatonError as error:
+            self.metrics.refused(error)
+            raise
+        self._budget.earn()
         events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events a choice, and two more
         events.put_nowait(started)
         for end in ends:
@@ -140,15 +162,14 @@ class Controller:
             await _cancel(task)
 
     async def state(self) -> ClusterState:
-        """Groups, queue and slots, asked for now; within a second or so."""
-        await self._census.ask()
-        return ClusterState(
-            groups=self._census.groups(),
-            num_queued=self._admission.num_queued,
-            num_running=self._admission.num_running,
-            num_degraded=self._dispatcher.num_degraded,
-            version=__version__,
-        )
+        """As Overview.state."""
+        return await self.overview.state()
+
+    def _join(self, record: RequestRecord, spec: GenerateSpec) -> Entry:
+        """A place in the queue. A stream that is resumed had its first token before: no prediction refuses it."""
+        demand = Demand(record.num_tokens, record.num_slots, spec.tenant, spec.priority, spec.deadline_s)
+        chain_s = None if record.resumed else partial(self._forecast.chain_s, record)
+        return self._admission.join(demand, chain_s)
 
     def _check_choices(self, num_choices: int) -> None:
         """The choices of a request share a group."""
@@ -163,7 +184,15 @@ class Controller:
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
     def _resize(self) -> None:
-        self._admission.resize(self._members.view.num_slots)
+        num_slots = self._members.view.num_slots
+        self._admission.resize(num_slots)
+        self._budget.resize(num_slots)
+
+    def _observe_step(self, step: StepSample) -> None:
+        """A generation group's step, held against what was predicted for it."""
+        if self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
+            predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
+            self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     async def _complete(self, record: RequestRecord, entry: Entry, deadline_s: float | None, emit: Emit) -> Finished:
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
@@ -199,6 +228,7 @@ class Controller:
         finished = self._interrupted(record) if task.cancelled() else task.result()
         _log(record, finished)
         events.put_nowait(finished)
+        self.metrics.ended(record, finished, has_chains=bool(self._members.view.prefill))
 
     def _interrupted(self, record: RequestRecord) -> Finished:
         """The end of a request that was cancelled: by its client, or by `close`."""
@@ -221,13 +251,16 @@ class Controller:
                 await self._dispatcher.attempt(record, emit)
                 return
             except BatonError as error:
-                _log_failure(record, error)
-                if self._on_failure is not None:
-                    self._on_failure()
+                self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
                 if not may_succeed or record.attempt >= self._config.max_attempts:
                     raise
+                pause_s = self._budget.take(self._config.generation_wait_s)
+                if pause_s is None:
+                    logger.warning("too many retries: request=%s gets none", record.request_id)
+                    raise
             record.retry()
+            await asyncio.sleep(pause_s)
 
     async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
         """Whether a group had kept the request's stream, and ran it to its end."""
@@ -237,10 +270,20 @@ class Controller:
             logger.info("resumed anew request=%s: %s", record.request_id, error)
             return False
         except BatonError as error:
-            _log_failure(record, error)
+            self._note_failure(record, error)
             record.retry()
             return False
         return True
+
+    def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
+        """An attempt failed: whoever is to know is told, before another group is looked for."""
+        _log_failure(record, error)
+        self.metrics.attempt_failed(error)
+        blamed, record.avoid.latest = record.avoid.latest, None
+        if blamed is not None and tells_of_the_group(error):
+            self._members.failed(blamed)
+        if self._on_failure is not None:
+            self._on_failure()
 
     async def _branch(self, record: RequestRecord, emit: Emit, resumed: bool) -> None:
         """Each choice that has not ended goes on by itself."""

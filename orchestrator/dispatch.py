@@ -9,41 +9,35 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from baton.clock import Clock
-from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, UnavailableError
+from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
 from baton.ids import JobId, Rank, RequestId, StreamNumber
 from baton.results import RankTiming
-from baton.types import FinishReason, Lease, LeaseRef, TokenEvent, TokenRange
+from baton.types import Lease, LeaseRef
+from orchestrator.choosing import Chooser
 from orchestrator.clients import Clients, EventStream, PrefillPlan, WorkerClient
 from orchestrator.config import OrchestratorConfig
+from orchestrator.following import Chain, Emit, failure_of, first_event, follow
 from orchestrator.lifecycle import RequestRecord
-from orchestrator.membership import GenerationGroup, JobNumbers, Members, NoGroupError, PrefillGroup
-from orchestrator.placement import Choose, choose_generation, choose_prefill
-from orchestrator.widths import ChainPlan, WidthPolicy
+from orchestrator.membership import GenerationGroup, JobNumbers, Members, PrefillGroup
+from orchestrator.prefix_blocks import PromptBlocks
+from orchestrator.prefix_stores import PrefixStores
+from orchestrator.widths import ChainPlan
 from planning.planner import ChainPlanner
 from transport.kv_sink import ReserveSpec
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
-Emit = Callable[[TokenEvent], None]
-"""Where an attempt's events go."""
 _Slot = tuple[WorkerClient, Lease]
-Chain = asyncio.Task[tuple[RankTiming, ...]]
-"""One attempt's prefill, on all ranks."""
 
 _FULL_PAUSE_S = 0.05
 """Between two tries for a slot that should be free and is not yet: quarantined, or another orchestrator's."""
 _ANSWER_S = 1.0
-"""For a group to say whether it has kept a stream, and for a stream to close after its last event."""
-_DOUBT_S = 0.2
-"""How much later than a chain that could not push the dead group's stream may fail."""
-_ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
+"""For a group to say whether it has kept a stream."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +46,21 @@ class _Prefill:
 
     group: PrefillGroup
     chain: ChainPlan
+    blocks: PromptBlocks
+    """The prompt's: the chain begins behind the first of them, and keeps the rest."""
     number: JobId
 
 
 @dataclass
-class _Refusals:
-    """Of one attempt, by groups that have slots and no memory."""
+class _Learnt:
+    """What one attempt has found out so far."""
 
-    since_s: float = math.inf
-    """Of the first."""
+    full_since_s: float = math.inf
+    """When the first group refused it that has slots and no memory."""
     full: set[object] = field(default_factory=set)
-    """Lives of those asked since all had been: one that is asked again has had a pause."""
+    """Lives of such groups asked since all had been: one that is asked again has had a pause."""
+    trusts_hints: bool = True
+    """Whether what the index says is cached has always been there."""
 
 
 class Dispatcher:
@@ -71,48 +69,70 @@ class Dispatcher:
     def __init__(
         self, members: Members, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
     ) -> None:
-        self.num_degraded = 0
-        """Attempts whose generation group prefilled because no prefill group was ready in time."""
         self._members = members
         self._clients = clients
         self._planner = planner
-        self._policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
+        self._chooser = Chooser(members, planner, clock, config)
+        self._stores = PrefixStores(members, clients, self._chooser.prefixes)
         self._clock = clock
         self._config = config
         self._numbers = JobNumbers(clock)
         self._givebacks: set[asyncio.Task[None]] = set()
 
+    @property
+    def chooser(self) -> Chooser:
+        """Of groups, for attempts."""
+        return self._chooser
+
+    @property
+    def num_degraded(self) -> int:
+        """Attempts whose generation group prefilled because no prefill group was ready in time."""
+        return self._chooser.num_degraded
+
     async def close(self) -> None:
         """Waits, for a bounded time, until what past attempts held is given back; once no attempt runs."""
+        await self._stores.close()
         await asyncio.gather(*self._givebacks)
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Runs the request on from where its record is to its end: events go into the record, then to `emit`. Raises
-        what failed, having noted in the record which group to avoid."""
-        record.width = None
-        refusals = _Refusals()
-        generation: GenerationGroup | None = await self._find_generation(record)
+        what failed, having noted in the record which group to avoid. A prefix that is not cached after all is nobody's
+        failure: the prompt is computed from its beginning, in the same attempt."""
+        record.width, record.num_cached_tokens = None, 0
+        self._stores.look()
+        learnt = _Learnt()
+        generation: GenerationGroup | None = await self._chooser.find_generation(record)
         while generation is not None:
-            generation = await self._attempt_at(generation, record, refusals, emit)
+            try:
+                generation = await self._attempt_at(generation, record, learnt, emit)
+            except StalePrefixError as stale:
+                if not learnt.trusts_hints:
+                    raise
+                logger.info("stale prefix request=%s attempt=%d: %s", record.request_id, record.attempt, stale)
+                learnt.trusts_hints = False
+                record.replan()
 
     async def _attempt_at(
-        self, generation: GenerationGroup, record: RequestRecord, refusals: _Refusals, emit: Emit
+        self, generation: GenerationGroup, record: RequestRecord, learnt: _Learnt, emit: Emit
     ) -> GenerationGroup | None:
         """To the request's end; or returns the group to go to instead, as this one has no memory. The job is in no
         book before it has its slot: others are not planned around what does not run."""
+        blocks = self._blocks(record, generation)
         with (
             self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
-            found = await self._find_prefill(record)
+            found = await self._chooser.find_prefill(record, blocks, learnt.trusts_hints)
             if found is None:
                 await self._generate(record, generation, worker, emit)
                 return None
-            granted = await self._reserve(record, generation, worker, refusals)
+            granted = await self._reserve(record, generation, worker, learnt)
             if isinstance(granted, GenerationGroup):
                 return granted
-            group, chain = self._choose_prefill(record)(record.avoid) or found  # anew: others were booked meanwhile
-            with self._members.hold(group.name), self._booked(record, group, chain) as prefill:
+            anew = self._chooser.prefill(record, blocks, learnt.trusts_hints)  # others were booked meanwhile
+            group, chain = anew(record.avoid) or found
+            place = _Prefill(group, chain, blocks, self._numbers.issue())
+            with self._members.hold(group.name), self._booked(record, place) as prefill:
                 await self._relay(record, (generation, prefill), (worker, granted), emit)
         return None
 
@@ -129,47 +149,7 @@ class Dispatcher:
                 event = await stream.read()
                 record.place(self._clock.unix_ns())
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
-                await _follow(record, stream, event, emit)
-
-    async def _find_generation(self, record: RequestRecord) -> GenerationGroup:
-        found = await self._find(self._choose_generation(record), record, self._config.generation_wait_s)
-        if found is None:
-            raise NoGroupError(
-                f"no generation group had a free slot of {record.capacity_tokens} tokens within "
-                f"{self._config.generation_wait_s:g} s: see the workers' state, or try again later"
-            )
-        return found
-
-    def _choose_generation(self, record: RequestRecord) -> Choose[GenerationGroup]:
-        return lambda avoid: choose_generation(self._members.view, self._members.load, record, avoid)
-
-    def _choose_prefill(self, record: RequestRecord) -> Choose[tuple[PrefillGroup, ChainPlan]]:
-        chains = self._policy.chains(TokenRange(0, record.num_tokens))
-
-        def plan_for(group: PrefillGroup) -> ChainPlan:
-            now_s = self._unix_s()
-            pending = self._members.backlogs.pending(group.life, now_s)
-            return chains.plan(len(group.endpoints), pending, now_s)
-
-        return lambda avoid: choose_prefill(self._members.view, plan_for, avoid)
-
-    async def _find_prefill(self, record: RequestRecord) -> tuple[PrefillGroup, ChainPlan] | None:
-        """None: the generation group is to prefill by itself."""
-        if not self._members.view.prefill or record.wants_prompt_scores:
-            return None  # a chain's ranks compute no logits but the last
-        found = await self._find(self._choose_prefill(record), record, self._config.prefill_wait_s)
-        if found is None:
-            self.num_degraded += 1
-            logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt)
-        return found
-
-    async def _find(self, choose: Choose[T], record: RequestRecord, wait_s: float) -> T | None:
-        """A group that has not failed this request, if one comes soon; else any."""
-        if record.avoid:
-            found = await self._members.until(lambda: choose(record.avoid), self._config.avoid_s)
-            if found is not None:
-                return found
-        return await self._members.until(lambda: choose(()), wait_s)
+                await follow(record, stream, event, emit)
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         groups = [group for group in self._members.view.generation if group.ready]
@@ -194,7 +174,7 @@ class Dispatcher:
         record.place(self._clock.unix_ns())
         try:
             with self._streaming(record, generation, worker, None) as stream:
-                await _follow(record, stream, await stream.read(), emit)
+                await follow(record, stream, await stream.read(), emit)
         except BatonError:
             record.avoid.add(generation.life)
             raise
@@ -219,19 +199,26 @@ class Dispatcher:
             stream.cancel()
 
     @contextlib.contextmanager
-    def _booked(self, record: RequestRecord, group: PrefillGroup, chain: ChainPlan) -> Iterator[_Prefill]:
+    def _booked(self, record: RequestRecord, prefill: _Prefill) -> Iterator[_Prefill]:
         """The job is in the group's book, on each rank until its run there has ended."""
-        prefill = _Prefill(group, chain, self._numbers.issue())
+        group, chain = prefill.group, prefill.chain
         self._members.backlogs.add(group.life, prefill.number, chain.job, self._unix_s())
-        record.width = chain.choice
+        record.width, record.num_cached_tokens = chain.choice, chain.num_cached_tokens
         logger.info(
-            "prefill request=%s attempt=%d group=%s ranks=%s: %s",
-            *(record.request_id, record.attempt, group.name, ",".join(map(str, chain.ranks)), chain.choice.reason),
+            "prefill request=%s attempt=%d group=%s ranks=%s cached_tokens=%d: %s",
+            *(record.request_id, record.attempt, group.name, ",".join(map(str, chain.ranks))),
+            *(chain.num_cached_tokens, chain.choice.reason),
         )
         try:
             yield prefill
         finally:
             self._release(prefill, chain.ranks)
+
+    def _blocks(self, record: RequestRecord, generation: GenerationGroup) -> PromptBlocks:
+        """Of all whose KV the attempt has to make."""
+        token_ids = (*record.prompt_ids, *record.output_ids)
+        layout, salt = generation.layout_fingerprint, record.prefix_salt
+        return PromptBlocks.of(token_ids, self._config.block_tokens, layout, salt)
 
     def _release(self, prefill: _Prefill, ranks: Sequence[Rank]) -> None:
         self._members.backlogs.release(prefill.group.life, prefill.number, ranks, self._unix_s())
@@ -248,11 +235,11 @@ class Dispatcher:
         chain = asyncio.create_task(self._run_chain(record, prefill, lease, worker))
         try:
             with self._streaming(record, generation, worker, lease) as stream:
-                await _follow(record, stream, await _first(stream, chain), emit)
+                await follow(record, stream, await first_event(stream, chain), emit)
             record.ranks = await self._reports(chain)
         except BaseException as error:
-            if isinstance(error, BatonError):
-                record.avoid.add(prefill.group.life if error is _failure(chain) else generation.life)
+            if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
+                record.avoid.add(prefill.group.life if error is failure_of(chain) else generation.life)
             self._keep(self._abort(generation.endpoint, lease.ref))
             raise
         finally:
@@ -260,7 +247,7 @@ class Dispatcher:
             await asyncio.gather(chain, return_exceptions=True)
 
     async def _reserve(
-        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, refusals: _Refusals
+        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, learnt: _Learnt
     ) -> Lease | GenerationGroup:
         """A slot for each choice; or another group that has room, as this one has none. A reservation under way is
         never cancelled: it might be granted, and nobody would know."""
@@ -280,15 +267,15 @@ class Dispatcher:
                 self._keep(self._give_back(generation.endpoint, granting))
                 raise
             except BatonError as error:
-                refusals.since_s = min(refusals.since_s, self._clock.now_s())
-                give_up_s = refusals.since_s + self._config.generation_wait_s
+                learnt.full_since_s = min(learnt.full_since_s, self._clock.now_s())
+                give_up_s = learnt.full_since_s + self._config.generation_wait_s
                 if not isinstance(error, ResourceExhaustedError) or self._clock.now_s() > give_up_s:
                     record.avoid.add(generation.life)
                     raise
-            refusals.full.add(generation.life)
-            if other := self._choose_generation(record)(record.avoid | refusals.full):
+            learnt.full.add(generation.life)
+            if other := self._chooser.generation(record)(record.avoid | learnt.full):
                 return other
-            refusals.full.clear()
+            learnt.full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
 
     async def _run_chain(
@@ -316,12 +303,20 @@ class Dispatcher:
             await asyncio.gather(*runs, return_exceptions=True)
 
     async def _run_rank(self, rank: Rank, record: RequestRecord, prefill: _Prefill, lease: Lease) -> RankTiming:
-        plan = PrefillPlan(prefill.group.epoch, prefill.number, prefill.chain, lease)
+        group, blocks, prefixes = prefill.group, prefill.blocks, self._chooser.prefixes
+        cached = blocks.cached(prefill.chain.num_cached_tokens)
+        plan = PrefillPlan(group.epoch, prefill.number, prefill.chain, blocks, lease)
         try:
-            with self._clients.use(prefill.group.endpoints[rank]) as worker:
-                return await worker.run(record, plan)
+            with self._clients.use(group.endpoints[rank]) as worker:
+                report = await worker.run(record, plan)
+        except StalePrefixError:
+            prefixes.forget(group.prefix_store, cached)
+            raise
         finally:
             self._release(prefill, (rank,))
+        prefixes.forget(group.prefix_store, report.evicted)
+        prefixes.use(group.prefix_store, blocks.names[: len(cached) + len(report.stored)])
+        return report.timing
 
     async def _renew(self, owner: WorkerClient, lease: Lease) -> None:
         """A lease that is lost is no rank's fault: its stream says so."""
@@ -333,7 +328,7 @@ class Dispatcher:
     async def _reports(self, chain: Chain) -> tuple[RankTiming, ...]:
         """The ranks' timings, which are no reason to fail a request that has all its tokens, nor to keep it long."""
         await asyncio.wait({chain}, timeout=self._config.report_wait_s)
-        return chain.result() if chain.done() and _failure(chain) is None else ()
+        return chain.result() if chain.done() and failure_of(chain) is None else ()
 
     def _keep(self, giveback: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(giveback)
@@ -361,38 +356,3 @@ class Dispatcher:
                 await worker.abort(ref)
         except BatonError as error:
             logger.info("slot %d at %s is left to its ttl: %s", ref.slot, endpoint, error)
-
-
-async def _first(stream: EventStream, chain: Chain) -> TokenEvent:
-    """The stream's first event. A chain that fails before it ends the wait with its error, unless the stream fails as
-    well: then the chain had nowhere to push to."""
-    reading = asyncio.create_task(stream.read())
-    try:
-        await asyncio.wait({reading, chain}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done() and (failure := _failure(chain)) is not None:
-            await asyncio.wait({reading}, timeout=_DOUBT_S)
-            if not reading.done():
-                raise failure
-        return await reading
-    finally:
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-
-
-async def _follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit) -> None:
-    """From this event of the stream to the last of its last choice, and to the stream's own end: a stream whose reader
-    leaves before is kept."""
-    while True:
-        if event.finish in _ENDED_BY_WORKER:
-            raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
-        accepted = record.accept(event)
-        if accepted is not None:
-            emit(accepted)
-        if record.is_complete:
-            await stream.closed(_ANSWER_S)
-            return
-        event = await stream.read()
-
-
-def _failure(chain: Chain) -> BaseException | None:
-    return chain.exception() if chain.done() and not chain.cancelled() else None

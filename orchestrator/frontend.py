@@ -10,7 +10,6 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,19 +21,29 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock
 from baton.errors import DeadlineExceededError, InvalidArgumentError
 from baton.ids import RequestId
-from baton.proto_types import event_to_proto, params_from_proto, timings_to_proto
+from baton.proto_types import (
+    cluster_state_to_proto,
+    event_to_proto,
+    params_from_proto,
+    priority_from_proto,
+    timings_to_proto,
+)
 from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
+from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
-from baton.v1 import orchestrator_pb2_grpc, planning_pb2_grpc
-from orchestrator import planning_service
+from orchestrator import admin_service, planning_service
+from orchestrator.admin_service import AdminServicer
 from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.intake import Intake
 from orchestrator.lifecycle import Event, Finished, Started
 from orchestrator.membership import Members
+from orchestrator.metrics_server import MetricsServer
+from orchestrator.overview import Overview
 from orchestrator.planning_service import PlanningServicer
+from orchestrator.tenants import Tenant, Tenants
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
@@ -45,7 +54,8 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _MARGIN_S = 0.1
 """How much earlier than the client's own deadline a request ends, at most, so that its usage still arrives."""
 _HEALTH_SERVICES = ("", SERVICE)
-_HEALTH_REFRESH_S = 60.0
+_HEALTH_POLL_S = 0.25
+"""Between two looks at what health is to say."""
 _STATUS_GRACE_S = 1.0
 """For the last status to leave, when nothing runs any more."""
 
@@ -53,16 +63,20 @@ _STATUS_GRACE_S = 1.0
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     """Serves baton.v1.Orchestrator over a running controller."""
 
-    def __init__(self, controller: Controller, intake: Intake, model: ModelInfo, clock: Clock) -> None:
+    def __init__(
+        self, controller: Controller, intake: Intake, model: ModelInfo, clock: Clock, tenants: Tenants
+    ) -> None:
         self._controller = controller
         self._intake = intake
         self._model = model
         self._clock = clock
+        self._tenants = tenants
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams a request up to its one end: Finished, or the status of what failed; both at a deadline."""
+        tenant = self._tenants.of(context.invocation_metadata() or ())
         deadline_s = self._deadline_s(request, context)
-        spec = await asyncio.to_thread(self._spec, request, deadline_s)
+        spec = await asyncio.to_thread(self._spec, request, deadline_s, tenant)
         async with aclosing(self._controller.generate(spec)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
@@ -85,28 +99,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Asks all workers what they hold, and answers within a second or so."""
-        state = await self._controller.state()
-        return pb.ClusterState(
-            groups=[
-                pb.GroupState(
-                    name=group.name,
-                    role=group.role,
-                    endpoints=group.endpoints,
-                    epoch=group.epoch,
-                    is_ready=group.is_ready,
-                    num_slots=group.num_slots,
-                    num_free=group.num_free,
-                    num_bytes_held=group.num_bytes_held,
-                    num_leaked=group.num_leaked,
-                    num_requests=group.num_requests,
-                )
-                for group in state.groups
-            ],
-            num_queued=state.num_queued,
-            num_running=state.num_running,
-            num_degraded=state.num_degraded,
-            version=state.version,
-        )
+        return cluster_state_to_proto(await self._controller.state())
 
     def _deadline_s(self, request: pb.GenerateRequest, context: Context) -> float | None:
         """The earlier of the request's own deadline and, with a margin, the call's."""
@@ -115,7 +108,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))
         return self._clock.now_s() + min(left_s) if left_s else None
 
-    def _spec(self, request: pb.GenerateRequest, deadline_s: float | None) -> GenerateSpec:
+    def _spec(self, request: pb.GenerateRequest, deadline_s: float | None, tenant: Tenant) -> GenerateSpec:
         """The request, checked and tokenized."""
         intake = self._intake
         intake.check_names(request.request_id, request.model)
@@ -135,6 +128,8 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             ended=tuple(intake.end_of(output, params) for output in outputs),
             deadline_s=deadline_s,
             echo=self._prompt_text(request, prompt_ids) if request.echo else "",
+            priority=priority_from_proto(request.priority),
+            tenant=tenant,
         )
 
     def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
@@ -172,11 +167,24 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 class OrchestratorServer:
     """A controller, and the server that its service is on. Make one with `start`, on the loop."""
 
-    def __init__(self, server: grpc.aio.Server, controller: Controller, port: int, health: asyncio.Task[None]) -> None:
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        controller: Controller,
+        port: int,
+        health: asyncio.Task[None],
+        metrics: MetricsServer | None,
+    ) -> None:
         self.controller = controller
         self.port = port
         self._server = server
         self._health = health
+        self._metrics = metrics
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Of /metrics; None when there is none."""
+        return None if self._metrics is None else self._metrics.port
 
     @classmethod
     async def start(
@@ -192,23 +200,35 @@ class OrchestratorServer:
         config: OrchestratorConfig | None = None,
         planner: ChainPlanner,
         calibration_path: Path | None = None,
+        metrics_port: int | None = None,
     ) -> Self:
-        """Serves on host:port; port 0 takes any free one. `members` may know no group yet. Calibrations that `planner`
-        is given are kept at `calibration_path`. Raises ConfigError when it cannot listen there."""
+        """Serves on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one. `members`
+        may know no group yet. Calibrations that `planner` is given are kept at `calibration_path`. Raises ConfigError
+        when it cannot listen there."""
         server = make_server()
         bound = bind(server, host, port)
         controller = Controller(members, clock, config, planner=planner)
-        servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock)
+        tenants = (config or OrchestratorConfig()).tenants
+        servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
+        overview = controller.overview
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
-        reflected = (SERVICE, planning_service.SERVICE, health_name, reflection.SERVICE_NAME)
+        reflected = (SERVICE, planning_service.SERVICE, admin_service.SERVICE, health_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(reflected, server)
+        metrics = None
+        if metrics_port is not None:
+            metrics = await MetricsServer.start(
+                controller.metrics.registry, overview.last_state, host=host, port=metrics_port
+            )
+            overview.metrics_endpoint = metrics.endpoint
         controller.start()
         await server.start()
-        return cls(server, controller, bound, asyncio.create_task(_show_health(shown, members)))
+        telling = asyncio.create_task(_show_health(shown, overview))
+        return cls(server, controller, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more requests, gives running ones `grace_s` seconds, then ends them everywhere, with UNAVAILABLE to
@@ -217,24 +237,20 @@ class OrchestratorServer:
         await asyncio.gather(self._health, return_exceptions=True)
         await self.controller.close(grace_s)
         await self._server.stop(_STATUS_GRACE_S)
+        if self._metrics is not None:
+            await self._metrics.stop()
 
 
-async def _show_health(shown: health.HealthServicer, members: Members) -> None:
-    """SERVING as long as a generation group is ready."""
+async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
+    """As Overview.is_serving says."""
+    told: bool | None = None
     while True:
-        ready = _is_ready(members)
-        status = health_pb2.HealthCheckResponse.SERVING if ready else health_pb2.HealthCheckResponse.NOT_SERVING
-        for service in _HEALTH_SERVICES:
-            await shown.set(service, status)
-        await members.until(partial(_turned, members, ready), _HEALTH_REFRESH_S)
-
-
-def _is_ready(members: Members) -> bool:
-    return any(group.ready for group in members.view.generation)
-
-
-def _turned(members: Members, ready: bool) -> bool | None:
-    return True if _is_ready(members) != ready else None
+        if (serving := overview.is_serving()) is not told:
+            told = serving
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            for service in _HEALTH_SERVICES:
+                await shown.set(service, status)
+        await asyncio.sleep(_HEALTH_POLL_S)
 
 
 def _finished_to_proto(event: Finished) -> pb.Finished:
@@ -244,6 +260,7 @@ def _finished_to_proto(event: Finished) -> pb.Finished:
             num_prompt_tokens=usage.num_prompt_tokens,
             num_output_tokens=usage.num_output_tokens,
             num_attempts=usage.num_attempts,
+            num_cached_tokens=usage.num_cached_tokens,
         ),
         timings=timings_to_proto(event.timings),
     )

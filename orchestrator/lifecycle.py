@@ -86,6 +86,16 @@ Event = Started | TokenEvent | Finished
 """What a stream says: one Started, any number of tokens, one Finished. A choice's last token says that it is that."""
 
 
+class Blamed(set[object]):
+    """Lives of groups that failed a request, and which of them did so last."""
+
+    latest: object | None = None
+
+    def add(self, life: object) -> None:
+        super().add(life)
+        self.latest = life
+
+
 @dataclass
 class Choice:
     """One of a request's outputs. Owned by the request's task."""
@@ -119,16 +129,23 @@ class RequestRecord:
     received_ns: int
     resumed: bool = False
     """Whether an earlier orchestrator had it, so that a generation group may still run it."""
+    num_given: int = 0
+    """Output tokens, of all choices, that the client had when it came."""
     admitted_ns: int = 0
     leased_ns: int = 0
     first_token_ns: int = 0
+    last_token_ns: int = 0
     ranks: tuple[RankTiming, ...] = ()
     """Empty when the generation group prefilled by itself."""
     width: WidthChoice | None = None
     """Why this attempt's prefill has the ranks that it has; likewise None."""
+    prefix_salt: str = ""
+    """Shares cached prefixes with requests of the same salt only."""
+    num_cached_tokens: int = 0
+    """Tokens that this attempt's chain begins behind, as their KV was there."""
     attempt: int = 1
     state: RequestState = RequestState.QUEUED
-    avoid: set[object] = field(default_factory=set)
+    avoid: Blamed = field(default_factory=Blamed)
     """Lives of groups that failed this request."""
 
     @classmethod
@@ -144,7 +161,8 @@ class RequestRecord:
         """A request whose client has `outputs`, one list a choice; none for a new one."""
         lists = outputs or [()] * params.n
         choices = tuple(Choice(index, params.of_choice(index), list(ids)) for index, ids in enumerate(lists))
-        return cls(request_id, prompt_ids, params, choices, received_ns, resumed=bool(outputs))
+        num_given = sum(len(ids) for ids in lists)
+        return cls(request_id, prompt_ids, params, choices, received_ns, resumed=bool(outputs), num_given=num_given)
 
     @property
     def output_ids(self) -> list[int]:
@@ -207,6 +225,10 @@ class RequestRecord:
         self.advance(RequestMove.RETRY)
         self.attempt += 1
 
+    def replan(self) -> None:
+        """The attempt begins anew, because of what nobody is to blame for: it is not counted."""
+        self.advance(RequestMove.RETRY)
+
     def accept(self, event: TokenEvent) -> TokenEvent | None:
         """Takes an attempt's event into the record; returns it as the client is to see it, None for what it knows.
         Raises BatonError when it is not the choice's next one."""
@@ -221,6 +243,7 @@ class RequestRecord:
             self.advance(RequestMove.TOKEN)
             choice.output_ids.append(event.token.token_id)
             self.first_token_ns = self.first_token_ns or event.unix_ns
+            self.last_token_ns = event.unix_ns
         choice.finish = event.finish
         return replace(event, choice=choice.index)
 
@@ -232,7 +255,7 @@ class RequestRecord:
                 request_id=RequestId(f"{self.request_id}/{choice.index}"),
                 params=choice.params,
                 choices=(choice,),
-                avoid=set(self.avoid),
+                avoid=Blamed(self.avoid),
             )
             for choice in self.choices
             if choice.finish is None
@@ -243,11 +266,13 @@ class RequestRecord:
         self.attempt = max(branch.attempt for branch in branches)
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
         self.first_token_ns = min(first_ns, default=0)
+        self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
 
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
         """The request's one end; `reason` and `error`: why it came before that of all choices."""
         self.advance(RequestMove.FINISH)
-        usage = Usage(len(self.prompt_ids), self.num_output_tokens, self.attempt)
+        num_cached = min(self.num_cached_tokens, len(self.prompt_ids))
+        usage = Usage(len(self.prompt_ids), self.num_output_tokens, self.attempt, num_cached)
         timings = Timings(
             received_ns=self.received_ns,
             admitted_ns=self.admitted_ns,

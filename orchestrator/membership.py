@@ -6,16 +6,20 @@ worker and ends none. On the loop.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
 from baton.clock import Clock
-from baton.errors import UnavailableError
+from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch, JobId
 from orchestrator.backlog import Backlogs
+from orchestrator.breakers import Breakers, BreakerState
 
 T = TypeVar("T")
+
+_TIMER_S = 0.001
+"""After a breaker's time: the loop's timers may be early by as much as their clock is coarse."""
 
 
 class NoGroupError(UnavailableError):
@@ -33,6 +37,8 @@ class PrefillGroup:
     """host:port of each rank, in rank order."""
     epoch: Epoch
     ready: bool = True
+    prefix_store: str = ""
+    """Where its ranks keep prefixes: equal for groups that share one; empty: nowhere."""
 
     @property
     def life(self) -> Hashable:
@@ -59,6 +65,10 @@ class GenerationGroup:
         return self.name, self.endpoint
 
 
+Group = PrefillGroup | GenerationGroup
+G = TypeVar("G", PrefillGroup, GenerationGroup)
+
+
 @dataclass(frozen=True)
 class ClusterView:
     """All groups, present and expected: one that is being repaired is in it, not ready."""
@@ -69,6 +79,11 @@ class ClusterView:
     @property
     def num_slots(self) -> int:
         return sum(group.num_slots for group in self.generation)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Of both roles."""
+        return (*self.prefill, *self.generation)
 
     @property
     def endpoints(self) -> frozenset[str]:
@@ -87,22 +102,73 @@ class Load:
 
 
 class Members:
-    """The latest view, and each group's load."""
+    """The latest view, each group's load, and which groups get no work though they could: the drained, the broken."""
 
     def __init__(self) -> None:
-        self.view = ClusterView()
+        self.present = ClusterView()
+        """All groups, as the supervisor said last."""
         self.on_update: Callable[[], None] = _ignore
-        """Called after each update; set once, by the controller."""
+        """Called whenever `view` has other groups; set once, by the controller."""
+        self.breakers: Breakers | None = None
+        """Set once, by the controller. None: no group ever counts as broken."""
         self.backlogs = Backlogs()
         """What prefill groups have before them, by their lives. Written by whoever dispatches."""
         self._loads: dict[str, Load] = {}
+        self._drained: set[str] = set()
         self._changed = asyncio.Event()
+
+    @property
+    def view(self) -> ClusterView:
+        """Where new work may go: the groups present without the drained ones. One that is being repaired, or broken,
+        is not ready."""
+        if not self._drained and not self.breakers:
+            return self.present
+        return ClusterView(
+            prefill=tuple(self._seen(group) for group in self.present.prefill if not self.is_drained(group)),
+            generation=tuple(self._seen(group) for group in self.present.generation if not self.is_drained(group)),
+        )
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """Names of groups that are to get no new work, present or not."""
+        return frozenset(self._drained)
 
     def update(self, view: ClusterView) -> None:
         """Replaces what is known. A group keeps its load for as long as its requests hold it."""
-        self.view = view
+        self.present = view
+        if self.breakers:
+            self.breakers.keep({group.life for group in view.groups})
         self.on_update()
         self._tell()
+
+    def drain(self, name: str) -> None:
+        """From now on the group gets no new work, in any of its lives. Raises NotFoundError when there is none of that
+        name."""
+        self._require(name)
+        self.keep_drained({*self._drained, name})
+
+    def undrain(self, name: str) -> None:
+        """The group may get work again. Raises NotFoundError as `drain`."""
+        self._require(name)
+        self.keep_drained(self._drained - {name})
+
+    def keep_drained(self, names: Collection[str]) -> None:
+        """These groups are drained, and no others; whether they are present or not."""
+        self._drained = set(names)
+        self.on_update()
+        self._tell()
+
+    def is_drained(self, group: Group) -> bool:
+        """Whether it gets no new work because somebody said so."""
+        return group.name in self._drained
+
+    def is_broken(self, group: Group) -> bool:
+        """Whether it gets none for a while because attempts there failed again and again."""
+        return self.breakers is not None and self.breakers.state(group.life) is not BreakerState.CLOSED
+
+    def may_have_work(self, group: Group) -> bool:
+        """Whether it is ready, and neither drained nor broken."""
+        return group.ready and not self.is_drained(group) and self._is_admitted(group)
 
     def load(self, name: str) -> Load:
         """Of the group of that name."""
@@ -110,13 +176,23 @@ class Members:
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
-        """Counts a request as that group's."""
+        """Counts a request as that group's: an attempt, which has gone well when nothing is raised within."""
         self._add(name, 1, num_slots)
+        life = self._life_of(name)
+        is_probe = self._began(life)
         try:
             yield
+            if self.breakers:
+                self.breakers.succeeded(life, is_probe=is_probe)
         finally:
             self._add(name, -1, -num_slots)
             self._tell()
+
+    def failed(self, life: Hashable) -> None:
+        """An attempt failed because of the group in that life."""
+        if self.breakers is not None:
+            self.breakers.failed(life)
+            self._tell_later(life)
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """What `choose` finds, asked now and after every change; None when that was nothing for `timeout_s` seconds.
@@ -127,6 +203,31 @@ class Members:
                     await self._changed.wait()
                 return found
         return None
+
+    def _seen(self, group: G) -> G:
+        return group if self._is_admitted(group) else replace(group, ready=False)
+
+    def _is_admitted(self, group: Group) -> bool:
+        return self.breakers is None or self.breakers.admits(group.life)
+
+    def _require(self, name: str) -> None:
+        names = sorted(group.name for group in self.present.groups)
+        if name not in names:
+            raise NotFoundError(f"there is no group {name}: name one of {', '.join(names) or 'none, as none is there'}")
+
+    def _life_of(self, name: str) -> Hashable:
+        return next((group.life for group in self.present.groups if group.name == name), None)
+
+    def _began(self, life: Hashable) -> bool:
+        if not self.breakers or not self.breakers.began(life):
+            return False
+        self._tell_later(life)
+        return True
+
+    def _tell_later(self, life: Hashable) -> None:
+        """When the breaker changes by itself, those who wait for a group look again."""
+        if self.breakers and (left_s := self.breakers.left_s(life)):
+            asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
 
     def _add(self, name: str, num_requests: int, num_slots: int) -> None:
         load = self.load(name)

@@ -48,6 +48,11 @@ class ChainPlan:
     """What was predicted for it, and for other widths."""
 
     @property
+    def num_cached_tokens(self) -> int:
+        """Tokens before the chain's first, whose KV is there."""
+        return self.chunks[0].start
+
+    @property
     def cost_s(self) -> float:
         """Predicted seconds, its own and the others' together."""
         return min(option.cost_s for option in self.choice.options)

@@ -4,6 +4,7 @@ deploy makes it in a child process or in a Ray actor; it knows of neither. Runs 
 """
 
 import asyncio
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,10 @@ from modeling.decoder import Decoder
 from modeling.threads import use_cores
 from modeling.weights import load_decoder
 from prefill_workers.servicer import PrefillServer
+from prefill_workers.store_folder import node_folder, share_bytes, sweep
+
+_MAX_FILES = 16_384
+"""A job holds one open for each cached block that it begins behind, as long as it runs."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,35 @@ class PrefillHost:
     """Interface of the server and the links."""
     watchdog_floor_s: float
     """Seconds without progress, at least, before the links are given up."""
+    cluster: str = ""
+    """Whose prefixes are kept on the node, and shared by all of its ranks there."""
+    prefix_share: float = 0.0
+    """Part of the node's memory file system that they may take; 0: none are kept."""
 
     async def start(self) -> PrefillServer:
         """Returns the rank's server, which serves. Raises ModelError or ConfigError, one line."""
+        allow_files(_MAX_FILES)
         decoder = await asyncio.to_thread(self._load)
-        return await PrefillServer.start(
-            decoder, clock=SystemClock(), host=self.host, watchdog_floor_s=self.watchdog_floor_s
+        keeps = self.prefix_share > 0
+        server = await PrefillServer.start(
+            decoder,
+            clock=SystemClock(),
+            host=self.host,
+            watchdog_floor_s=self.watchdog_floor_s,
+            prefix_folder=node_folder(self.cluster) if keeps else None,
+            prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
         )
+        await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
+        return server
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)
         return load_decoder(self.model_folder, dtype=self.dtype, quantization=self.quantization)
+
+
+def allow_files(number: int) -> None:
+    """Lets this process have so many files open, or as many as it may be allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

@@ -146,17 +146,20 @@ class ChainJob:
         attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
         attention.add(self._own_kv.rows(layer, relay.own))
         yield layer
-        if job.prefix is not None and len(job.cached):
-            attention.add(job.prefix.rows(layer, job.cached))
+        for piece, tokens in job.cached_pieces:
+            attention.add(piece.rows(layer, tokens))
         if len(relay.earlier):
             attention.add(relay.earlier_rows(layer))
+            if relay.target is None:
+                self.outlet.received(layer, relay.earlier, relay.earlier_bytes(layer))
             relay.attended(layer)
         return self._decoder.complete(layer, hidden_TD, attention.result())
 
     def _push(self, layer: int) -> None:
         job = self.job
-        if self.relay.source is None and job.prefix is not None and len(job.cached):
-            self.outlet.push(layer, job.cached, job.prefix.export(layer, job.cached))
+        if self.relay.source is None:
+            for piece, tokens in job.cached_pieces:
+                self.outlet.push(layer, tokens, piece.export(layer, tokens))
         self.outlet.push(layer, self.relay.own, self._own_kv.export(layer, self.relay.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:

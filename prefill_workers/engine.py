@@ -163,6 +163,12 @@ class PrefillEngine:
             self._life.links.wait_closed(timeout_s)
 
     @property
+    def rank(self) -> Rank | None:
+        """In the present epoch; None before the first."""
+        with self._changed:
+            return self._life.rank if self._life is not None else None
+
+    @property
     def _stall(self) -> str:
         if not self._thread.is_alive() and not self._closing:
             return "the engine's thread has ended, see its log"

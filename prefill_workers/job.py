@@ -36,9 +36,9 @@ class Job:
     """Tokens that an earlier attempt emitted."""
     params: SamplingParams = field(default_factory=SamplingParams)
     """Of all choices, which have the prompt in common."""
-    prefix: KvBuffer | None = None
-    """KV of at least the tokens [0, chunks[0].start), which every rank of a node reads from the same memory; never
-    written. None when nothing is cached."""
+    prefix: tuple[KvBuffer, ...] = ()
+    """Consecutive pieces of KV, of at least the tokens [0, chunks[0].start) together, which every rank of a node reads
+    from the same memory; never written. Empty when nothing is cached."""
     due_s: float = 0.0
     """Unix seconds: of two jobs that could go on, the one due earlier does; of two due at once, the lower number."""
     layer_s: float = 0.0
@@ -54,14 +54,21 @@ class Job:
         joined = all(left.end == right.start for left, right in pairwise(chunks))
         num_tokens = len(self.prompt_ids) + len(self.output_ids)
         self._require(joined and chunks[-1].end == num_tokens, "chunks", f"cover the prompt up to {num_tokens}")
-        held = self.prefix.tokens if self.prefix is not None else TokenRange(0, 0)
-        covered = held.start == 0 and self.cached.end <= held.end
-        self._require(covered, "chunks", f"start within the {len(held)} cached tokens that this rank holds")
+        ends = [0, *(piece.tokens.end for piece in self.prefix)]
+        consecutive = all(piece.tokens.start == end for piece, end in zip(self.prefix, ends, strict=False))
+        covered = consecutive and self.cached.end <= ends[-1]
+        self._require(covered, "chunks", f"start within the {ends[-1]} cached tokens that this rank holds")
 
     @property
     def cached(self) -> TokenRange:
         """The tokens whose KV nobody computes."""
         return TokenRange(0, self.chunks[0].start)
+
+    @property
+    def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
+        """`cached`, as it lies in memory: a piece of `prefix`, and which of its tokens."""
+        pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
+        return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
     @property
     def token_ids(self) -> list[int]:
@@ -76,12 +83,18 @@ class Job:
 class KvOutlet(Protocol):
     """Where a rank's own KV leaves to, while the chain still runs. Called on the engine's thread; must not block.
 
-    After any number of `push` comes one `finish`, one `abort`, or, when the job fails between its last computation and
-    its last message, both. Nothing follows an `abort`. An exception from `push` or `finish` fails the job with it.
+    After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
+    computation and its last message, both. Nothing follows an `abort`. An exception from any other fails the job with
+    it.
     """
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """`data` are the rows of `tokens` in `layer`; they never change again."""
+        ...
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """On a chain's last rank: `data` are the rows of `tokens` in `layer` that earlier ranks computed, and push.
+        They are there until this returns."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:

@@ -1,6 +1,7 @@
-"""Cached prefixes of a node: KV in files in memory, written once, read in place by every rank that needs it.
+"""Cached prefixes of a node: blocks of KV in files in memory, written once, read in place by every rank that needs it.
 
-A file holds the KV of one prompt prefix in all layers, as KvBuffer lays it out, behind a header of one page:
+A prefix is a list of blocks, and attention takes a list of segments anyway. A file holds the KV of one block's tokens
+in all layers, as KvBuffer lays it out, behind a header of one page:
 
     magic, with the format's version     16 bytes
     layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
@@ -8,167 +9,356 @@ A file holds the KV of one prompt prefix in all layers, as KvBuffer lays it out,
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-A file has no name before it is sealed, and never changes afterwards: a reader finds all of it or nothing, and a writer
-that dies leaves nothing behind. Its room is taken when it is created, so nobody runs out of memory while writing. Ranks
-map it copy-on-write, so they share its pages and cannot spoil it; one that is removed stays readable to those that have
-mapped it. Names are chosen by whoever decides what to keep: equal names must mean equal tokens.
+Names are given by whoever decides what to keep: equal names must mean equal tokens, and equal tokens before them.
 
-The folder outlives ranks and belongs to the node (/dev/shm, where the files are memory). Step 5 of a request's way
-(DESIGN.md, sections 4 and 5). No state but the files: any thread, any process.
+What holds at any moment, whoever dies:
+
+    bound     files take no more than `bound_bytes` together. Room is taken under the folder's lock, for whole blocks;
+              where there is none, the blocks that were used longest ago go first
+    readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives; what
+              is read is not evicted. A block that is gone, being removed, or not what it should be is a stale hint
+    writers   hold the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name,
+              and it never changes again. What a killed writer leaves has no lock: whoever takes room next removes it
+
+So locks die with their process, and nobody keeps a list of who reads what. Files are mapped copy-on-write: readers
+share their pages and cannot spoil them. Step 5 of a request's way (DESIGN.md, sections 4 and 5). No state but the
+files: any thread, any process of the node.
 """
 
-import errno
+import contextlib
+import fcntl
+import logging
 import mmap
 import os
 import re
 import struct
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
 
-from baton.errors import (
-    ByteCountError,
-    ConfigError,
-    InvalidArgumentError,
-    LayoutMismatchError,
-    NotFoundError,
-    ResourceExhaustedError,
-)
+from baton.clock import Clock
+from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv_buffers import KvBuffer
 
+logger = logging.getLogger(__name__)
+
 HEADER_BYTES = 4096
-_MAGIC = b"Baton prefix v1\n"
+_MAGIC = b"Baton prefix v2\n"
 _FORMAT = struct.Struct("<16s16sqq")
-_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]{0,127}")
-_FULL = (errno.ENOSPC, errno.EFBIG, errno.ENOMEM, errno.EDQUOT)
+_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
+_LOCK = ".lock"
+_UNSEALED = ".unsealed-"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a store holds, those files included that are being written."""
+
+    num_blocks: int
+    num_bytes: int
+    bound_bytes: int
+
+
+@dataclass
+class Room:
+    """What came of asking for room. Owned by who asked: to be sealed or dropped."""
+
+    locked: Callable[[], AbstractContextManager[None]]
+    """Holds the folder's lock."""
+    writers: "list[BlockWriter]" = field(default_factory=list)
+    """One for each block that is to be written, in their order."""
+    present: list[str] = field(default_factory=list)
+    """Blocks that had been there already."""
+    evicted: list[str] = field(default_factory=list)
+    """Blocks that had to go."""
+
+    def allocate(self) -> None:
+        """Takes the memory; gives up the first block for which there is none, and those behind it."""
+        for index, writer in enumerate(self.writers):
+            if not writer.allocate():
+                for given_up in self.writers[index:]:
+                    given_up.drop()
+                del self.writers[index:]
+
+    def seal(self) -> None:
+        """All blocks are complete: from here on they have their names, and do not change. Where there is one of that
+        name by now, that one stays."""
+        with self.locked():
+            for writer in self.writers:
+                writer.seal()
+
+    def drop(self) -> None:
+        """Gives back what was not sealed. Idempotent."""
+        for writer in self.writers:
+            writer.drop()
 
 
 class PrefixStore:
-    """The prefixes in `folder`, of one layout. Raises ConfigError when there is no such folder."""
+    """The blocks in `folder`, of one layout, at most `bound_bytes` of them: for all ranks of a node the same. What was
+    used when goes by `clock`'s unix time. Raises ConfigError when there is no such folder."""
 
-    def __init__(self, folder: Path, layout: KvLayout) -> None:
+    def __init__(self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock) -> None:
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
+        self.bound_bytes = bound_bytes
+        self.layout = layout
         self._folder = folder
-        self._layout = layout
+        self._clock = clock
+        self.identity = _identity(folder)
+        """Equal for all who share the folder, and for nobody else on any node, nor for a later folder of that name."""
 
-    def create(self, name: str, num_tokens: int) -> "PrefixWriter":
-        """Takes room for the KV of `num_tokens` tokens; write all layers and seal it, in a `with` block.
+    def holdings(self) -> Holdings:
+        """As things are now; what dead writers left counts until somebody takes room. While others write, a block that
+        is removed may be counted together with the one that takes its place. Nothing where the folder is gone."""
+        sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
+        return Holdings(len(sizes), sum(sizes), self.bound_bytes)
 
-        Raises InvalidArgumentError for a bad name, ResourceExhaustedError when file system or memory have no room, and
-        ConfigError when no file can be made there.
+    def names(self) -> list[str]:
+        """Of all sealed blocks, those first that were used longest ago."""
+        files = self._files() if self._folder.is_dir() else ()
+        sealed = [(stat.st_mtime_ns, name) for name, stat in files if not name.startswith(_UNSEALED)]
+        return [name for _, name in sorted(sealed)]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else takes room meanwhile: to be held for a moment only."""
+        try:
+            file = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"prefix store: no file can be made in {self._folder} ({error.strerror})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
+        """The KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on: views of the
+        files, which stay where they are until the last view is gone. They count as used now, the first one last.
+
+        Raises StalePrefixError when any is not there, or not what it should be, InvalidArgumentError for a bad name.
         """
-        return PrefixWriter(self._path(name), self._layout, TokenRange(0, num_tokens))
+        now_ns = self._clock.unix_ns()
+        starts = range(0, len(names) * block_tokens, block_tokens)
+        return tuple(
+            self._open(name, TokenRange(start, start + block_tokens), now_ns - index)
+            for index, (name, start) in enumerate(zip(names, starts, strict=True))
+        )
 
-    def open(self, name: str) -> KvBuffer:
-        """The KV of a sealed prefix: a view of the file, mapped until the last view of the buffer is gone.
+    def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
+        """Room for consecutive blocks of a prompt, which together are `tokens`. Where there is none for all, even
+        without every block that nobody reads and that is not named here, the last ones are left out: that is no error.
 
-        Raises InvalidArgumentError for a bad name, NotFoundError, LayoutMismatchError when it was made by another model
-        or version, and ByteCountError when the file was cut.
+        Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
         """
+        assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
+        paths = [self._path(name) for name in names]
+        room = Room(self.locked)
+        try:
+            with self.locked():
+                self._claim(room, paths, tokens.split(block_tokens))
+            room.allocate()
+        except BaseException:
+            room.drop()
+            raise
+        return room
+
+    def _claim(self, room: Room, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
+        """Under the folder's lock: what is there already, and bytes for what is not, as far as there are any."""
+        size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
+        shelf = self._shelf({path.name for path in paths})
+        now_ns, left_bytes = self._clock.unix_ns(), _free_bytes(self._folder) + shelf.num_bytes
+        for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
+            if _is_there(path, size):
+                os.utime(path, ns=(now_ns - index, now_ns - index))
+                room.present.append(path.name)
+                continue
+            room.evicted += shelf.clear(self.bound_bytes - size)
+            shelf.num_bytes += size
+            if shelf.num_bytes > min(self.bound_bytes, left_bytes):
+                break
+            room.writers.append(BlockWriter(path, self.layout, part, now_ns - index))
+
+    def _open(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
         path = self._path(name)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                tokens = self._check(name, os.pread(file, _FORMAT.size, 0), os.fstat(file).st_size)
-                size = HEADER_BYTES + len(tokens) * self._layout.token_bytes
-                mapping = mmap.mmap(file, size, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(file)
-        except FileNotFoundError as error:
-            raise NotFoundError(f"prefix {name!r} is not in {self._folder}: prefill without it") from error
         except OSError as error:
-            raise ConfigError(f"prefix {name!r} in {self._folder} cannot be mapped ({error.strerror})") from error
-        return KvBuffer.over(self._layout, tokens, memoryview(mapping)[HEADER_BYTES:])
+            raise StalePrefixError(f"block {name} is not in {self._folder}: prefill without it") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._check(name, file, len(tokens))
+            os.utime(file, ns=(used_ns, used_ns))
+            size = HEADER_BYTES + len(tokens) * self.layout.token_bytes
+            mapping = mmap.mmap(file, size, access=mmap.ACCESS_COPY)  # has the file, and so the lock, until it is gone
+        except OSError as error:  # locked by who removes it, or no memory to map it
+            raise StalePrefixError(f"block {name} cannot be had ({error.strerror}): prefill without it") from error
+        finally:
+            os.close(file)
+        return KvBuffer.over(self.layout, tokens, memoryview(mapping)[HEADER_BYTES:])
 
-    def remove(self, name: str) -> None:
-        """Forgets a prefix, present or not; its memory is given back when nobody has it mapped any more."""
-        self._path(name).unlink(missing_ok=True)
+    def _check(self, name: str, file: int, num_tokens: int) -> None:
+        """A block that was removed meanwhile is stale; so is one that is not what its name says, which is removed."""
+        stat = os.fstat(file)
+        if not stat.st_nlink:
+            raise StalePrefixError(f"block {name} has been removed: prefill without it")
+        num_bytes = num_tokens * self.layout.token_bytes
+        header = os.pread(file, _FORMAT.size, 0)
+        expected = _FORMAT.pack(_MAGIC, self.layout.fingerprint.encode(), num_tokens, num_bytes)
+        if header != expected or stat.st_size != HEADER_BYTES + num_bytes:
+            logger.warning("block %s in %s is not what its name says: removing it", name, self._folder)
+            self._path(name).unlink(missing_ok=True)
+            raise StalePrefixError(
+                f"block {name} in {self._folder} is not of {num_tokens} tokens in layout "
+                f"{self.layout.fingerprint}: prefill without it"
+            )
+
+    def _shelf(self, spared: Collection[str]) -> "_Shelf":
+        """What lies in the folder now. Under its lock."""
+        for unsealed in self._folder.glob(_UNSEALED + "*"):
+            if _remove_unlocked(unsealed):
+                logger.info("removed %s, which a writer had left", unsealed)
+        shelf = _Shelf(self._folder)
+        for name, stat in self._files():
+            shelf.num_bytes += stat.st_size
+            if not name.startswith(_UNSEALED) and name not in spared:
+                shelf.blocks.append((stat.st_mtime_ns, name, stat.st_size))
+        shelf.blocks.sort(reverse=True)
+        return shelf
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # dropped, or without the lock, sealed or evicted
+                    if entry.name != _LOCK:
+                        yield entry.name, entry.stat(follow_symlinks=False)
 
     def _path(self, name: str) -> Path:
         if not _NAME.fullmatch(name):
-            raise InvalidArgumentError(f"prefix = {name!r} is no name: use up to 128 letters, digits, or any of _.-")
+            raise InvalidArgumentError(f"block {name!r} is no name: use up to 128 letters, digits, - or _")
         return self._folder / name
 
-    def _check(self, name: str, header: bytes, file_bytes: int) -> TokenRange:
-        """The tokens that a file says it holds, once header and length are known to be right."""
-        magic, fingerprint, num_tokens, num_bytes = _FORMAT.unpack(header.ljust(_FORMAT.size, b"\0"))
-        if file_bytes < HEADER_BYTES or magic != _MAGIC:
-            raise LayoutMismatchError(f"prefix {name!r} is no prefix file of this version: remove it")
-        if fingerprint != self._layout.fingerprint.encode():
-            raise LayoutMismatchError(
-                f"prefix {name!r} is of layout {fingerprint.decode(errors='replace')}, this rank's is "
-                f"{self._layout.fingerprint}: prefill without it"
-            )
-        if (
-            num_tokens < 1
-            or num_bytes != num_tokens * self._layout.token_bytes
-            or file_bytes != HEADER_BYTES + num_bytes
-        ):
-            raise ByteCountError(
-                f"prefix {name!r} has {file_bytes} bytes, {num_tokens} tokens take "
-                f"{HEADER_BYTES + num_tokens * self._layout.token_bytes}: remove it"
-            )
-        return TokenRange(0, num_tokens)
+
+@dataclass
+class _Shelf:
+    """Files under the folder's lock, which their owner holds."""
+
+    folder: Path
+    blocks: list[tuple[int, str, int]] = field(default_factory=list)
+    """Unix nanoseconds of last use, name, bytes of what may go; what was used longest ago comes last."""
+    num_bytes: int = 0
+    """Of all files."""
+
+    def clear(self, left_bytes: int) -> list[str]:
+        """Removes what nobody reads until no more than `left_bytes` are left, if that can be; the names."""
+        gone = []
+        while self.num_bytes > left_bytes and self.blocks:
+            _, name, size = self.blocks.pop()
+            if _remove_unlocked(self.folder / name):
+                self.num_bytes -= size
+                gone.append(name)
+        return gone
 
 
-class PrefixWriter:
-    """A prefix that is being written; made by PrefixStore.create. Not thread-safe."""
+class BlockWriter:
+    """A block that is being written: made under the folder's lock, then to be allocated. `drop` on any thread, all else
+    on one at a time."""
 
-    def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange) -> None:
-        assert len(tokens), "a prefix has at least one token"
+    def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int) -> None:
+        """Claims the block's bytes. Raises ConfigError when no file can be made there."""
+        self.name = path.name
         self.tokens = tokens
         self._path = path
-        self._missing = set(range(layout.num_layers))
-        size = HEADER_BYTES + len(tokens) * layout.token_bytes
-        if size > _room_bytes(path.parent):
-            raise ResourceExhaustedError(f"prefix store: no room for {size} bytes in {path.parent}: remove some")
+        self._layout = layout
+        self._used_ns = used_ns
+        self._num_missing = layout.num_layers * len(tokens)
+        self._num_bytes = HEADER_BYTES + len(tokens) * layout.token_bytes
+        self._over = False
         try:
-            self._file = os.open(path.parent, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o444)
+            self._file, unsealed = tempfile.mkstemp(prefix=_UNSEALED, dir=path.parent)
         except OSError as error:
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
+        self._unsealed = Path(unsealed)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.ftruncate(self._file, self._num_bytes)  # counts from here on
+
+    def allocate(self) -> bool:
+        """Takes the block's memory, so that nobody runs out of it while writing; whether there was any."""
         try:
-            os.posix_fallocate(self._file, 0, size)
-            mapping = mmap.mmap(self._file, size)
+            os.posix_fallocate(self._file, 0, self._num_bytes)
+            mapping = mmap.mmap(self._file, self._num_bytes)
         except OSError as error:
-            os.close(self._file)
-            if error.errno not in _FULL:
-                raise ConfigError(f"prefix store: {path.parent} gives no memory ({error.strerror})") from error
-            raise ResourceExhaustedError(
-                f"prefix store: no room for {size} bytes in {path.parent}: remove some"
-            ) from error
-        kv_bytes = size - HEADER_BYTES
-        mapping[: _FORMAT.size] = _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), len(tokens), kv_bytes)
-        self._kv = KvBuffer.over(layout, tokens, memoryview(mapping)[HEADER_BYTES:])
+            logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
+            return False
+        kv_bytes = self._num_bytes - HEADER_BYTES
+        header = _FORMAT.pack(_MAGIC, self._layout.fingerprint.encode(), len(self.tokens), kv_bytes)
+        mapping[: _FORMAT.size] = header
+        self._kv = KvBuffer.over(self._layout, self.tokens, memoryview(mapping)[HEADER_BYTES:])
+        return True
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *failure: object) -> None:
-        """Drops the file, unless it was sealed."""
-        os.close(self._file)
-        del self._kv
-
-    def write(self, layer: int, data: memoryview) -> None:
-        """Copies the rows of all tokens in `layer`, as KvBuffer.export gives them, into place. May be called again."""
-        self._kv.write(layer, self.tokens, data)
-        self._missing.discard(layer)
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Copies the rows of `tokens`, all of them the block's, in `layer` into place; each row once."""
+        self._kv.write(layer, tokens, data)
+        self._num_missing -= len(tokens)
 
     def seal(self) -> None:
-        """All layers were written: from here on the prefix has its name, and does not change. If one of that name has
-        been sealed in the meantime, that one stays."""
-        assert not self._missing, f"layers {sorted(self._missing)} of prefix {self._path.name} were not written"
-        folder = os.open(self._path.parent, os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            # a folder's descriptor, because only so does os.link follow the link that /proc has for the file
-            os.link(f"/proc/self/fd/{self._file}", self._path.name, dst_dir_fd=folder, follow_symlinks=True)
-        except FileExistsError:
-            assert self._path.is_file(), self._path
-        finally:
-            os.close(folder)
+        """All rows were written. Under the folder's lock, so that nobody counts the file twice, or not at all."""
+        assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
+        os.fchmod(self._file, 0o400)
+        os.utime(self._file, ns=(self._used_ns, self._used_ns))
+        if not self._path.exists():
+            self._unsealed.rename(self._path)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of the file, which is gone unless it was sealed. Idempotent."""
+        if not self._over:
+            self._over = True
+            self._unsealed.unlink(missing_ok=True)
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
+            os.close(self._file)
 
 
-def _room_bytes(folder: Path) -> int:
+def _remove_unlocked(path: Path) -> bool:
+    """Whether the file is gone now: not while somebody holds a lock on it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def _is_there(path: Path, num_bytes: int) -> bool:
+    """Whether there is a block of so many bytes; one that was cut is removed."""
+    try:
+        if path.stat(follow_symlinks=False).st_size == num_bytes:
+            return True
+    except FileNotFoundError:
+        return False
+    path.unlink(missing_ok=True)
+    return False
+
+
+def _identity(folder: Path) -> str:
+    stat = folder.stat()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{stat.st_dev}:{stat.st_ino}"
+
+
+def _free_bytes(folder: Path) -> int:
     """What the file system has free, and the machine: in memory, the former may promise what the latter has not."""
     disk = os.statvfs(folder)
     lines = Path("/proc/meminfo").read_text().splitlines()

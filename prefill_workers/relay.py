@@ -140,6 +140,11 @@ class Relay:
         with self._lock:
             return self._earlier_kv.rows(layer, self.earlier)
 
+    def earlier_bytes(self, layer: int) -> memoryview:
+        """The memory of `earlier_rows`; likewise."""
+        with self._lock:
+            return byte_view(self._earlier_kv.span(layer, self.earlier))
+
     def attended(self, layer: int) -> None:
         """This rank has no more use for the earlier tokens' rows of `layer`."""
         with self._lock:

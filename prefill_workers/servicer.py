@@ -14,7 +14,7 @@ import grpc
 
 from baton import __version__
 from baton.clock import Clock
-from baton.errors import BatonError, InvalidArgumentError, NotFoundError, TransferError
+from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import Lease, SampledToken, TokenRange
 from baton.v1 import prefill_pb2, prefill_pb2_grpc
@@ -22,7 +22,9 @@ from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, TimeSpan
-from prefill_workers.prefix_store import PrefixStore
+from prefill_workers.prefix_filling import Filled, PrefixFilling
+from prefill_workers.prefix_store import Holdings, PrefixStore
+from prefill_workers.store_folder import StoreFolder
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_sender import KvPushClient, PushSession, PushSummary
@@ -32,14 +34,22 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushOutlet:
-    """A KvOutlet into a push session. Called on the engine's thread; `firsts` is read once the job is computed."""
+    """A KvOutlet into a push session and, on a rank that keeps the prompt, the prefix store. Called on the engine's
+    thread; `firsts` is read once the job is computed."""
 
-    def __init__(self, session: PushSession) -> None:
+    def __init__(self, session: PushSession, filling: PrefixFilling | None = None) -> None:
         self.firsts: tuple[SampledToken, ...] = ()
         self._session = session
+        self._filling = filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         self._session.offer(layer, tokens, data)
+        if self._filling is not None:
+            self._filling.hold(layer, tokens, data)
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        if self._filling is not None:
+            self._filling.write(layer, tokens, data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
         self.firsts = firsts
@@ -56,7 +66,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
         self._engine = engine
         self._host = host
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
@@ -68,25 +78,34 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
         """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
-        job = job_from_proto(request, self._open_prefix(request.prefix))
+        job = job_from_proto(request, self._open_prefix(request))
+        filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
         client = KvPushClient(self._channel(lease), self._engine.decoder.layout)
         session = client.open_push(lease)
-        outlet = PushOutlet(session)
+        outlet = PushOutlet(session, filling)
+        filled = Filled()
         try:
+            if filling is not None and len(job.ranks) > 1:
+                await asyncio.to_thread(filling.take)
             report = await self._compute(job, outlet, session)
             summary = await session.result()
             if outlet.firsts:
                 await client.commit(lease.ref, outlet.firsts)
+            if filling is not None:
+                filled = await asyncio.to_thread(filling.finish)
         finally:
             session.cancel()
-        return report_to_proto(report, summary)
+            if filling is not None:
+                filling.drop()
+        return report_to_proto(report, summary, filled)
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
         """Answers a heartbeat."""
         status = self._engine.status()
+        holdings = await asyncio.to_thread(self.prefixes.holdings) if self.prefixes is not None else Holdings(0, 0, 0)
         return prefill_pb2.PrefillStatus(
             epoch=status.epoch,
             epoch_error=status.epoch_error,
@@ -96,7 +115,18 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             layout_fingerprint=self._engine.decoder.layout.fingerprint,
             version=__version__,
             stall=status.stall,
+            prefix_bytes=holdings.num_bytes,
+            num_prefix_blocks=holdings.num_blocks,
+            prefix_room_bytes=holdings.bound_bytes,
+            prefix_store=self.prefixes.identity if self.prefixes is not None else "",
         )
+
+    async def ListPrefixBlocks(
+        self, request: prefill_pb2.ListPrefixBlocksRequest, context: Context
+    ) -> prefill_pb2.ListPrefixBlocksReply:
+        """All that the node's store holds."""
+        blocks = await asyncio.to_thread(self.prefixes.names) if self.prefixes is not None else []
+        return prefill_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
         """Closes the channels to all receivers of KV; once no call runs."""
@@ -120,13 +150,24 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             if not computed.done():
                 self._engine.cancel(job.number)
 
-    def _open_prefix(self, name: str) -> KvBuffer | None:
+    def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
         """Mapped as long as the job, or its push, needs it. Raises what PrefixStore.open raises."""
-        if not name:
+        if not request.prefix_blocks:
+            return ()
+        if self.prefixes is None:
+            raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
+        return self.prefixes.open(request.prefix_blocks, _block_tokens(request))
+
+    def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
+        """None where nothing is to be kept: by all ranks but the last, and on a node without a prefix store."""
+        if self.prefixes is None or not request.keep_blocks or self._engine.rank != job.ranks[-1]:
             return None
-        if self._prefixes is None:
-            raise NotFoundError(f"prefix = {name!r}: this rank has no prefix store: prefill without it")
-        return self._prefixes.open(name)
+        block_tokens = _block_tokens(request)
+        start = len(request.prefix_blocks) * block_tokens
+        end = start + len(request.keep_blocks) * block_tokens
+        if start < job.chunks[0].start or end > job.chunks[-1].end:
+            raise InvalidArgumentError(f"keep_blocks are tokens [{start}, {end}): name whole blocks of the prompt")
+        return PrefixFilling(self.prefixes, request.keep_blocks, start, block_tokens)
 
     def _channel(self, lease: Lease) -> grpc.aio.Channel:
         if lease.endpoint not in self._channels:
@@ -137,11 +178,24 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 class PrefillServer:
     """An engine, and the server that its service is on. Make one with `start`, on the loop."""
 
-    def __init__(self, server: grpc.aio.Server, engine: PrefillEngine, servicer: PrefillRankServicer, port: int):
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        engine: PrefillEngine,
+        servicer: PrefillRankServicer,
+        port: int,
+        folder: StoreFolder | None = None,
+    ) -> None:
         self.engine = engine
         self.port = port
         self._server = server
         self._servicer = servicer
+        self._folder = folder
+
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """The node's, if this rank keeps any."""
+        return self._servicer.prefixes
 
     @classmethod
     async def start(
@@ -153,23 +207,33 @@ class PrefillServer:
         port: int = 0,
         watchdog_floor_s: float = 2.0,
         prefix_folder: Path | None = None,
+        prefix_bytes: int = 0,
     ) -> Self:
         """Serves on host:port, and links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
-        `prefix_folder`. Raises ConfigError when it cannot listen there, or there is no such folder."""
-        prefixes = PrefixStore(prefix_folder, decoder.layout) if prefix_folder is not None else None
+        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there.
+        Raises ConfigError when it cannot listen there, or make that folder."""
         server = make_server()
         bound = bind(server, host, port)
+        folder = StoreFolder(prefix_folder) if prefix_folder is not None else None
+        prefixes = (
+            PrefixStore(folder.path, decoder.layout, bound_bytes=prefix_bytes, clock=clock)
+            if folder is not None
+            else None
+        )
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
         servicer = PrefillRankServicer(engine, host, prefixes)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return cls(server, engine, servicer, bound)
+        return cls(server, engine, servicer, bound, folder)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, gives running ones `grace_s` seconds, then ends them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         await asyncio.to_thread(self.engine.close)
         await self._servicer.close()
+        folder, self._folder = self._folder, None
+        if folder is not None:
+            await asyncio.to_thread(folder.close)
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
@@ -190,8 +254,8 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
     )
 
 
-def job_from_proto(message: prefill_pb2.PrefillJob, prefix: KvBuffer | None = None) -> Job:
-    """`prefix`: the one that the message names. Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix
+def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
+    """`prefix`: the blocks that the message names. Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix
     that do not fit together."""
     history = history_from_proto(message.history)
     return Job(
@@ -210,7 +274,7 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: KvBuffer | None = No
     )
 
 
-def report_to_proto(report: JobReport, push: PushSummary) -> prefill_pb2.PrefillReport:
+def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> prefill_pb2.PrefillReport:
     """What one rank did, as a message."""
     return prefill_pb2.PrefillReport(
         rank=report.rank,
@@ -222,7 +286,15 @@ def report_to_proto(report: JobReport, push: PushSummary) -> prefill_pb2.Prefill
         num_bytes_sent=report.num_bytes_sent,
         num_messages_sent=report.num_messages_sent,
         send_s=report.send_s,
+        stored_blocks=filled.stored,
+        evicted_blocks=filled.evicted,
     )
+
+
+def _block_tokens(request: prefill_pb2.PrefillJob) -> int:
+    if not request.block_tokens:
+        raise InvalidArgumentError("block_tokens = 0 is out of range: say how many tokens a block has")
+    return request.block_tokens
 
 
 def _span_to_proto(span: TimeSpan) -> prefill_pb2.TimeSpan:

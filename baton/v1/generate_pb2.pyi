@@ -224,6 +224,10 @@ class GenerationStatus(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
+    LAST_STEP_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     num_free: _builtins.int
     num_leased: _builtins.int
@@ -234,9 +238,19 @@ class GenerationStatus(_message.Message):
     """Grows with every step."""
     layout_fingerprint: _builtins.str
     version: _builtins.str
+    num_preemptions: _builtins.int
+    """Rows so far that gave their memory to older ones, and were prefilled again later."""
+    imbalance: _builtins.str
+    """What does not balance in the group's own books, for people; empty when they do."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call."""
+
+    @_builtins.property
+    def kv(self) -> Global___KvLedger: ...
+    @_builtins.property
+    def last_step(self) -> Global___StepSample:
+        """The latest forward; unset before the first."""
 
     def __init__(
         self,
@@ -251,14 +265,84 @@ class GenerationStatus(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
         kept: _abc.Iterable[Global___KeptStream] | None = ...,
+        kv: Global___KvLedger | None = ...,
+        num_preemptions: _builtins.int = ...,
+        imbalance: _builtins.str = ...,
+        last_step: Global___StepSample | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "last_step", b"last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "kept", b"kept", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationStatus: _TypeAlias = GenerationStatus  # noqa: Y015
+
+@_typing.final
+class KvLedger(_message.Message):
+    """KV memory at home, by the state of the slots that it is promised to. The four parts are the whole."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FREE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_LEASED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_ACTIVE_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_QUARANTINED_FIELD_NUMBER: _builtins.int
+    num_bytes: _builtins.int
+    num_bytes_free: _builtins.int
+    num_bytes_leased: _builtins.int
+    num_bytes_active: _builtins.int
+    num_bytes_quarantined: _builtins.int
+    def __init__(
+        self,
+        *,
+        num_bytes: _builtins.int = ...,
+        num_bytes_free: _builtins.int = ...,
+        num_bytes_leased: _builtins.int = ...,
+        num_bytes_active: _builtins.int = ...,
+        num_bytes_quarantined: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_bytes_active", b"num_bytes_active", "num_bytes_free", b"num_bytes_free", "num_bytes_leased", b"num_bytes_leased", "num_bytes_quarantined", b"num_bytes_quarantined"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvLedger: _TypeAlias = KvLedger  # noqa: Y015
+
+@_typing.final
+class StepSample(_message.Message):
+    """One forward of the batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    num_rows: _builtins.int
+    """Rows that got a token."""
+    num_prefill_tokens: _builtins.int
+    """Tokens of local prefill beside them."""
+    context_tokens: _builtins.float
+    """That a row attended to, in the mean."""
+    duration_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        num_rows: _builtins.int = ...,
+        num_prefill_tokens: _builtins.int = ...,
+        context_tokens: _builtins.float = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_s", b"duration_s", "num_prefill_tokens", b"num_prefill_tokens", "num_rows", b"num_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StepSample: _TypeAlias = StepSample  # noqa: Y015
 
 @_typing.final
 class KeptStream(_message.Message):

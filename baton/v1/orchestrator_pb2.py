@@ -27,47 +27,49 @@ from baton.v1 import generate_pb2 as baton_dot_v1_dot_generate__pb2
 from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/orchestrator.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\x9a\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\x0cH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06seeded\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12!\n\x07outputs\x18\t \x03(\x0b\x32\x10.baton.v1.Output\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x42\x07\n\x05input\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8d\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEventH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"d\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\"N\n\x08\x46inished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"S\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\r\"\xbe\x01\n\x07Timings\x12\x13\n\x0breceived_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x61\x64mitted_ns\x18\x02 \x01(\x06\x12\x11\n\tleased_ns\x18\x03 \x01(\x06\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x06\x12\x13\n\x0b\x66inished_ns\x18\x05 \x01(\x06\x12#\n\x05ranks\x18\x06 \x03(\x0b\x32\x14.baton.v1.RankTiming\x12$\n\x05width\x18\x07 \x01(\x0b\x32\x15.baton.v1.WidthChoice\"|\n\x0bWidthChoice\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_ahead\x18\x03 \x01(\r\x12\x10\n\x08num_jobs\x18\x04 \x01(\r\x12&\n\x07options\x18\x05 \x03(\x0b\x32\x15.baton.v1.WidthOption\"=\n\x0bWidthOption\x12\r\n\x05width\x18\x01 \x01(\r\x12\r\n\x05own_s\x18\x02 \x01(\x01\x12\x10\n\x08others_s\x18\x03 \x01(\x01\"\x9f\x02\n\nRankTiming\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenRange\x12\x10\n\x08start_ns\x18\x03 \x01(\x06\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x06\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x15\n\rpush_start_ns\x18\x06 \x01(\x06\x12\x13\n\x0bpush_end_ns\x18\x07 \x01(\x06\x12\x18\n\x10num_bytes_pushed\x18\x08 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\t \x01(\x04\x12\"\n\x06layers\x18\n \x03(\x0b\x32\x12.baton.v1.TimeSpan\x12\x19\n\x11num_messages_sent\x18\x0b \x01(\r\x12\x0e\n\x06send_s\x18\x0c \x01(\x01\"\x11\n\x0fGetModelRequest\"\x83\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\"\x18\n\x16GetClusterStateRequest\"\x84\x01\n\x0c\x43lusterState\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.baton.v1.GroupState\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0cnum_degraded\x18\x05 \x01(\x04\"\xc3\x01\n\nGroupState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08is_ready\x18\x05 \x01(\x08\x12\x11\n\tnum_slots\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x16\n\x0enum_bytes_held\x18\x08 \x01(\x04\x12\x12\n\nnum_leaked\x18\t \x01(\r\x12\x14\n\x0cnum_requests\x18\n \x01(\r2\xd5\x01\n\x0cOrchestrator\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Model\x12K\n\x0fGetClusterState\x12 .baton.v1.GetClusterStateRequest\x1a\x16.baton.v1.ClusterStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/orchestrator.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\xc0\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\x0cH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06seeded\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12!\n\x07outputs\x18\t \x03(\x0b\x32\x10.baton.v1.Output\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12$\n\x08priority\x18\x0b \x01(\x0e\x32\x12.baton.v1.PriorityB\x07\n\x05input\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8d\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEventH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"d\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\"N\n\x08\x46inished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"n\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\xbe\x01\n\x07Timings\x12\x13\n\x0breceived_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x61\x64mitted_ns\x18\x02 \x01(\x06\x12\x11\n\tleased_ns\x18\x03 \x01(\x06\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x06\x12\x13\n\x0b\x66inished_ns\x18\x05 \x01(\x06\x12#\n\x05ranks\x18\x06 \x03(\x0b\x32\x14.baton.v1.RankTiming\x12$\n\x05width\x18\x07 \x01(\x0b\x32\x15.baton.v1.WidthChoice\"|\n\x0bWidthChoice\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_ahead\x18\x03 \x01(\r\x12\x10\n\x08num_jobs\x18\x04 \x01(\r\x12&\n\x07options\x18\x05 \x03(\x0b\x32\x15.baton.v1.WidthOption\"=\n\x0bWidthOption\x12\r\n\x05width\x18\x01 \x01(\r\x12\r\n\x05own_s\x18\x02 \x01(\x01\x12\x10\n\x08others_s\x18\x03 \x01(\x01\"\x9f\x02\n\nRankTiming\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12$\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenRange\x12\x10\n\x08start_ns\x18\x03 \x01(\x06\x12\x0e\n\x06\x65nd_ns\x18\x04 \x01(\x06\x12\x0e\n\x06wait_s\x18\x05 \x01(\x01\x12\x15\n\rpush_start_ns\x18\x06 \x01(\x06\x12\x13\n\x0bpush_end_ns\x18\x07 \x01(\x06\x12\x18\n\x10num_bytes_pushed\x18\x08 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\t \x01(\x04\x12\"\n\x06layers\x18\n \x03(\x0b\x32\x12.baton.v1.TimeSpan\x12\x19\n\x11num_messages_sent\x18\x0b \x01(\r\x12\x0e\n\x06send_s\x18\x0c \x01(\x01\"\x11\n\x0fGetModelRequest\"\x83\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xe8\x01\n\x0c\x43lusterState\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.baton.v1.GroupState\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0cnum_degraded\x18\x05 \x01(\x04\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fwhy_not_serving\x18\x07 \x03(\t\x12\x14\n\x0cwhy_degraded\x18\x08 \x03(\t\x12\x18\n\x10metrics_endpoint\x18\t \x01(\t\"\xc6\x03\n\nGroupState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08is_ready\x18\x05 \x01(\x08\x12\x11\n\tnum_slots\x18\x06 \x01(\r\x12\x10\n\x08num_free\x18\x07 \x01(\r\x12\x16\n\x0enum_bytes_held\x18\x08 \x01(\x04\x12\x12\n\nnum_leaked\x18\t \x01(\r\x12\x14\n\x0cnum_requests\x18\n \x01(\r\x12\x12\n\nnum_leased\x18\x0b \x01(\r\x12\x12\n\nnum_active\x18\x0c \x01(\r\x12\x17\n\x0fnum_quarantined\x18\r \x01(\r\x12\x1e\n\x02kv\x18\x0e \x01(\x0b\x32\x12.baton.v1.KvLedger\x12\x17\n\x0fnum_preemptions\x18\x0f \x01(\x04\x12\x11\n\timbalance\x18\x10 \x01(\t\x12\x12\n\nis_drained\x18\x11 \x01(\x08\x12\x11\n\tis_broken\x18\x12 \x01(\x08\x12\x19\n\x11num_prefix_blocks\x18\x13 \x01(\r\x12\x18\n\x10num_prefix_bytes\x18\x14 \x01(\x04\x12\x18\n\x10max_prefix_bytes\x18\x15 \x01(\x04*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\xd5\x01\n\x0cOrchestrator\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Model\x12K\n\x0fGetClusterState\x12 .baton.v1.GetClusterStateRequest\x1a\x16.baton.v1.ClusterStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.orchestrator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PRIORITY']._serialized_start=2537
+  _globals['_PRIORITY']._serialized_end=2642
   _globals['_GENERATEREQUEST']._serialized_start=114
-  _globals['_GENERATEREQUEST']._serialized_end=396
-  _globals['_CHATMESSAGE']._serialized_start=398
-  _globals['_CHATMESSAGE']._serialized_end=442
-  _globals['_CHAT']._serialized_start=444
-  _globals['_CHAT']._serialized_end=491
-  _globals['_TOKENIDS']._serialized_start=493
-  _globals['_TOKENIDS']._serialized_end=516
-  _globals['_GENERATEEVENT']._serialized_start=519
-  _globals['_GENERATEEVENT']._serialized_end=660
-  _globals['_STARTED']._serialized_start=662
-  _globals['_STARTED']._serialized_end=762
-  _globals['_FINISHED']._serialized_start=764
-  _globals['_FINISHED']._serialized_end=842
-  _globals['_USAGE']._serialized_start=844
-  _globals['_USAGE']._serialized_end=927
-  _globals['_TIMINGS']._serialized_start=930
-  _globals['_TIMINGS']._serialized_end=1120
-  _globals['_WIDTHCHOICE']._serialized_start=1122
-  _globals['_WIDTHCHOICE']._serialized_end=1246
-  _globals['_WIDTHOPTION']._serialized_start=1248
-  _globals['_WIDTHOPTION']._serialized_end=1309
-  _globals['_RANKTIMING']._serialized_start=1312
-  _globals['_RANKTIMING']._serialized_end=1599
-  _globals['_GETMODELREQUEST']._serialized_start=1601
-  _globals['_GETMODELREQUEST']._serialized_end=1618
-  _globals['_MODEL']._serialized_start=1621
-  _globals['_MODEL']._serialized_end=1752
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=1754
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=1778
-  _globals['_CLUSTERSTATE']._serialized_start=1781
-  _globals['_CLUSTERSTATE']._serialized_end=1913
-  _globals['_GROUPSTATE']._serialized_start=1916
-  _globals['_GROUPSTATE']._serialized_end=2111
-  _globals['_ORCHESTRATOR']._serialized_start=2114
-  _globals['_ORCHESTRATOR']._serialized_end=2327
+  _globals['_GENERATEREQUEST']._serialized_end=434
+  _globals['_CHATMESSAGE']._serialized_start=436
+  _globals['_CHATMESSAGE']._serialized_end=480
+  _globals['_CHAT']._serialized_start=482
+  _globals['_CHAT']._serialized_end=529
+  _globals['_TOKENIDS']._serialized_start=531
+  _globals['_TOKENIDS']._serialized_end=554
+  _globals['_GENERATEEVENT']._serialized_start=557
+  _globals['_GENERATEEVENT']._serialized_end=698
+  _globals['_STARTED']._serialized_start=700
+  _globals['_STARTED']._serialized_end=800
+  _globals['_FINISHED']._serialized_start=802
+  _globals['_FINISHED']._serialized_end=880
+  _globals['_USAGE']._serialized_start=882
+  _globals['_USAGE']._serialized_end=992
+  _globals['_TIMINGS']._serialized_start=995
+  _globals['_TIMINGS']._serialized_end=1185
+  _globals['_WIDTHCHOICE']._serialized_start=1187
+  _globals['_WIDTHCHOICE']._serialized_end=1311
+  _globals['_WIDTHOPTION']._serialized_start=1313
+  _globals['_WIDTHOPTION']._serialized_end=1374
+  _globals['_RANKTIMING']._serialized_start=1377
+  _globals['_RANKTIMING']._serialized_end=1664
+  _globals['_GETMODELREQUEST']._serialized_start=1666
+  _globals['_GETMODELREQUEST']._serialized_end=1683
+  _globals['_MODEL']._serialized_start=1686
+  _globals['_MODEL']._serialized_end=1817
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=1819
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=1843
+  _globals['_CLUSTERSTATE']._serialized_start=1846
+  _globals['_CLUSTERSTATE']._serialized_end=2078
+  _globals['_GROUPSTATE']._serialized_start=2081
+  _globals['_GROUPSTATE']._serialized_end=2535
+  _globals['_ORCHESTRATOR']._serialized_start=2645
+  _globals['_ORCHESTRATOR']._serialized_end=2858
 # @@protoc_insertion_point(module_scope)

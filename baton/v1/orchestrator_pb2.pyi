@@ -10,6 +10,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,6 +21,25 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    PRIORITY_INTERACTIVE: _Priority.ValueType  # 1
+    PRIORITY_STANDARD: _Priority.ValueType  # 2
+    PRIORITY_BATCH: _Priority.ValueType  # 3
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper): ...
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+PRIORITY_INTERACTIVE: Priority.ValueType  # 1
+PRIORITY_STANDARD: Priority.ValueType  # 2
+PRIORITY_BATCH: Priority.ValueType  # 3
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
@@ -35,6 +55,7 @@ class GenerateRequest(_message.Message):
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unset: the server makes one. Names the request in logs, and in a resumed stream."""
     prompt: _builtins.bytes
@@ -47,6 +68,8 @@ class GenerateRequest(_message.Message):
     """Milliseconds from arrival until the request ends by itself; 0 for no deadline of its own."""
     echo: _builtins.bool
     """The text of each choice begins with the prompt's."""
+    priority: Global___Priority.ValueType
+    """While requests wait, a less urgent one is served only when no more urgent one can be. Unset: PRIORITY_STANDARD."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """Rendered with the model's chat template."""
@@ -74,10 +97,11 @@ class GenerateRequest(_message.Message):
         deadline_ms: _builtins.int = ...,
         outputs: _abc.Iterable[_common_pb2.Output] | None = ...,
         echo: _builtins.bool = ...,
+        priority: Global___Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "input", b"input", "model", b"model", "outputs", b"outputs", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -244,20 +268,24 @@ class Usage(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
     NUM_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     num_prompt_tokens: _builtins.int
     num_output_tokens: _builtins.int
     """Of all choices."""
     num_attempts: _builtins.int
+    num_cached_tokens: _builtins.int
+    """Prompt tokens that the last attempt did not compute, as the KV of an earlier prompt that begins alike was there."""
     def __init__(
         self,
         *,
         num_prompt_tokens: _builtins.int = ...,
         num_output_tokens: _builtins.int = ...,
         num_attempts: _builtins.int = ...,
+        num_cached_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_attempts", b"num_attempts", "num_cached_tokens", b"num_cached_tokens", "num_output_tokens", b"num_output_tokens", "num_prompt_tokens", b"num_prompt_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,13 +534,29 @@ class ClusterState(_message.Message):
     NUM_RUNNING_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     NUM_DEGRADED_FIELD_NUMBER: _builtins.int
+    NUM_QUEUED_TOKENS_FIELD_NUMBER: _builtins.int
+    WHY_NOT_SERVING_FIELD_NUMBER: _builtins.int
+    WHY_DEGRADED_FIELD_NUMBER: _builtins.int
+    METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     num_running: _builtins.int
     version: _builtins.str
     num_degraded: _builtins.int
     """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
+    num_queued_tokens: _builtins.int
+    """Prompt tokens of the requests that wait."""
+    metrics_endpoint: _builtins.str
+    """host:port of the metrics; empty when there are none."""
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___GroupState]: ...
+    @_builtins.property
+    def why_not_serving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why grpc.health.v1 says NOT_SERVING, a line each; empty while it serves."""
+
+    @_builtins.property
+    def why_degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why it serves worse than it could, a line each."""
+
     def __init__(
         self,
         *,
@@ -521,10 +565,14 @@ class ClusterState(_message.Message):
         num_running: _builtins.int = ...,
         version: _builtins.str = ...,
         num_degraded: _builtins.int = ...,
+        num_queued_tokens: _builtins.int = ...,
+        why_not_serving: _abc.Iterable[_builtins.str] | None = ...,
+        why_degraded: _abc.Iterable[_builtins.str] | None = ...,
+        metrics_endpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_running", b"num_running", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "metrics_endpoint", b"metrics_endpoint", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "version", b"version", "why_degraded", b"why_degraded", "why_not_serving", b"why_not_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,6 +592,17 @@ class GroupState(_message.Message):
     NUM_BYTES_HELD_FIELD_NUMBER: _builtins.int
     NUM_LEAKED_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
+    NUM_LEASED_FIELD_NUMBER: _builtins.int
+    NUM_ACTIVE_FIELD_NUMBER: _builtins.int
+    NUM_QUARANTINED_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    IMBALANCE_FIELD_NUMBER: _builtins.int
+    IS_DRAINED_FIELD_NUMBER: _builtins.int
+    IS_BROKEN_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
+    MAX_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
@@ -556,8 +615,25 @@ class GroupState(_message.Message):
     """Slots or jobs held by no request that the orchestrator knows, for over 2 s."""
     num_requests: _builtins.int
     """Requests of this orchestrator that the group serves."""
+    num_leased: _builtins.int
+    """Slots by state, as in GenerationStatus; with num_free they are all."""
+    num_active: _builtins.int
+    num_quarantined: _builtins.int
+    num_preemptions: _builtins.int
+    imbalance: _builtins.str
+    """What of slots and bytes does not balance, for people; empty when all does."""
+    is_drained: _builtins.bool
+    """It gets no new work: somebody drained it."""
+    is_broken: _builtins.bool
+    """It gets no new work for a while: attempts there failed again and again."""
+    num_prefix_blocks: _builtins.int
+    """What the prefix store of a prefill group's node holds, and may; 0 where there is none."""
+    num_prefix_bytes: _builtins.int
+    max_prefix_bytes: _builtins.int
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    @_builtins.property
+    def kv(self) -> _generate_pb2.KvLedger: ...
     def __init__(
         self,
         *,
@@ -571,10 +647,21 @@ class GroupState(_message.Message):
         num_bytes_held: _builtins.int = ...,
         num_leaked: _builtins.int = ...,
         num_requests: _builtins.int = ...,
+        num_leased: _builtins.int = ...,
+        num_active: _builtins.int = ...,
+        num_quarantined: _builtins.int = ...,
+        kv: _generate_pb2.KvLedger | None = ...,
+        num_preemptions: _builtins.int = ...,
+        imbalance: _builtins.str = ...,
+        is_drained: _builtins.bool = ...,
+        is_broken: _builtins.bool = ...,
+        num_prefix_blocks: _builtins.int = ...,
+        num_prefix_bytes: _builtins.int = ...,
+        max_prefix_bytes: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "is_ready", b"is_ready", "name", b"name", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_requests", b"num_requests", "num_slots", b"num_slots", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

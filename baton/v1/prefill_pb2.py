@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"e\n\x11StartEpochRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\r\n\x05store\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\x11\n\x0fStartEpochReply\"\xf6\x01\n\nPrefillJob\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05ranks\x18\x05 \x03(\r\x12$\n\x06\x63hunks\x18\x06 \x03(\x0b\x32\x14.baton.v1.TokenRange\x12\"\n\x07history\x18\x07 \x01(\x0b\x32\x11.baton.v1.History\x12\x1e\n\x05lease\x18\x08 \x01(\x0b\x32\x0f.baton.v1.Lease\x12\r\n\x05\x64ue_s\x18\t \x01(\x01\x12\x0f\n\x07layer_s\x18\n \x01(\x01\x12\x0e\n\x06prefix\x18\x0b \x01(\t\"6\n\x08TimeSpan\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x65nd_unix_ns\x18\x02 \x01(\x06\"\xf1\x01\n\rPrefillReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x03run\x18\x02 \x01(\x0b\x32\x12.baton.v1.TimeSpan\x12\"\n\x06layers\x18\x03 \x03(\x0b\x32\x12.baton.v1.TimeSpan\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12 \n\x04push\x18\x05 \x01(\x0b\x32\x12.baton.v1.TimeSpan\x12\x18\n\x10num_bytes_pushed\x18\x06 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\x07 \x01(\x04\x12\x19\n\x11num_messages_sent\x18\x08 \x01(\r\x12\x0e\n\x06send_s\x18\t \x01(\x01\"\x16\n\x14PrefillStatusRequest\"\xaa\x01\n\rPrefillStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x65poch_error\x18\x02 \x01(\t\x12\x10\n\x08num_jobs\x18\x03 \x01(\r\x12\x10\n\x08progress\x18\x04 \x01(\x04\x12\x15\n\rnum_jobs_done\x18\x05 \x01(\x04\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\r\n\x05stall\x18\x08 \x01(\t2\xcf\x01\n\x0bPrefillRank\x12\x44\n\nStartEpoch\x12\x1b.baton.v1.StartEpochRequest\x1a\x19.baton.v1.StartEpochReply\x12\x34\n\x03Run\x12\x14.baton.v1.PrefillJob\x1a\x17.baton.v1.PrefillReport\x12\x44\n\tGetStatus\x12\x1e.baton.v1.PrefillStatusRequest\x1a\x17.baton.v1.PrefillStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\"e\n\x11StartEpochRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0c\n\x04rank\x18\x02 \x01(\r\x12\x11\n\tnum_ranks\x18\x03 \x01(\r\x12\r\n\x05store\x18\x04 \x01(\t\x12\x11\n\ttimeout_s\x18\x05 \x01(\x01\"\x11\n\x0fStartEpochReply\"\xb6\x02\n\nPrefillJob\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0b\n\x03job\x18\x02 \x01(\x04\x12\x12\n\nrequest_id\x18\x03 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x04 \x01(\r\x12\r\n\x05ranks\x18\x05 \x03(\r\x12$\n\x06\x63hunks\x18\x06 \x03(\x0b\x32\x14.baton.v1.TokenRange\x12\"\n\x07history\x18\x07 \x01(\x0b\x32\x11.baton.v1.History\x12\x1e\n\x05lease\x18\x08 \x01(\x0b\x32\x0f.baton.v1.Lease\x12\r\n\x05\x64ue_s\x18\t \x01(\x01\x12\x0f\n\x07layer_s\x18\n \x01(\x01\x12\x15\n\rprefix_blocks\x18\x0c \x03(\t\x12\x13\n\x0bkeep_blocks\x18\r \x03(\t\x12\x14\n\x0c\x62lock_tokens\x18\x0e \x01(\rJ\x04\x08\x0b\x10\x0cR\x06prefix\"6\n\x08TimeSpan\x12\x15\n\rstart_unix_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x65nd_unix_ns\x18\x02 \x01(\x06\"\xa0\x02\n\rPrefillReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x1f\n\x03run\x18\x02 \x01(\x0b\x32\x12.baton.v1.TimeSpan\x12\"\n\x06layers\x18\x03 \x03(\x0b\x32\x12.baton.v1.TimeSpan\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12 \n\x04push\x18\x05 \x01(\x0b\x32\x12.baton.v1.TimeSpan\x12\x18\n\x10num_bytes_pushed\x18\x06 \x01(\x04\x12\x16\n\x0enum_bytes_sent\x18\x07 \x01(\x04\x12\x19\n\x11num_messages_sent\x18\x08 \x01(\r\x12\x0e\n\x06send_s\x18\t \x01(\x01\x12\x15\n\rstored_blocks\x18\n \x03(\t\x12\x16\n\x0e\x65victed_blocks\x18\x0b \x03(\t\"\x16\n\x14PrefillStatusRequest\"\x8c\x02\n\rPrefillStatus\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x13\n\x0b\x65poch_error\x18\x02 \x01(\t\x12\x10\n\x08num_jobs\x18\x03 \x01(\r\x12\x10\n\x08progress\x18\x04 \x01(\x04\x12\x15\n\rnum_jobs_done\x18\x05 \x01(\x04\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x0f\n\x07version\x18\x07 \x01(\t\x12\r\n\x05stall\x18\x08 \x01(\t\x12\x14\n\x0cprefix_bytes\x18\t \x01(\x04\x12\x19\n\x11num_prefix_blocks\x18\n \x01(\r\x12\x19\n\x11prefix_room_bytes\x18\x0b \x01(\x04\x12\x14\n\x0cprefix_store\x18\x0c \x01(\t\"\x19\n\x17ListPrefixBlocksRequest\"\'\n\x15ListPrefixBlocksReply\x12\x0e\n\x06\x62locks\x18\x01 \x03(\t2\xa7\x02\n\x0bPrefillRank\x12\x44\n\nStartEpoch\x12\x1b.baton.v1.StartEpochRequest\x1a\x19.baton.v1.StartEpochReply\x12\x34\n\x03Run\x12\x14.baton.v1.PrefillJob\x1a\x17.baton.v1.PrefillReport\x12\x44\n\tGetStatus\x12\x1e.baton.v1.PrefillStatusRequest\x1a\x17.baton.v1.PrefillStatus\x12V\n\x10ListPrefixBlocks\x12!.baton.v1.ListPrefixBlocksRequest\x1a\x1f.baton.v1.ListPrefixBlocksReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,15 +37,19 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STARTEPOCHREPLY']._serialized_start=162
   _globals['_STARTEPOCHREPLY']._serialized_end=179
   _globals['_PREFILLJOB']._serialized_start=182
-  _globals['_PREFILLJOB']._serialized_end=428
-  _globals['_TIMESPAN']._serialized_start=430
-  _globals['_TIMESPAN']._serialized_end=484
-  _globals['_PREFILLREPORT']._serialized_start=487
-  _globals['_PREFILLREPORT']._serialized_end=728
-  _globals['_PREFILLSTATUSREQUEST']._serialized_start=730
-  _globals['_PREFILLSTATUSREQUEST']._serialized_end=752
-  _globals['_PREFILLSTATUS']._serialized_start=755
-  _globals['_PREFILLSTATUS']._serialized_end=925
-  _globals['_PREFILLRANK']._serialized_start=928
-  _globals['_PREFILLRANK']._serialized_end=1135
+  _globals['_PREFILLJOB']._serialized_end=492
+  _globals['_TIMESPAN']._serialized_start=494
+  _globals['_TIMESPAN']._serialized_end=548
+  _globals['_PREFILLREPORT']._serialized_start=551
+  _globals['_PREFILLREPORT']._serialized_end=839
+  _globals['_PREFILLSTATUSREQUEST']._serialized_start=841
+  _globals['_PREFILLSTATUSREQUEST']._serialized_end=863
+  _globals['_PREFILLSTATUS']._serialized_start=866
+  _globals['_PREFILLSTATUS']._serialized_end=1134
+  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_start=1136
+  _globals['_LISTPREFIXBLOCKSREQUEST']._serialized_end=1161
+  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_start=1163
+  _globals['_LISTPREFIXBLOCKSREPLY']._serialized_end=1202
+  _globals['_PREFILLRANK']._serialized_start=1205
+  _globals['_PREFILLRANK']._serialized_end=1500
 # @@protoc_insertion_point(module_scope)

@@ -81,7 +81,9 @@ class PrefillJob(_message.Message):
     LEASE_FIELD_NUMBER: _builtins.int
     DUE_S_FIELD_NUMBER: _builtins.int
     LAYER_S_FIELD_NUMBER: _builtins.int
-    PREFIX_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEEP_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     job: _builtins.int
     """The sequencer's number; the same on all ranks."""
@@ -93,10 +95,8 @@ class PrefillJob(_message.Message):
     """
     layer_s: _builtins.float
     """Predicted seconds of the longest layer of any of `ranks`; 0 when unknown."""
-    prefix: _builtins.str
-    """The KV of the tokens before the first chunk, by its name in the prefix store of the ranks' node; empty when nothing is
-    cached.
-    """
+    block_tokens: _builtins.int
+    """Of all these blocks."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Ascending; this rank is one of them."""
@@ -113,6 +113,18 @@ class PrefillJob(_message.Message):
     def lease(self) -> _common_pb2.Lease:
         """Where the KV goes."""
 
+    @_builtins.property
+    def prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The KV of the tokens before the first chunk, by the names of its blocks in the prefix store of the ranks' node; empty
+        when nothing is cached. When any is not there, the call fails with NOT_FOUND, StalePrefixError, and nothing is done.
+        """
+
+    @_builtins.property
+    def keep_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the blocks that follow these, as far as the prompt has whole ones: the last rank puts them into the store, if
+        there is room.
+        """
+
     def __init__(
         self,
         *,
@@ -126,11 +138,13 @@ class PrefillJob(_message.Message):
         lease: _common_pb2.Lease | None = ...,
         due_s: _builtins.float = ...,
         layer_s: _builtins.float = ...,
-        prefix: _builtins.str = ...,
+        prefix_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        keep_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "chunks", b"chunks", "due_s", b"due_s", "epoch", b"epoch", "history", b"history", "job", b"job", "layer_s", b"layer_s", "lease", b"lease", "prefix", b"prefix", "ranks", b"ranks", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "block_tokens", b"block_tokens", "chunks", b"chunks", "due_s", b"due_s", "epoch", b"epoch", "history", b"history", "job", b"job", "keep_blocks", b"keep_blocks", "layer_s", b"layer_s", "lease", b"lease", "prefix_blocks", b"prefix_blocks", "ranks", b"ranks", "request_id", b"request_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -173,6 +187,8 @@ class PrefillReport(_message.Message):
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     SEND_S_FIELD_NUMBER: _builtins.int
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     wait_s: _builtins.float
     """Seconds spent waiting for earlier ranks' KV, all layers."""
@@ -192,6 +208,14 @@ class PrefillReport(_message.Message):
     def push(self) -> Global___TimeSpan:
         """First piece offered to last piece acknowledged."""
 
+    @_builtins.property
+    def stored_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of keep_blocks, those that are in the store now: the first ones, without a gap. On the last rank."""
+
+    @_builtins.property
+    def evicted_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Blocks of any prompt that had to go for them."""
+
     def __init__(
         self,
         *,
@@ -204,10 +228,12 @@ class PrefillReport(_message.Message):
         num_bytes_sent: _builtins.int = ...,
         num_messages_sent: _builtins.int = ...,
         send_s: _builtins.float = ...,
+        stored_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        evicted_blocks: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "run", b"run"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push", b"push", "rank", b"rank", "run", b"run", "send_s", b"send_s", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_blocks", b"evicted_blocks", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push", b"push", "rank", b"rank", "run", b"run", "send_s", b"send_s", "stored_blocks", b"stored_blocks", "wait_s", b"wait_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -240,6 +266,10 @@ class PrefillStatus(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
+    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -251,6 +281,12 @@ class PrefillStatus(_message.Message):
     version: _builtins.str
     stall: _builtins.str
     """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
+    prefix_bytes: _builtins.int
+    """What the prefix store of the node holds, and how many bytes it may; 0 where there is none."""
+    num_prefix_blocks: _builtins.int
+    prefix_room_bytes: _builtins.int
+    prefix_store: _builtins.str
+    """Equal for ranks that share a prefix store, and for no others; empty where there is none."""
     def __init__(
         self,
         *,
@@ -262,11 +298,52 @@ class PrefillStatus(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
         stall: _builtins.str = ...,
+        prefix_bytes: _builtins.int = ...,
+        num_prefix_blocks: _builtins.int = ...,
+        prefix_room_bytes: _builtins.int = ...,
+        prefix_store: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "num_prefix_blocks", b"num_prefix_blocks", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillStatus: _TypeAlias = PrefillStatus  # noqa: Y015
+
+@_typing.final
+class ListPrefixBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixBlocksRequest: _TypeAlias = ListPrefixBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ListPrefixBlocksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names, those first that were used longest ago. Empty where there is no store."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixBlocksReply: _TypeAlias = ListPrefixBlocksReply  # noqa: Y015

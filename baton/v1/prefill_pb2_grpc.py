@@ -49,6 +49,11 @@ class PrefillRankStub:
                 request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillStatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillStatus.FromString,
                 _registered_method=True)
+        self.ListPrefixBlocks = channel.unary_unary(
+                '/baton.v1.PrefillRank/ListPrefixBlocks',
+                request_serializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.FromString,
+                _registered_method=True)
 
 
 class PrefillRankServicer:
@@ -76,6 +81,13 @@ class PrefillRankServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrefixBlocks(self, request, context):
+        """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PrefillRankServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +105,11 @@ def add_PrefillRankServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillStatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillStatus.SerializeToString,
+            ),
+            'ListPrefixBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixBlocks,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +193,33 @@ class PrefillRank:
             '/baton.v1.PrefillRank/GetStatus',
             baton_dot_v1_dot_prefill__pb2.PrefillStatusRequest.SerializeToString,
             baton_dot_v1_dot_prefill__pb2.PrefillStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.PrefillRank/ListPrefixBlocks',
+            baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,6 +39,8 @@ class PrefillRankStub:
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatusRequest, _prefill_pb2.PrefillStatus]
     """The supervisor's heartbeat."""
+    ListPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ListPrefixBlocksRequest, _prefill_pb2.ListPrefixBlocksReply]
+    """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 @_typing.type_check_only
 class PrefillRankAsyncStub(PrefillRankStub):
@@ -51,6 +53,8 @@ class PrefillRankAsyncStub(PrefillRankStub):
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatusRequest, _prefill_pb2.PrefillStatus]  # type: ignore[assignment]
     """The supervisor's heartbeat."""
+    ListPrefixBlocks: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ListPrefixBlocksRequest, _prefill_pb2.ListPrefixBlocksReply]  # type: ignore[assignment]
+    """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 class PrefillRankServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -78,5 +82,13 @@ class PrefillRankServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_prefill_pb2.PrefillStatus, _abc.Awaitable[_prefill_pb2.PrefillStatus]]:
         """The supervisor's heartbeat."""
+
+    @_abc_1.abstractmethod
+    def ListPrefixBlocks(
+        self,
+        request: _prefill_pb2.ListPrefixBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_prefill_pb2.ListPrefixBlocksReply, _abc.Awaitable[_prefill_pb2.ListPrefixBlocksReply]]:
+        """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 def add_PrefillRankServicer_to_server(servicer: PrefillRankServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -107,6 +107,9 @@ class _Outlet:
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         pass
 
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        pass
+
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
         self.first = firsts[0].token_id if firsts else None
 

@@ -18,7 +18,9 @@ from baton.results import (
     ClusterState,
     Completion,
     GroupState,
+    KvLedger,
     ModelInfo,
+    PrefixHoldings,
     RankTiming,
     Timings,
     Usage,
@@ -33,11 +35,11 @@ NAMES = """
 """
 
 CLIENT = {
-    "__init__": "(self, target='127.0.0.1:50051', *, reconnect=None, clock=None)",
+    "__init__": "(self, target='127.0.0.1:50051', *, api_key=None, tenant=None, reconnect=None, clock=None)",
     "close": "(self)",
     "cluster_state": "(self, timeout_s=10.0)",
     "generate": "(self, prompt=None, *, messages=None, token_ids=None, params=None, request_id=None, model='',"
-    " echo=False, deadline_s=None, metadata=None, **sampling)",
+    " echo=False, deadline_s=None, priority='standard', metadata=None, **sampling)",
     "model": "(self, timeout_s=10.0)",
 }
 STREAM = {"cancel": "(self)", "collect": "(self)", "text": "(self)"}
@@ -46,7 +48,7 @@ STREAM_PROPERTIES = "finish output request_id timings usage"
 FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
-    Usage: "num_prompt_tokens num_output_tokens num_attempts",
+    Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
     Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width",
     WidthChoice: "width num_ranks num_ahead num_jobs options",
     WidthOption: "width own_s others_s",
@@ -55,8 +57,13 @@ FIELDS = {
         " num_messages_sent send_s"
     ),
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
-    ClusterState: "groups num_queued num_running num_degraded version",
-    GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests",
+    ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
+    " metrics_endpoint",
+    GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests"
+    " num_leased num_active num_quarantined kv num_preemptions imbalance is_drained is_broken"
+    " prefixes",
+    PrefixHoldings: "num_blocks num_bytes max_bytes",
+    KvLedger: "num_bytes num_bytes_free num_bytes_leased num_bytes_active num_bytes_quarantined",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt",
     baton.SampledToken: "token_id logprob top",
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
@@ -72,7 +79,8 @@ COMMANDS = {
     " --target",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
-    "generate": f"prompt --chat --deadline --echo --n --no-usage --target {SAMPLING}",
+    "drain": "group name --target --timeout --undo",
+    "generate": f"prompt --api-key-env --chat --deadline --echo --n --no-usage --priority --target --tenant {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"

@@ -40,6 +40,8 @@ class KeepingOutlet:
     def __init__(self, on_push: Callable[[int], None] | None = None) -> None:
         self.pieces: list[tuple[int, TokenRange, memoryview]] = []
         self.at_push: list[bytes] = []
+        self.from_earlier: dict[int, tuple[TokenRange, bytes]] = {}
+        """By layer: what was received."""
         self.finishes: list[tuple[SampledToken, ...]] = []
         self.aborts: list[BaseException] = []
         self.layer_pushed = threading.Condition()
@@ -53,6 +55,10 @@ class KeepingOutlet:
             self.pieces.append((layer, tokens, data))
             self.at_push.append(bytes(data))
             self.layer_pushed.notify_all()
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        assert layer not in self.from_earlier, "received twice"
+        self.from_earlier[layer] = tokens, bytes(data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
         assert not self.finishes and not self.aborts, "a second end"
@@ -182,7 +188,7 @@ class ChainGroup:
         ranks: Sequence[int] | None = None,
         output_ids: Sequence[int] = (),
         params: SamplingParams | None = None,
-        prefix: Callable[[], KvBuffer] | None = None,
+        prefix: Callable[[], KvBuffer | tuple[KvBuffer, ...]] | None = None,
         on_push: Callable[[Rank, int], None] | None = None,
         due_s: float = 0.0,
     ) -> Run:
@@ -200,7 +206,7 @@ class ChainGroup:
                 tuple(prompt_ids),
                 tuple(output_ids),
                 params or SamplingParams(),
-                prefix() if prefix is not None else None,
+                _pieces(prefix() if prefix is not None else ()),
                 due_s,
             )
             for rank in placed
@@ -234,6 +240,10 @@ def until(holds: Callable[[], bool], within_s: float = WAIT_S) -> None:
     while not holds():
         assert time.monotonic() < deadline_s, f"still not so after {within_s:g} s"
         pause.wait(0.002)
+
+
+def _pieces(prefix: KvBuffer | tuple[KvBuffer, ...]) -> tuple[KvBuffer, ...]:
+    return prefix if isinstance(prefix, tuple) else (prefix,)
 
 
 def _bind(on_push: Callable[[Rank, int], None] | None, rank: Rank) -> Callable[[int], None] | None:

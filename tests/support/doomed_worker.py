@@ -153,6 +153,9 @@ class DoomedOutlet:
         self.fate.step(Moment.PUSH, layer)
         self.inner.push(layer, tokens, data)
 
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self.inner.received(layer, tokens, data)
+
     def finish(self, firsts: Sequence[SampledToken]) -> None:
         self.fate.step(Moment.FINISH, 0)
         self.inner.finish(tuple(firsts))

@@ -69,6 +69,9 @@ class FaultyOutlet:
             self._inner.push(layer, tokens, data)
         self._inner.push(layer, tokens, data)
 
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self._inner.received(layer, tokens, data)
+
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
         self._inner.finish(firsts)
 

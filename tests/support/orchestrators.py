@@ -2,14 +2,19 @@
 
 import asyncio
 import threading
+import urllib.request
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import torch
+from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 from torch import Tensor
 from torch.distributed import TCPStore
 
@@ -48,6 +53,12 @@ HASTY = OrchestratorConfig(avoid_s=0.2, prefill_wait_s=0.3, generation_wait_s=0.
 """Of little patience."""
 
 StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]
+
+
+def written(sample: Sample) -> str:
+    """A sample's name and labels, as in the text; empty labels are none."""
+    labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()) if value)
+    return f"{sample.name}{{{labels}}}" if labels else sample.name
 
 
 class Gate:
@@ -145,13 +156,20 @@ class Relay:
     groups: list[GenerationServer] = field(default_factory=list)
     group_gates: list[Gate] = field(default_factory=list)
     epoch: int = 0
+    prefix_folder: Path | None = None
+    """Where the ranks keep prefixes, at most `prefix_bytes` of them; None: nowhere."""
+    prefix_bytes: int = 0
     channel: grpc.aio.Channel = field(init=False)
     stub: "OrchestratorAsyncStub" = field(init=False)
     server: OrchestratorServer = field(init=False)
 
     async def add_rank(self) -> None:
         decoder, gate = self._gated()
-        self.ranks.append(await PrefillServer.start(decoder, clock=CLOCK, host=HOST))
+        self.ranks.append(
+            await PrefillServer.start(
+                decoder, clock=CLOCK, host=HOST, prefix_folder=self.prefix_folder, prefix_bytes=self.prefix_bytes
+            )
+        )
         self.rank_gates.append(gate)
 
     async def add_group(self) -> None:
@@ -185,8 +203,10 @@ class Relay:
         """What a supervisor would say now."""
         endpoints = tuple(f"{HOST}:{rank.port}" for rank in self.ranks)
         layout = self.decoder.layout.fingerprint
+        prefixes = self.ranks[0].prefixes if self.ranks else None
+        store = prefixes.identity if prefixes is not None else ""
         return ClusterView(
-            prefill=(PrefillGroup("chain", endpoints, Epoch(self.epoch), prefill_ready),) if endpoints else (),
+            prefill=(PrefillGroup("chain", endpoints, Epoch(self.epoch), prefill_ready, store),) if endpoints else (),
             generation=tuple(
                 GenerationGroup(f"group-{index}", f"{HOST}:{server.port}", layout, self.num_slots, MAX_TOKENS)
                 for index, server in enumerate(self.groups)
@@ -214,6 +234,20 @@ class Relay:
 
     async def state(self) -> pb.ClusterState:
         return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
+
+    async def scrape(self) -> list[Metric]:
+        """All metrics, as Prometheus reads them."""
+        url = f"http://{HOST}:{self.server.metrics_port}/metrics"
+
+        def read() -> str:
+            with urllib.request.urlopen(url, timeout=10) as reply:
+                return str(reply.read().decode())
+
+        return list(text_string_to_metric_families(await asyncio.to_thread(read)))
+
+    async def metrics(self) -> dict[str, float]:
+        """Their samples, by name and labels as they are written: name{label="value"}."""
+        return {written(sample): sample.value for family in await self.scrape() for sample in family.samples}
 
     async def until_empty(self, within_s: float = 2.0) -> None:
         """Nobody waits or runs, no slot, byte or job is held or booked, soon; and nothing is leaked."""
@@ -243,6 +277,7 @@ class Relay:
             eos_token_ids=(EOS_ID,),
             config=config,
             planner=self.planner,
+            metrics_port=0,
         )
         self.members.update(self.view())
         try:
@@ -267,11 +302,14 @@ async def relay(
     num_slots: int = 16,
     config: OrchestratorConfig | None = None,
     planner: ChainPlanner | None = None,
+    prefix_folder: Path | None = None,
+    prefix_bytes: int = 1 << 30,
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
+    made.prefix_folder, made.prefix_bytes = prefix_folder, prefix_bytes
     try:
         for _ in range(num_ranks):
             await made.add_rank()

@@ -57,8 +57,9 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def local_relay(folder: Path, **fields: Any) -> AsyncIterator[Relay]:
-    """A running relay; closed, with all its processes, at the end."""
-    settings = {"dtype": "float32", "generate_threads": 1, "watchdog_floor_s": 5.0, **fields}
+    """A running relay; closed, with all its processes, at the end. It keeps no prefixes, unless `fields` say so: tests
+    ask the same again and again, and count what is computed."""
+    settings = {"dtype": "float32", "generate_threads": 1, "watchdog_floor_s": 5.0, "prefix_share": 0.0, **fields}
     async with (
         LocalCluster(LocalConfig(folder, **settings), CLOCK) as cluster,
         running_controller(cluster, CLOCK) as controller,

@@ -8,6 +8,7 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.ids import RequestId
+from baton.results import KvLedger
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.device import DeviceResidency
@@ -72,6 +73,11 @@ def make_slots(
 def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
     """What a row of that many tokens takes: in each layer a whole number of pages."""
     return layout.num_layers * -(-num_tokens * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def kv_ledger(leased: int = 0, active: int = 0, quarantined: int = 0, *, limits: MemoryLimits = UNLIMITED) -> KvLedger:
+    """Bytes promised to slots in these states, and all others free."""
+    return KvLedger(limits.kv_bytes, limits.kv_bytes - leased - active - quarantined, leased, active, quarantined)
 
 
 def make_memory(*, num_slots: int = 1, max_slot_tokens: int = 12, layout: KvLayout = LAYOUT) -> KvMemory:

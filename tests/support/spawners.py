@@ -74,6 +74,8 @@ class InProcessSpawner:
         """Raised instead of making a worker, one for each start."""
         self.decoders: dict[str, Decoder] = {}
         """For workers that are to have another model, by name."""
+        self.prefix_folder: Path | None = None
+        """Where prefill ranks keep prefixes."""
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         if self.failures:
@@ -81,7 +83,9 @@ class InProcessSpawner:
         decoder = self.decoders.get(config.name) or random_decoder()
         server: PrefillServer | GenerationServer
         if config.role == "prefill":
-            server = await PrefillServer.start(decoder, clock=SystemClock(), host=HOST)
+            server = await PrefillServer.start(
+                decoder, clock=SystemClock(), host=HOST, prefix_folder=self.prefix_folder
+            )
         else:
             engine = EngineConfig(num_slots=2, max_slot_tokens=64)
             server = await GenerationServer.start(decoder, letter_tokenizer(), engine, clock=SystemClock(), host=HOST)

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import grpc
 import pytest
 
 from baton import Client
-from baton.errors import DeadlineExceededError, ResourceExhaustedError
+from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.v1.planning_pb2 import GetStepTimesRequest
 from baton.v1.planning_pb2_grpc import PlanningStub
@@ -141,6 +142,32 @@ def _steps_in_use(cluster: ServedCluster) -> StepTimes:
     with grpc.insecure_channel(cluster.target) as channel:
         reply = PlanningStub(channel).GetStepTimes(GetStepTimesRequest(), timeout=30)
     return step_times.loads(reply.step_times, "cluster")
+
+
+def test_a_drained_group_stays_so_in_the_orchestrators_next_life_and_metrics_where_they_were(
+    cluster: ServedCluster, client: Client, smollm2: Path
+) -> None:
+    metrics = client.cluster_state().metrics_endpoint
+    drained = cluster.command("drain", "prefill-0")
+    assert (drained.returncode, drained.stdout) == (0, "prefill-0 is drained: it has nothing left to do\n")
+    assert "prefill-0 drained" in " ".join(cluster.command("status").stdout.split())  # takes some heartbeats' time
+    os.kill(listener(cluster.target), signal.SIGKILL)
+    until(lambda: _is_drained(client))
+    assert len(_ask(client, passage_ids(smollm2, 300), SHORT)) == SHORT.max_tokens
+    with urllib.request.urlopen(f"http://{metrics}/metrics", timeout=30) as reply:
+        text = reply.read().decode()
+    assert 'baton_group_drained{group="prefill-0",role="prefill"} 1.0' in text
+    assert 'baton_disagg_decisions_total{reason="no_prefill_groups"} 1.0' in text
+    assert cluster.command("drain", "prefill-0", "--undo").returncode == 0
+    until_settled(client)
+
+
+def _is_drained(client: Client) -> bool:
+    try:
+        groups = client.cluster_state().groups
+    except BatonError:
+        return False  # no orchestrator yet
+    return [group.name for group in groups if group.is_drained] == ["prefill-0"]
 
 
 def test_a_busy_cluster_is_not_calibrated(cluster: ServedCluster, client: Client, smollm2: Path) -> None:

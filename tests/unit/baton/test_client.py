@@ -15,6 +15,7 @@ from baton.errors import (
     InvalidArgumentError,
     RequestCancelledError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
 from baton.results import ClusterState, GroupState, ModelInfo, Timings, Usage
@@ -101,6 +102,31 @@ async def test_sampling_and_metadata_are_sent(ask: Ask) -> None:
     assert (list(sent.sampling.stop), sent.seeded, sent.model) == (["\n"], True, "scripted")
     assert sent.request_id and not sent.deadline_ms
     assert service.metadata[0]["tenant"] == "a"
+
+
+async def test_priority_is_sent(ask: Ask) -> None:
+    _, service = await scripted(ask, priority="batch")
+    assert service.requests[0].priority == orchestrator_pb2.PRIORITY_BATCH
+
+
+async def test_who_asks_is_sent_with_every_attempt() -> None:
+    service = ScriptedOrchestrator([Fault(after=2, error=LOST)])
+    async with serving(service) as target:
+        async with AsyncClient(target, api_key="k-1", tenant="acme", reconnect=QUICK) as client:
+            await client.generate("Once", max_tokens=4, metadata={"trace": "t"}).collect()
+
+        def ask() -> None:
+            with Client(target, api_key="k-2", reconnect=QUICK) as client:
+                client.generate("Once", max_tokens=4).collect()
+
+        await asyncio.to_thread(ask)
+    callers = [(sent.get("authorization"), sent.get("baton-tenant"), sent.get("trace")) for sent in service.metadata]
+    assert callers == [("Bearer k-1", "acme", "t")] * 2 + [("Bearer k-2", None, None)]
+
+
+async def test_refused_key_is_an_error_of_its_own(ask: Ask) -> None:
+    outcome, service = await scripted(ask, Fault(before_started=True, error=UnauthenticatedError("unknown key")))
+    assert isinstance(outcome.error, UnauthenticatedError) and len(service.requests) == 1
 
 
 def known(sent: orchestrator_pb2.GenerateRequest) -> list[int]:

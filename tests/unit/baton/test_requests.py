@@ -5,8 +5,9 @@ from typing import Any, get_type_hints
 import pytest
 
 from baton.errors import InvalidArgumentError
-from baton.requests import Source, check_deadline, make_request
+from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
+from baton.v1 import orchestrator_pb2
 
 
 def test_exactly_one_input_is_needed() -> None:
@@ -93,3 +94,34 @@ def test_options_take_what_the_params_take() -> None:
     options: SamplingOptions = {"stop": "ab", "stop_token_ids": [1], "min_p": 0.5}
     assert params_from_options(options) == SamplingParams(stop=("ab",), stop_token_ids=(1,), min_p=0.5)
     assert params_from_options({"stop": ["a", "b"]}).stop == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("interactive", orchestrator_pb2.PRIORITY_INTERACTIVE),
+        ("standard", orchestrator_pb2.PRIORITY_STANDARD),
+        ("batch", orchestrator_pb2.PRIORITY_BATCH),
+    ],
+)
+def test_priority_is_sent_by_name(name: str, value: orchestrator_pb2.Priority.ValueType) -> None:
+    assert make_request(Source("Once"), None, {}, priority=name).priority == value
+
+
+def test_unknown_priority_is_named() -> None:
+    with pytest.raises(InvalidArgumentError, match="priority = 'high' is unknown: use one of interactive, standard"):
+        make_request(Source("Once"), None, {}, priority="high")
+
+
+def test_who_asks_goes_into_the_metadata() -> None:
+    assert call_metadata(None, None) == ()
+    assert call_metadata("k-1", "acme") == (("authorization", "Bearer k-1"), ("baton-tenant", "acme"))
+
+
+@pytest.mark.parametrize("value", ["", "a\nb", "caf\u00e9"])
+def test_what_metadata_cannot_carry_is_refused_and_not_shown(value: str) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        call_metadata(value, None)
+    assert str(caught.value) == "api_key cannot be sent: use printable ASCII characters"
+    with pytest.raises(InvalidArgumentError, match="tenant cannot be sent"):
+        call_metadata(None, value)

@@ -27,6 +27,7 @@ from generate_workers.residency import policies
         ("residency", "disk"),
         ("kv_memory_bytes", -1),
         ("growth_tokens", 0),
+        ("prefix_share", 1.5),
     ],
 )
 def test_bad_field_is_named(field: str, value: Any) -> None:
@@ -38,6 +39,13 @@ def test_worker_config_survives_json() -> None:
     worker = LocalConfig(Path("model"), prefill_threads=3).worker("prefill", 1)
     assert WorkerConfig.from_json(worker.to_json()) == worker
     assert worker.num_threads == 3
+
+
+def test_ranks_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
+    cluster = ClusterConfig.model_validate({"name": "c", "prefill": {"num_groups": 2, "prefix_share": 0.25}})
+    workers = [cluster.worker(Path("model"), "prefill", group, rank) for group in range(2) for rank in range(2)]
+    assert {(worker.cluster, worker.prefix_share) for worker in workers} == {("c", 0.25)}
+    assert LocalConfig(Path("model")).worker("prefill", 0).cluster != "c"
 
 
 def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:

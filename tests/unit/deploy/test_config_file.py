@@ -5,14 +5,19 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.cluster_config import ClusterConfig, Section
+from deploy.cluster_config import ClusterConfig, Section, TenantSection
 from deploy.config_file import format_config, load_config
+from orchestrator.tenants import Tenant, hash_key
 
 
 def sections() -> list[type[Section]]:
     """Every section of the configuration, the whole included."""
     annotations = [field.annotation for field in ClusterConfig.model_fields.values()]
-    return [ClusterConfig, *(each for each in annotations if isinstance(each, type) and issubclass(each, Section))]
+    return [
+        ClusterConfig,
+        TenantSection,
+        *(each for each in annotations if isinstance(each, type) and issubclass(each, Section)),
+    ]
 
 
 def test_without_file_or_assignments_all_is_default() -> None:
@@ -118,3 +123,70 @@ def test_each_worker_is_told_its_own_cores() -> None:
     assert config.worker(folder, "prefill", 1, 0).cores == (2,)
     assert config.worker(folder, "generate", 0, 0).cores == (4, 5)
     assert config.worker(folder, "prefill", 1, 1).name == "prefill-1.1"
+
+
+TENANTS = """
+[orchestrator]
+trust_tenant_metadata = true
+
+[orchestrator.tenants.acme]
+weight = 3
+max_queued_requests = 4
+api_keys = ["env:ACME_KEY", "sha256:%s"]
+
+[orchestrator.tenants.other]
+max_running = 2
+"""
+
+
+def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACME_KEY", "k-1")
+    path = tmp_path / "cluster.toml"
+    path.write_text(TENANTS % hash_key("k-2"))
+    config = load_config(path, ["orchestrator.tenants.other.weight=0.5"])
+    tenants = config.orchestrator.tenancy()
+    acme = Tenant("acme", weight=3.0, max_queued=4, key_hashes=(hash_key("k-1"), hash_key("k-2")))
+    assert [tenants.of((("x-api-key", key),)) for key in ("k-1", "k-2")] == [acme, acme]
+    assert tenants.of((("baton-tenant", "other"),)) == Tenant("other", weight=0.5, max_running=2)
+    monkeypatch.delenv("ACME_KEY")
+    printed = format_config(config)
+    assert "k-1" not in printed
+    path.write_text(printed)  # reads no variable: the hash was printed
+    assert load_config(path) == config
+
+
+@pytest.mark.parametrize(
+    ("assignment", "text"),
+    [
+        ("orchestrator.tenants.acme.wieght=3", "orchestrator.tenants.acme.wieght is no key: use one of weight, max_"),
+        (
+            "orchestrator.tenants.acme.weight=0",
+            "orchestrator.tenants.acme.weight = 0 is wrong: input should be greater",
+        ),
+        (
+            "orchestrator.tenants.acme=3",
+            "orchestrator.tenants.acme = 3 is wrong: orchestrator.tenants.acme is a section",
+        ),
+        ('orchestrator.tenants.acme.api_keys=["s3cret"]', "acme.api_keys.0: is no key: write env:NAME, or sha256: and"),
+        ('orchestrator.tenants.acme.api_keys=["sha256:ab"]', "acme.api_keys.0: is no key: write env:NAME, or sha256:"),
+        (
+            'orchestrator.tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
+            "acme.api_keys.0: environment variable BATON_NO_SUCH_KEY is not set: export it",
+        ),
+        ("orchestrator.require_api_key=true", "orchestrator: require_api_key = True, and no tenant has a key"),
+    ],
+)
+def test_a_mistake_about_tenants_is_one_line_that_shows_no_key(assignment: str, text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, [assignment])
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
+
+
+def test_the_documented_tenants_are_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text()
+    monkeypatch.setenv("ACME_KEY", "k-1")
+    path = tmp_path / "cluster.toml"
+    path.write_text(page.split("```toml")[1].split("```")[0])
+    tenants = load_config(path).orchestrator.tenancy()
+    assert [tenants.of((("x-api-key", key),)).name for key in ("k-1", "secret")] == ["acme", "acme"]

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from deploy.calibrations import nominal_calibration
 from deploy.config_file import load_config
 from deploy.doctor import (
+    Finding,
     Machine,
     Verdict,
     check_compiler,
@@ -104,6 +105,17 @@ def test_a_port_in_use_fails_and_port_0_never() -> None:
         finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}"]))
     assert finding.verdict is Verdict.FAILED
     assert check_port(load_config(None, ["orchestrator.port=0"])).verdict is Verdict.OK
+
+
+def test_a_metrics_port_in_use_fails_and_none_never() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        finding = check_port(load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={taken}"]))
+    assert finding.verdict is Verdict.FAILED
+    assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "orchestrator.metrics_port" in finding.text
+    for metrics_port in (0, -1):
+        config = load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}"])
+        assert check_port(config) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
 
 
 def test_a_host_of_another_machine_fails() -> None:

@@ -1,6 +1,7 @@
 """`baton generate` as a process of its own, against a real server with scripted streams."""
 
 import asyncio
+import os
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
@@ -8,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from baton.v1 import generate_pb2
+from baton.v1 import generate_pb2, orchestrator_pb2
 from tests.support.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 
 ROOT = Path(__file__).parents[3]
@@ -67,6 +68,26 @@ async def test_chat_is_sent_as_a_users_message() -> None:
     sent = service.requests[0]
     assert [(message.role, message.content) for message in sent.chat.messages] == [("user", "Hi")]
     assert 0 < sent.deadline_ms <= 20_000
+
+
+async def test_who_asks_and_how_urgent_it_is_are_sent() -> None:
+    service = ScriptedOrchestrator()
+    options = ("--priority", "batch", "--tenant", "acme", "--api-key-env", "BATON_TEST_KEY")
+    async with serving(service) as target:
+        command = (sys.executable, "-m", "deploy.cli", "generate", "--target", target, "Once", "--max-tokens", "1")
+        env = {**os.environ, "BATON_TEST_KEY": "k-1"}
+        process = await asyncio.create_subprocess_exec(
+            *command, *options, cwd=ROOT, stdin=DEVNULL, stdout=PIPE, stderr=PIPE, env=env
+        )
+        assert (await ended(process)).status == 0
+    assert service.requests[0].priority == orchestrator_pb2.PRIORITY_BATCH
+    assert service.metadata[0]["authorization"] == "Bearer k-1"
+    assert service.metadata[0]["baton-tenant"] == "acme"
+
+
+async def test_a_key_that_is_nowhere_is_one_line() -> None:
+    run = await ended(await start("Once", "--api-key-env", "BATON_NO_SUCH_KEY"))
+    assert run == Run(2, "", "baton: environment variable BATON_NO_SUCH_KEY is not set: export it\n")
 
 
 async def test_lost_connection_is_a_pause_and_no_more() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +65,17 @@ async def test_a_started_cluster_is_ready_and_seen(bench: Bench) -> None:
     ]
     assert [(group.name, group.ready) for group in view.generation] == [("generate-0", True)]
     assert view.generation[0].layout_fingerprint == random_decoder().layout.fingerprint
+
+
+async def test_a_chain_is_seen_with_the_prefix_store_of_its_node(bench: Bench, tmp_path: Path) -> None:
+    async with running(bench):
+        assert bench.cluster.view(num_slots=2, max_slot_tokens=64).prefill[0].prefix_store == ""
+    keeping = Bench()
+    keeping.spawner.prefix_folder = tmp_path / "prefixes"
+    async with running(keeping):
+        (group,) = keeping.cluster.view(num_slots=2, max_slot_tokens=64).prefill
+        stat = keeping.spawner.prefix_folder.stat()
+        assert group.prefix_store.endswith(f":{stat.st_dev}:{stat.st_ino}")
 
 
 async def test_an_ended_rank_is_replaced_and_the_chain_linked_anew(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.ids import SlotId, Stamp
+from baton.results import KvLedger
 from baton.types import LeaseRef
 from generate_workers.leases import TRANSITIONS, Claim, Slot, SlotLedger, SlotMove, SlotState
 from tests.support.slot_tables import make_memory
@@ -61,18 +62,27 @@ def test_a_writer_that_leaves_a_living_claim_frees_nothing() -> None:
     assert slot.state is SlotState.LEASED
 
 
+def kv(free: int, leased: int = 0, active: int = 0, quarantined: int = 0) -> KvLedger:
+    """Of 64 bytes in all."""
+    return KvLedger(64, free, leased, active, quarantined)
+
+
 @pytest.mark.parametrize(
-    ("ledger", "balances"),
+    ("ledger", "imbalance"),
     [
-        (SlotLedger(4, 4, 0, 0, 0, 0, 0, 0), True),
-        (SlotLedger(4, 1, 1, 1, 1, 64, 64, 64), True),
-        (SlotLedger(4, 1, 1, 1, 1, 0, 0, 64), True),
-        (SlotLedger(4, 1, 1, 1, 0, 64, 64, 64), False),
-        (SlotLedger(4, 4, 0, 0, 0, 64, 64, 64), False),
-        (SlotLedger(4, 4, 0, 0, 0, 0, 0, 64), False),
-        (SlotLedger(4, 3, 1, 0, 0, 0, 0, 0), False),
-        (SlotLedger(4, 3, 1, 0, 0, 65, 65, 64), False),
+        (SlotLedger(4, 4, 0, 0, 0, 0, 0, kv(64)), ""),
+        (SlotLedger(4, 1, 1, 1, 1, 30, 30, kv(34, 10, 10, 10)), ""),
+        (SlotLedger(4, 1, 1, 1, 1, 0, 0, kv(34, 10, 10, 10)), ""),
+        (SlotLedger(4, 1, 1, 1, 0, 0, 0, kv(34, 10, 20)), "1 free and 2 taken slots are not the 4"),
+        (SlotLedger(4, 4, 0, 0, 0, 64, 64, kv(64)), "64 bytes are held of 0 promised"),
+        (SlotLedger(4, 3, 1, 0, 0, 21, 21, kv(44, 20)), "21 bytes are held of 20 promised"),
+        (SlotLedger(4, 4, 0, 0, 0, 0, 0, kv(54, active=10)), "(0, 0, 0) slots leased, active, quarantined"),
+        (SlotLedger(4, 3, 1, 0, 0, 0, 0, kv(64)), "(1, 0, 0) slots leased, active, quarantined"),
+        (SlotLedger(4, 3, 1, 0, 0, 0, 0, kv(54, active=10)), "(1, 0, 0) slots leased, active, quarantined"),
+        (SlotLedger(4, 3, 1, 0, 0, 0, 0, kv(54, 11)), "54 bytes free and 11 promised are not the 64"),
+        (SlotLedger(4, 3, 1, 0, 0, 0, 0, kv(-1, 65)), "-1 bytes free and 65 promised are not the 64"),
     ],
 )
-def test_ledger_counts_each_slot_once_and_memory_with_it(ledger: SlotLedger, balances: bool) -> None:
-    assert ledger.balances is balances
+def test_ledger_counts_each_slot_once_and_memory_with_it(ledger: SlotLedger, imbalance: str) -> None:
+    assert ledger.imbalance.startswith(imbalance)
+    assert bool(ledger.imbalance) is bool(imbalance) is not ledger.balances

@@ -23,7 +23,17 @@ from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.slots import SlotTable
 from modeling.kv_memory import PagedMemory
-from tests.support.slot_tables import FIRST, LAYOUT, UNLIMITED, ends_empty, lease, make_slots, page_bytes, push_zeros
+from tests.support.slot_tables import (
+    FIRST,
+    LAYOUT,
+    UNLIMITED,
+    ends_empty,
+    kv_ledger,
+    lease,
+    make_slots,
+    page_bytes,
+    push_zeros,
+)
 from transport.kv_sink import ReserveSpec
 
 TTL_S = 5.0
@@ -50,11 +60,11 @@ async def committed(slots: SlotTable, num_tokens: int = 4) -> LeaseRef:
 
 def test_memory_is_promised_from_reserve_to_abort_and_held_once_it_is_written(slots: SlotTable) -> None:
     ref = lease(slots, capacity_tokens=8).ref
-    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, 0, 0, ROW_BYTES)
+    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, 0, 0, kv_ledger(leased=ROW_BYTES))
     push_zeros(slots, ref, 4)
-    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, ROW_BYTES, ROW_BYTES, ROW_BYTES)
+    assert slots.ledger() == SlotLedger(2, 1, 1, 0, 0, ROW_BYTES, ROW_BYTES, kv_ledger(leased=ROW_BYTES))
     slots.abort(ref)
-    assert slots.ledger() == SlotLedger(2, 2, 0, 0, 0, 0, 0, 0)
+    assert slots.ledger() == SlotLedger(2, 2, 0, 0, 0, 0, 0, kv_ledger())
 
 
 async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable) -> None:
@@ -70,7 +80,7 @@ async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable)
 def test_a_local_row_takes_a_slot_at_once_and_none_when_all_are_taken(slots: SlotTable) -> None:
     seats = [*(slots.occupy(4, 8) or ()), *(slots.occupy(4, 12) or ())]
     assert slots.occupy(1, 1) is None
-    assert slots.ledger() == SlotLedger(2, 0, 0, 2, 0, 0, 0, 2 * ROW_BYTES)
+    assert slots.ledger() == SlotLedger(2, 0, 0, 2, 0, 0, 0, kv_ledger(active=2 * ROW_BYTES))
     with ends_empty(slots):
         for seat in seats:
             slots.release(seat.ref)
@@ -131,6 +141,7 @@ async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> N
         slots.release(ref)
         ledger = slots.ledger()
         assert ledger.num_quarantined == 1
+        assert ledger.kv == kv_ledger(quarantined=ROW_BYTES)
         assert ledger.num_bytes_held > 0
         assert ledger.balances
         assert slots.standing(ref) is Standing.GONE
@@ -311,7 +322,7 @@ async def committed_choices(slots: SlotTable, num_choices: int) -> LeaseRef:
 async def test_a_lease_of_several_choices_becomes_as_many_rows(clock: ManualClock) -> None:
     slots = make_slots(clock, num_slots=4)
     ref = await committed_choices(slots, 3)
-    assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, ROW_BYTES, ROW_BYTES, 3 * ROW_BYTES)
+    assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, ROW_BYTES, ROW_BYTES, kv_ledger(leased=3 * ROW_BYTES))
     seats = slots.activate(ref)
     assert seats[0].ref == ref
     assert [seat.first for seat in seats] == [SampledToken(0), SampledToken(1), SampledToken(2)]

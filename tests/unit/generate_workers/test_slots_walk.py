@@ -12,6 +12,7 @@ from hypothesis.strategies import integers, sampled_from
 
 from baton.clock import ManualClock
 from baton.errors import IncompletePushError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.results import KvLedger
 from baton.types import LeaseRef, TokenRange
 from generate_workers.leases import SlotLedger, Standing
 from generate_workers.memory import MemoryLimits
@@ -227,9 +228,12 @@ class SlotWalk(RuleBasedStateMachine):
         num_free = NUM_SLOTS - num_leased - num_active - num_quarantined
         num_bytes = sum(life.num_bytes for life in self._holding())
         promised = self._promised_bytes()
+        leased = self._promised_bytes("leased", "committed")
+        active = self._promised_bytes("active", "abandoned")
         ledger = self.slots.ledger()
         slots = (NUM_SLOTS, num_free, num_leased, num_active, num_quarantined)
-        assert ledger == SlotLedger(*slots, num_bytes, num_bytes, promised)
+        kv = KvLedger(LIMIT, LIMIT - promised, leased, active, promised - leased - active)
+        assert ledger == SlotLedger(*slots, num_bytes, num_bytes, kv)
         assert promised == self.slots.memory.promised.home <= LIMIT
         assert ledger.balances
 
@@ -269,8 +273,10 @@ class SlotWalk(RuleBasedStateMachine):
     def _holding(self) -> list[Life]:
         return [life for life in self.all if life.is_present or life.writers]
 
-    def _promised_bytes(self) -> int:
-        return sum(page_bytes(life.num_promised, LAYOUT) for life in self._holding())
+    def _promised_bytes(self, *states: str) -> int:
+        """To claims in these states; in all, if none is named."""
+        promised = [life for life in self._holding() if not states or life.state in states]
+        return sum(page_bytes(life.num_promised, LAYOUT) for life in promised)
 
     def _has_room(self) -> bool:
         more = page_bytes(NUM_TOKENS + GROWTH, LAYOUT)

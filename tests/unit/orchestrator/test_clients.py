@@ -119,4 +119,4 @@ async def test_a_cancelled_read_is_cancelled(served: Served) -> None:
 
 async def test_nobody_there_is_unavailable(served: Served) -> None:
     with served.clients.use("127.0.0.1:1") as worker, pytest.raises(UnavailableError):
-        await worker.num_jobs(5)
+        await worker.prefill_holdings(5)

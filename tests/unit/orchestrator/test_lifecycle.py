@@ -51,6 +51,22 @@ def test_a_move_that_is_not_in_the_table_is_a_bug(state: RequestState, move: Req
             made.advance(move)
 
 
+def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
+    made = record()
+    made.admit(10)
+    made.place(20)
+    made.replan()
+    assert (made.state, made.attempt) == (RequestState.PLACING, 1)
+    made.place(30)
+
+
+def test_usage_counts_cached_tokens_of_the_prompt() -> None:
+    """Not those of an output that the prompt of a later attempt ends with."""
+    made = streaming()
+    made.num_cached_tokens = 4
+    assert made.finish(70, FinishReason.LENGTH).usage.num_cached_tokens == 3
+
+
 def test_the_end_carries_usage_and_timings() -> None:
     made = streaming()
     made.accept(token(1, unix_ns=60))

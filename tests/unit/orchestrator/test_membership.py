@@ -1,19 +1,23 @@
 """Views replace each other, loads balance, waiting is bounded, and job numbers never come again."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
-from baton.clock import ManualClock
+from baton.clock import ManualClock, SystemClock
+from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
+from orchestrator.breakers import BreakerPolicy, Breakers
 from orchestrator.membership import ClusterView, GenerationGroup, JobNumbers, Load, Members, PrefillGroup
 
 GROUP = GenerationGroup("g", "h:1", "layout", num_slots=4, max_slot_tokens=100)
+OTHER = GenerationGroup("o", "h:4", "layout", num_slots=4, max_slot_tokens=100)
 CHAIN = PrefillGroup("p", ("h:2", "h:3"), Epoch(1))
 
 
 def first_group(members: Members) -> GenerationGroup | None:
-    return next(iter(members.view.generation), None)
+    return next((group for group in members.view.generation if group.ready), None)
 
 
 async def test_waiting_ends_with_the_view_that_brings_a_group() -> None:
@@ -73,6 +77,87 @@ def test_a_view_knows_its_slots_and_workers() -> None:
     view = ClusterView((CHAIN,), (GROUP, GROUP))
     assert view.num_slots == 8
     assert view.endpoints == {"h:1", "h:2", "h:3"}
+
+
+async def test_a_drained_group_gets_no_work_in_any_life_until_that_is_undone() -> None:
+    members, told = members_of(GROUP, OTHER), []
+    members.on_update = lambda: told.append(members.view.num_slots)
+    members.drain("g")
+    assert (members.view.generation, members.present.generation) == ((OTHER,), (GROUP, OTHER))
+    members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"), OTHER)))
+    assert members.view.generation == (OTHER,)
+    assert members.drained == {"g"} and members.is_drained(GROUP)
+    members.undrain("g")
+    assert [group.name for group in members.view.generation] == ["g", "o"]
+    assert told == [4, 4, 8]
+
+
+def test_only_a_group_that_is_there_can_be_drained() -> None:
+    members = members_of(GROUP, OTHER, CHAIN)
+    for act in (members.drain, members.undrain):
+        with pytest.raises(NotFoundError, match="there is no group x: name one of g, o, p"):
+            act("x")
+    with pytest.raises(NotFoundError, match="none is there"):
+        Members().drain("g")
+
+
+async def test_whoever_waits_hears_of_a_drain_and_of_its_end() -> None:
+    members = members_of(GROUP)
+    members.drain("g")
+    waiting = asyncio.create_task(members.until(lambda: first_group(members), 20))
+    await asyncio.sleep(0)
+    members.undrain("g")
+    assert await waiting == GROUP
+
+
+async def test_a_group_that_fails_again_and_again_is_not_ready_and_then_gets_one_attempt() -> None:
+    clock = ManualClock()
+    members = members_of(GROUP, OTHER)
+    members.breakers = Breakers(clock, BreakerPolicy(num_failures=2, pause_s=1.0))
+    members.failed(GROUP.life)
+    assert members.may_have_work(GROUP)
+    members.failed(GROUP.life)
+    assert [(group.name, group.ready) for group in members.view.generation] == [("g", False), ("o", True)]
+    assert (members.may_have_work(GROUP), members.is_broken(GROUP), members.is_broken(OTHER)) == (False, True, False)
+    clock.advance(1.0)
+    assert members.may_have_work(GROUP)
+    with members.hold("g"):
+        assert not members.may_have_work(GROUP)
+    assert (members.may_have_work(GROUP), members.is_broken(GROUP)) == (True, False)
+
+
+async def test_an_attempt_that_raises_proves_nothing() -> None:
+    clock = ManualClock()
+    members = members_of(GROUP)
+    members.breakers = Breakers(clock, BreakerPolicy(num_failures=1, pause_s=1.0))
+    members.failed(GROUP.life)
+    clock.advance(1.0)
+    with pytest.raises(UnavailableError), members.hold("g"):
+        raise UnavailableError("its group's other half")
+    assert members.is_broken(GROUP)
+
+
+async def test_whoever_waits_hears_of_a_pause_s_end() -> None:
+    members = members_of(GROUP)
+    members.breakers = Breakers(SystemClock(), BreakerPolicy(num_failures=1, pause_s=0.05))
+    members.failed(GROUP.life)
+    assert await members.until(lambda: first_group(members), 20) == GROUP
+
+
+def test_a_repaired_group_is_not_broken_any_more() -> None:
+    members = members_of(GROUP)
+    members.breakers = Breakers(ManualClock(), BreakerPolicy(num_failures=1))
+    members.breakers.failed(GROUP.life)
+    members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"),)))
+    assert len(members.breakers) == 0
+
+
+def members_of(*groups: PrefillGroup | GenerationGroup) -> Members:
+    """All ready."""
+    members = Members()
+    prefill = tuple(group for group in groups if isinstance(group, PrefillGroup))
+    members.update(ClusterView(prefill, tuple(group for group in groups if isinstance(group, GenerationGroup))))
+    return members
 
 
 def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:

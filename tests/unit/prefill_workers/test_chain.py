@@ -81,6 +81,20 @@ def test_with_a_cached_prefix(heads: str, num_ranks: int) -> None:
             assert_equal_to_reference(decoder, run_chain(group, prefix_tokens, prefix_tokens=prefix_tokens))
 
 
+@pytest.mark.parametrize("prefix_tokens", [0, 16])
+def test_the_last_rank_gives_away_what_earlier_ranks_computed(prefix_tokens: int) -> None:
+    decoder = decoder_of()
+    with ChainGroup(decoder, 3) as group:
+        run = run_chain(group, 5, prefix_tokens=prefix_tokens)
+        expected, earlier = run.kv(decoder.layout), TokenRange(prefix_tokens, run.job.chunks[-1].start)
+        received = run.outlets[Rank(2)].from_earlier
+        assert sorted(received) == [0, 1, 2]
+        for layer, (tokens, data) in received.items():
+            assert tokens == earlier
+            assert data == expected[layer, earlier.start : earlier.end].contiguous().numpy().tobytes()
+        assert not run.outlets[Rank(0)].from_earlier and not run.outlets[Rank(1)].from_earlier
+
+
 def test_chunks_of_one_token_each() -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 4) as group:

@@ -18,7 +18,7 @@ def make(
     chunks: tuple[tuple[int, int], ...] = ((0, 3), (3, 5)),
     num_prompt: int = 4,
     num_output: int = 1,
-    prefix: KvBuffer | None = None,
+    prefix: tuple[KvBuffer, ...] = (),
     *,
     due_s: float = 0.0,
     layer_s: float = 0.0,
@@ -46,9 +46,16 @@ def test_nothing_is_cached_without_a_prefix() -> None:
     assert make().cached == TokenRange(0, 0)
 
 
+def kv(start: int, end: int) -> KvBuffer:
+    return KvBuffer(LAYOUT, TokenRange(start, end))
+
+
 def test_what_lies_before_the_first_chunk_is_cached() -> None:
-    job = make(chunks=((2, 3), (3, 5)), prefix=KvBuffer(LAYOUT, TokenRange(0, 3)))
+    held = kv(0, 1), kv(1, 3), kv(3, 4)
+    job = make(chunks=((2, 3), (3, 5)), prefix=held)
     assert job.cached == TokenRange(0, 2)
+    assert job.cached_pieces == [(held[0], TokenRange(0, 1)), (held[1], TokenRange(1, 2))]
+    assert make().cached_pieces == []
 
 
 @pytest.mark.parametrize("ranks", [(), (1, 0), (0, 0), (0, 1, 2), (0,)])
@@ -66,10 +73,10 @@ def test_chunks_cover_the_prompt(chunks: tuple[tuple[int, int], ...]) -> None:
         make(chunks=chunks)
 
 
-@pytest.mark.parametrize("held", [TokenRange(0, 1), TokenRange(1, 3)])
-def test_prefix_must_hold_all_that_is_cached(held: TokenRange) -> None:
+@pytest.mark.parametrize("held", [[(0, 1)], [(1, 3)], [(0, 1), (2, 3)], [(1, 3), (0, 1)], []])
+def test_prefix_must_hold_all_that_is_cached(held: list[tuple[int, int]]) -> None:
     with pytest.raises(InvalidArgumentError, match="cached tokens"):
-        make(chunks=((2, 3), (3, 5)), prefix=KvBuffer(LAYOUT, held))
+        make(chunks=((2, 3), (3, 5)), prefix=tuple(kv(*each) for each in held))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

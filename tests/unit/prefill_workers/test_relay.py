@@ -36,7 +36,7 @@ class Place:
             ranks,
             chunks,
             range(end),
-            prefix=KvBuffer(layout, TokenRange(0, start)),
+            prefix=(KvBuffer(layout, TokenRange(0, start)),),
         )
         self.layout = layout
         self.own_kv = KvBuffer(layout, chunks[place])

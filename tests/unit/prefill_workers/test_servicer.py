@@ -2,116 +2,30 @@
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
 import torch
-from torch.distributed import TCPStore
 
 from baton import __version__
-from baton.clock import SystemClock
 from baton.errors import (
     BatonError,
     EpochEndedError,
     InvalidArgumentError,
     LinkBrokenError,
-    NotFoundError,
     UnavailableError,
 )
 from baton.ids import Stamp
 from baton.sampling_params import SamplingParams
-from baton.types import Lease, LeaseRef, TokenRange
+from baton.types import LeaseRef, TokenRange
 from baton.v1 import prefill_pb2
-from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from modeling.decoder import Decoder
-from prefill_workers.prefix_store import PrefixStore
-from prefill_workers.servicer import PrefillServer, job_from_proto
-from tests.support.chains import cached_prefix, largest_error, reference
+from prefill_workers.servicer import job_from_proto
+from tests.support.chains import largest_error, reference
 from tests.support.eventually import eventually
-from tests.support.kv_loopback import Loopback, loopback
-from tests.support.prefixes import keep, mapped, prefix_folder
-from tests.support.tiny_models import random_decoder
-from transport.channel import make_channel
-from transport.proto_types import history_to_proto, lease_to_proto, range_to_proto
+from tests.support.prefill_servers import CHUNKS, HOST, IDS, TIMEOUT_S, Ranks, two_ranks
+from transport.proto_types import history_to_proto, range_to_proto
 from transport.status import translate_rpc_errors
-
-if TYPE_CHECKING:
-    from baton.v1.prefill_pb2_grpc import PrefillRankAsyncStub
-
-HOST = "127.0.0.1"
-IDS = tuple(range(3, 33))
-CHUNKS = (TokenRange(0, 13), TokenRange(13, 30))
-TIMEOUT_S = 20.0
-
-
-@dataclass
-class Ranks:
-    """Two ranks behind their servers, and a receiver of KV."""
-
-    decoder: Decoder
-    servers: list[PrefillServer]
-    stubs: "list[PrefillRankAsyncStub]"
-    receiver: Loopback
-    store: TCPStore
-    epoch: int = 0
-    jobs: int = field(default=0)
-
-    async def start_epoch(self, ranks: Sequence[int] = (0, 1), timeout_s: float = TIMEOUT_S) -> None:
-        self.epoch += 1
-        requests = [
-            prefill_pb2.StartEpochRequest(
-                epoch=self.epoch, rank=rank, num_ranks=2, store=f"{HOST}:{self.store.port}", timeout_s=timeout_s
-            )
-            for rank in ranks
-        ]
-        with translate_rpc_errors():
-            await asyncio.gather(*(self.stubs[request.rank].StartEpoch(request) for request in requests))
-
-    async def lease(self) -> Lease:
-        return dataclasses.replace(await self.receiver.reserve(len(IDS)), endpoint=self.receiver.endpoint)
-
-    def job(self, lease: Lease, *, params: SamplingParams | None = None) -> prefill_pb2.PrefillJob:
-        self.jobs += 1
-        return prefill_pb2.PrefillJob(
-            epoch=self.epoch,
-            job=self.jobs,
-            request_id="r",
-            attempt=1,
-            ranks=[0, 1],
-            chunks=[range_to_proto(chunk) for chunk in CHUNKS],
-            history=history_to_proto(IDS[:25], IDS[25:], params or SamplingParams()),
-            lease=lease_to_proto(lease),
-        )
-
-    async def run(self, rank: int, job: prefill_pb2.PrefillJob) -> prefill_pb2.PrefillReport:
-        with translate_rpc_errors():
-            return await self.stubs[rank].Run(job, timeout=TIMEOUT_S)
-
-    async def status(self, rank: int) -> prefill_pb2.PrefillStatus:
-        return await self.stubs[rank].GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=TIMEOUT_S)
-
-
-@asynccontextmanager
-async def two_ranks(prefix_folder: Path | None = None) -> AsyncIterator[Ranks]:
-    torch.set_num_threads(1)
-    decoder = random_decoder(num_layers=3)
-    async with AsyncExitStack() as stack:
-        receiver = await stack.enter_async_context(loopback(layout=decoder.layout))
-        servers = [
-            await PrefillServer.start(decoder, clock=SystemClock(), host=HOST, prefix_folder=prefix_folder)
-            for _ in range(2)
-        ]
-        channels = [await stack.enter_async_context(make_channel(f"{HOST}:{server.port}")) for server in servers]
-        store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
-        try:
-            yield Ranks(decoder, servers, [PrefillRankStub(channel) for channel in channels], receiver, store)
-        finally:
-            await asyncio.gather(*(server.stop() for server in servers))
 
 
 @pytest.fixture
@@ -234,73 +148,6 @@ async def test_lease_must_be_for_the_whole_prompt(ranks: Ranks) -> None:
         await ranks.run(0, ranks.job(short))
 
 
-async def nothing_mapped(folder: Path) -> None:
-    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, TIMEOUT_S)
-
-
-async def test_job_behind_a_prefix_of_the_node() -> None:
-    with prefix_folder() as folder:
-        async with two_ranks(folder) as ranks:
-            await ranks.start_epoch()
-            keep(PrefixStore(folder, ranks.decoder.layout), cached_prefix(ranks.decoder, IDS, 9))
-            lease = await ranks.lease()
-            job = ranks.job(lease)
-            job.prefix = "p"
-            job.chunks[0].start = 7
-            reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
-            assert [report.num_bytes_sent for report in reports] == [6 * ranks.decoder.layout.token_bytes, 0]
-            expected, logits_V = reference(ranks.decoder, IDS)
-            rows = [ranks.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
-            kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
-            assert largest_error(kv.view(expected.shape), expected) <= 1e-5
-            first = ranks.receiver.sink.first(lease.ref)
-            assert first is not None
-            assert first.token_id == int(logits_V.argmax())
-            await nothing_mapped(folder)  # while the ranks live on
-
-
-@pytest.mark.parametrize(
-    ("name", "start", "error"),
-    [
-        ("q", 7, NotFoundError),
-        ("../p", 7, InvalidArgumentError),
-        ("p", 10, InvalidArgumentError),
-        ("", 7, InvalidArgumentError),
-    ],
-)
-async def test_prefix_that_a_job_cannot_have_is_refused(name: str, start: int, error: type[BatonError]) -> None:
-    with prefix_folder() as folder:
-        async with two_ranks(folder) as ranks:
-            await ranks.start_epoch()
-            keep(PrefixStore(folder, ranks.decoder.layout), cached_prefix(ranks.decoder, IDS, 9))
-            job = ranks.job(await ranks.lease())
-            job.prefix = name
-            job.chunks[0].start = start
-            with pytest.raises(error):
-                await ranks.run(0, job)
-
-
-async def test_prefix_of_a_job_that_fails_is_let_go() -> None:
-    with prefix_folder() as folder:
-        async with two_ranks(folder) as ranks:
-            await ranks.start_epoch()
-            keep(PrefixStore(folder, ranks.decoder.layout), cached_prefix(ranks.decoder, IDS, 9))
-            lease = await ranks.lease()
-            job = ranks.job(dataclasses.replace(lease, ref=LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 7))))
-            job.prefix = "p"
-            job.chunks[0].start = 7
-            errors = await asyncio.gather(ranks.run(0, job), ranks.run(1, job), return_exceptions=True)
-            assert all(isinstance(error, BatonError) for error in errors)
-            await nothing_mapped(folder)  # while the ranks live on
-
-
-async def test_rank_without_a_prefix_store_refuses_a_prefix(ranks: Ranks) -> None:
-    job = ranks.job(await ranks.lease())
-    job.prefix = "p"
-    with pytest.raises(NotFoundError, match="this rank has no prefix store: prefill without it"):
-        await ranks.run(0, job)
-
-
 async def test_many_calls_at_once(ranks: Ranks) -> None:
     lease = await ranks.lease()
     jobs = [ranks.job(lease) for _ in range(8)]
@@ -322,7 +169,7 @@ def test_job_takes_over_every_field() -> None:
     )
     job = job_from_proto(message)
     assert (job.epoch, job.number, job.request_id, job.attempt, job.ranks) == (4, 9, "r", 3, (2,))
-    assert (job.chunks, job.token_ids, job.params.seed, job.prefix) == ((TokenRange(0, 3),), [1, 2, 3], 5, None)
+    assert (job.chunks, job.token_ids, job.params.seed, job.prefix) == ((TokenRange(0, 3),), [1, 2, 3], 5, ())
     assert (job.due_s, job.layer_s) == (1.75e9, 0.25)
 
 

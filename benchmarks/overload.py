@@ -1,0 +1,231 @@
+"""What does the server do with more than it can serve, and with one tenant that asks for far more than its part?
+
+A local relay (orchestrator, a chain of two ranks of one thread, a generation engine, KV pushed and committed), and
+requests at random times that wait for nobody (benchmarks.open_loop). How many a second it can serve is measured first,
+by streams that ask again when they are served.
+
+`trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
+within the bound on waiting; with `policy=deadline` it is long, and each request has that bound as its deadline: for its
+one token, so that being in time and being done are the same. Rows: p99 of the time until a refusal (baseline
+`promised`, 50 ms); p95 of the time to first token of whoever was not refused, over the bound; requests served to their
+end and in time, over the capacity; this process's memory at the end over what it was after a quarter; seconds from the
+last arrival to the last first token.
+
+`trace=fair`, two tenants: a light one, with a tenth of the load that can be served, alone (baseline `alone`), and
+beside one with twenty times as much, which may have all slots but two. Row: p95 of the light one's time to first token.
+
+`--bars`: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the memory; 1.3 times the bound; 1.5 times alone.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import statistics
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from baton.clock import SystemClock
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.open_loop import Ask, Fate, Source, percentile, throughput
+from deploy.calibrations import local_planner
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig
+from orchestrator.config import OrchestratorConfig
+from orchestrator.controller import Controller
+from orchestrator.tenants import Tenant
+from planning.planner import ChainPlanner
+
+FACTOR = 3.0
+"""Of the capacity: the load."""
+UNEQUAL = 20.0
+"""The heavy tenant's load over the light one's."""
+LIGHT_PART = 0.1
+"""Of the capacity: the light tenant's load."""
+BOUND_S = 3.0
+"""Within which a request that is taken has its first token."""
+NUM_SLOTS = 8
+NUM_RESERVED = 2
+"""Slots that the heavy tenant may not have."""
+ROUNDS = 3
+"""Of the fair trace: alone and beside the heavy one, in turn."""
+REFUSAL_BAR_MS = 50.0
+TTFT_BAR = 1.3
+GOODPUT_BAR = 0.9
+MEMORY_BAR = 1.05
+FAIR_BAR = 1.5
+_CASES = {"queue": Ask(128, 32), "deadline": Ask(256, 1, deadline_s=BOUND_S)}
+_QUICK_TOKENS, _QUICK_OUTPUT = 64, 4
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclass(frozen=True)
+class Times:
+    """How long what is measured; seconds."""
+
+    capacity_s: float
+    overload_s: float
+    fair_s: float
+    """Each side of a round."""
+    num_rounds: int
+
+
+FULL = Times(30.0, 120.0, 60.0, ROUNDS)
+QUICK = Times(8.0, 8.0, 8.0, 1)
+
+
+@dataclass(frozen=True)
+class Overloaded:
+    """What an overload showed."""
+
+    fates: list[Fate]
+    memory: tuple[float, float]
+    """MiB of this process after a quarter of the time, and at its end."""
+
+    @property
+    def refusals_ms(self) -> list[float]:
+        """From arrival to refusal."""
+        return [(fate.end_s - fate.at_s) * 1000 for fate in self.fates if fate.refused]
+
+    @property
+    def ttfts_s(self) -> list[float]:
+        """Of those that were not refused."""
+        return [fate.ttft_s for fate in self.fates if not fate.refused]
+
+    @property
+    def recovery_s(self) -> float:
+        """From the last arrival to the last first token."""
+        first_s = [fate.first_s for fate in self.fates if fate.first_s is not None]
+        return max(0.0, max(first_s) - max(fate.at_s for fate in self.fates))
+
+
+class _Bench:
+    """The workers, which all cases share, and where what is found goes."""
+
+    def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
+        self._times = QUICK if args.quick else FULL
+        self._cases = {policy: _shorter(ask) if args.quick else ask for policy, ask in _CASES.items()}
+        self._cluster, self._planner = cluster, planner
+        self._reporter, self._bars = Reporter("overload", args.json), Bars()
+        self._console = Console(stderr=True, highlight=False)
+
+    async def run(self) -> Bars:
+        """All cases."""
+        for policy, ask in self._cases.items():
+            capacity = await self._capacity(ask)
+            self._console.print(f"  {policy}: {capacity:.2f} requests/s can be served", markup=False)
+            self._report_overload(policy, ask, capacity, await self._overload(ask, capacity))
+        await self._fairness(self._cases["queue"])
+        self._reporter.close()
+        return self._bars
+
+    async def _capacity(self, ask: Ask) -> float:
+        seconds = self._times.capacity_s
+        async with self._controller(OrchestratorConfig()) as controller:
+            fates = await Source(controller, seed=0).at_once(replace(ask, deadline_s=None), 2 * NUM_SLOTS, seconds)
+        return throughput(fates, seconds / 4, seconds)  # the first ones are slower
+
+    async def _overload(self, ask: Ask, capacity: float) -> Overloaded:
+        seconds = self._times.overload_s
+        most = math.ceil(capacity * BOUND_S)
+        config = OrchestratorConfig(max_queued=most if ask.deadline_s is None else 8 * most)
+        async with self._controller(config) as controller:
+            source = Source(controller, seed=1)
+            loading = asyncio.create_task(source.at_rate(ask, FACTOR * capacity, seconds))
+            await asyncio.sleep(seconds / 4)  # the time at which memory is looked at
+            early = _memory_mib()
+            return Overloaded(await loading, (early, _memory_mib()))
+
+    def _report_overload(self, policy: str, ask: Ask, capacity: float, found: Overloaded) -> None:
+        name = case(tokens=ask.num_tokens, streams=NUM_SLOTS, policy=policy, trace="overload")
+        refusal_ms, ttft_s = percentile(found.refusals_ms, 99), percentile(found.ttfts_s, 95)
+        goodput = throughput(found.fates, 0.0, self._times.overload_s)
+        early, late = found.memory
+        for metric, unit, value, baseline, promised in (
+            ("p99_ms", "ms", refusal_ms, "promised", REFUSAL_BAR_MS),
+            ("ttft_s", "s", ttft_s, "promised", BOUND_S),
+            ("goodput", "1/s", goodput, "capacity", capacity),
+            ("rss_mib", "MiB", late, "early", early),
+            ("recovery_s", "s", found.recovery_s, "promised", BOUND_S),
+        ):
+            self._reporter.add(name, metric, unit, baseline, Pairs([value], [promised]))
+        self._console.print(f"  {policy}: {len(found.fates)} came, {len(found.refusals_ms)} were refused", markup=False)
+        self._bars.at_most(f"{policy}: p99 of refusals, ms", refusal_ms, REFUSAL_BAR_MS)
+        self._bars.at_most(f"{policy}: p95 of the time to first token, over the bound", ttft_s / BOUND_S, TTFT_BAR)
+        self._bars.at_least(f"{policy}: goodput over capacity", goodput / capacity, GOODPUT_BAR)
+        self._bars.at_most(f"{policy}: memory, over what it was", late / early, MEMORY_BAR)
+        self._bars.at_most(f"{policy}: recovery, over the bound", found.recovery_s / BOUND_S, TTFT_BAR)
+
+    async def _fairness(self, ask: Ask) -> None:
+        capacity, seconds, rounds = await self._capacity(ask), self._times.fair_s, self._times.num_rounds
+        rate = LIGHT_PART * capacity
+        light = replace(ask, tenant=Tenant("light"))
+        heavy = replace(ask, tenant=Tenant("heavy", max_running=NUM_SLOTS - NUM_RESERVED))
+        config = OrchestratorConfig(max_queued=math.ceil(capacity * BOUND_S))
+        alone, beside = [], []
+        with progress("fair", rounds) as advance:
+            for round_ in range(rounds):
+                async with self._controller(config) as controller:
+                    source = Source(controller, seed=10 * round_)
+                    alone.append(_p95_s(await source.at_rate(light, rate, seconds)))
+                    other = asyncio.create_task(
+                        Source(controller, seed=10 * round_ + 5).at_rate(heavy, UNEQUAL * rate, seconds)
+                    )
+                    beside.append(_p95_s(await source.at_rate(light, rate, seconds)))
+                    await other
+                advance()
+        name = case(tokens=ask.num_tokens, streams=NUM_SLOTS, trace="fair")
+        self._reporter.add(name, "ttft_s", "s", "alone", Pairs(beside, alone))
+        over_alone = statistics.median(ours / own for ours, own in zip(beside, alone, strict=True))
+        self._bars.at_most("light tenant's p95 of the time to first token, over alone", over_alone, FAIR_BAR)
+
+    @contextlib.asynccontextmanager
+    async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
+        members, planner = self._cluster.members, self._planner
+        controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
+        controller.start()
+        try:
+            yield controller
+        finally:
+            await controller.close()
+
+
+def _shorter(ask: Ask) -> Ask:
+    return replace(ask, num_tokens=_QUICK_TOKENS, max_tokens=min(ask.max_tokens, _QUICK_OUTPUT))
+
+
+def _p95_s(fates: Sequence[Fate]) -> float:
+    """Whoever was refused counts as served never."""
+    return percentile([fate.ttft_s for fate in fates], 95)
+
+
+def _memory_mib() -> float:
+    """Of this process, resident."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB
+
+
+async def run(args: argparse.Namespace) -> int:
+    """All cases; with --bars 1 when one is missed."""
+    config = LocalConfig(  # prompts come again: nothing is kept of them
+        resolve(args), num_ranks=2, dtype=args.dtype, generate_threads=1, num_slots=NUM_SLOTS, prefix_share=0.0
+    )
+    async with LocalCluster(config, SystemClock()) as cluster:
+        planner = await asyncio.to_thread(local_planner, config)
+        bars = await _Bench(args, cluster, planner).run()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Reads an attempt's stream, beside the chain that prefills for it (steps 8 and 9 of a request's way). On the loop."""
+
+import asyncio
+from collections.abc import Callable
+
+from baton.errors import StalePrefixError, UnavailableError
+from baton.results import RankTiming
+from baton.types import FinishReason, TokenEvent
+from orchestrator.clients import EventStream
+from orchestrator.lifecycle import RequestRecord
+
+Emit = Callable[[TokenEvent], None]
+"""Where an attempt's events go."""
+Chain = asyncio.Task[tuple[RankTiming, ...]]
+"""One attempt's prefill, on all ranks."""
+
+_CLOSE_S = 1.0
+"""For a stream to close after its last event."""
+_DOUBT_S = 0.2
+"""How much later than a chain that could not push the dead group's stream may fail."""
+_ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
+
+
+async def first_event(stream: EventStream, chain: Chain) -> TokenEvent:
+    """The stream's first event. A chain that fails before it ends the wait with its error, unless the stream fails as
+    well: then the chain had nowhere to push to. One that never began is in no such doubt."""
+    reading = asyncio.create_task(stream.read())
+    try:
+        await asyncio.wait({reading, chain}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done() and (failure := failure_of(chain)) is not None:
+            if not isinstance(failure, StalePrefixError):
+                await asyncio.wait({reading}, timeout=_DOUBT_S)
+            if not reading.done():
+                raise failure
+        return await reading
+    finally:
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+
+
+async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit) -> None:
+    """From this event of the stream to the last of its last choice, and to the stream's own end: a stream whose reader
+    leaves before is kept."""
+    while True:
+        if event.finish in _ENDED_BY_WORKER:
+            raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
+        accepted = record.accept(event)
+        if accepted is not None:
+            emit(accepted)
+        if record.is_complete:
+            await stream.closed(_CLOSE_S)
+            return
+        event = await stream.read()
+
+
+def failure_of(chain: Chain) -> BaseException | None:
+    """What it failed with; None while it runs, and when it was cancelled."""
+    return chain.exception() if chain.done() and not chain.cancelled() else None

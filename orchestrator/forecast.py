@@ -1,0 +1,82 @@
+"""When a request will have its first token if it is taken now: what deadlines are refused by, and retry hints made of.
+
+Two waits, one after the other:
+
+    for slots    those that are served before it, and it, need so many more slots than are free; slots come free as
+                 fast as they did of late while somebody waited for one (`Turnover`), whatever limits that; before that
+                 is known, all of them once in the mean time that requests keep theirs (Little, 1961)
+    for prefill  its own chain, the jobs that the ranks have before them included, as `orchestrator.choosing` would
+                 place it now; the book is as full when its turn comes as it is now, while the queue is not empty
+
+What nobody can know: how much the requests in between will say (so planning.step_times, seconds a step, are no help
+here), who comes later and is more urgent or due earlier, that workers fail. Nor is known what a generation group takes
+that prefills by itself: that counts as nothing. Until a request has ended, how long one keeps its slot is unknown, and
+the first wait counts as nothing too. So a prediction is rather too short than too long, and it is a mean: who refuses
+by it makes allowance for scatter. Step 2 of a request's way (DESIGN.md, section 4). Pure.
+"""
+
+from orchestrator.choosing import Chooser
+from orchestrator.config import OrchestratorConfig
+from orchestrator.lifecycle import RequestRecord
+from orchestrator.membership import Members
+from orchestrator.prefix_blocks import PromptBlocks
+
+_KEPT = 0.95
+
+
+class Turnover:
+    """How fast slots come free while somebody waits for one. Of the latest ends: each counts 5 % less than the one
+    after it, so that the mean rests on some forty, and scatters by a sixth if they come at random."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._num_slots = 0.0
+        self._since_s: float | None = None
+        """When the latest slot came free, or the waiting began; None while nobody waits."""
+
+    @property
+    def slot_s(self) -> float | None:
+        """Mean seconds from one free slot to the next; None before one has come free."""
+        return self._seconds / self._num_slots if self._num_slots else None
+
+    def freed(self, num_slots: int, now_s: float) -> None:
+        """A request has ended."""
+        if self._since_s is None:
+            return
+        self._seconds = _KEPT * self._seconds + now_s - self._since_s
+        self._num_slots = _KEPT * self._num_slots + num_slots
+        self._since_s = now_s
+
+    def waited_for(self, somebody_waits: bool, now_s: float) -> None:
+        """Whether, from now on, there is somebody who would run if there were a slot."""
+        if not somebody_waits:
+            self._since_s = None
+        elif self._since_s is None:
+            self._since_s = now_s
+
+
+def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: float | None) -> float:
+    """Seconds until `num_needed` slots are free beyond the `num_before` that others get first, when one comes free
+    every `slot_s` seconds; `num_free` is less than none where slots went while they were in use."""
+    num_missing = num_before + num_needed - num_free
+    return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
+
+
+class ChainForecast:
+    """What prefill takes that is placed now. Asks the planner: some tenths of a millisecond a call."""
+
+    def __init__(self, members: Members, chooser: Chooser, config: OrchestratorConfig) -> None:
+        self._members = members
+        self._chooser = chooser
+        self._config = config
+
+    def chain_s(self, request: RequestRecord) -> float:
+        """Seconds to the request's first token, once it has its slots, as things are, what is cached of it included; 0
+        where no prefill group is ready or wanted."""
+        generation = next(iter(self._members.view.generation), None)
+        if generation is None or request.wants_prompt_scores:
+            return 0.0
+        token_ids, layout = (*request.prompt_ids, *request.output_ids), generation.layout_fingerprint
+        blocks = PromptBlocks.of(token_ids, self._config.block_tokens, layout, request.prefix_salt)
+        found = self._chooser.prefill(request, blocks, uses_cached=True)(())
+        return 0.0 if found is None else found[1].choice.predicted_s or 0.0

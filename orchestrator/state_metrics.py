@@ -1,0 +1,105 @@
+"""What is true of the cluster now, as metrics: made of one ClusterState at each scrape, and never kept.
+
+docs/metrics.md lists all names. Pure; on the thread that serves the scrape.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from baton.results import ClusterState, GroupState
+
+_Samples = Iterable[tuple[tuple[str, ...], float]]
+"""Values of labels -> value."""
+
+
+class StateCollector(Collector):
+    """A collector for a registry."""
+
+    def __init__(self, read: Callable[[], ClusterState]) -> None:
+        """`read` gives the state as it was seen last, on whatever thread asks."""
+        self._read = read
+
+    def collect(self) -> Iterator[Metric]:
+        """All families."""
+        state = self._read()
+        yield from _of_the_cluster(state)
+        yield from _of_groups(state.groups)
+        yield from _of_generation_groups([group for group in state.groups if group.role == "generate"])
+
+
+def _of_the_cluster(state: ClusterState) -> Iterator[Metric]:
+    serving = ((), float(not state.why_not_serving))
+    yield _gauge("baton_serving", "Whether health says SERVING", [serving])
+    yield _gauge("baton_degraded", "Whether it serves worse than it could", [((), float(bool(state.why_degraded)))])
+    yield _gauge("baton_queue_requests", "Requests that wait for a slot", [((), state.num_queued)])
+    yield _gauge("baton_queue_tokens", "Prompt tokens of requests that wait", [((), state.num_queued_tokens)])
+    yield _gauge("baton_running_requests", "Requests that have left the queue", [((), state.num_running)])
+    text = "Attempts whose generation group prefilled because no prefill group was ready in time"
+    yield _counter("baton_degraded_prefills", text, [((), state.num_degraded)])
+    yield _gauge("baton_info", "The version, as a label", [((state.version,), 1)], "version")
+
+
+def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
+    names = [(group.name, group.role) for group in groups]
+    for name, text, values in (
+        ("ready", "Whether it may get work", [group.is_ready for group in groups]),
+        ("drained", "Whether somebody keeps work from it", [group.is_drained for group in groups]),
+        ("broken", "Whether failures keep work from it for a while", [group.is_broken for group in groups]),
+        ("requests", "Requests of this orchestrator that it serves", [group.num_requests for group in groups]),
+        ("leaked", "Slots or jobs held by no known request for over 2 s", [group.num_leaked for group in groups]),
+    ):
+        samples = list(zip(names, map(float, values), strict=True))
+        yield _gauge(f"baton_group_{name}", text, samples, "group", "role")
+    stores = [group for group in groups if group.prefixes.max_bytes]
+    held = [((group.name,), float(group.prefixes.num_bytes)) for group in stores]
+    yield _gauge("baton_prefix_store_bytes", "KV of earlier prompts on the group's node", held, "group")
+    most = [((group.name,), float(group.prefixes.max_bytes)) for group in stores]
+    yield _gauge("baton_prefix_store_limit_bytes", "What that may come to", most, "group")
+
+
+def _of_generation_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
+    slots = [
+        ((group.name, state), float(count))
+        for group in groups
+        for state, count in (
+            ("free", group.num_free),
+            ("leased", group.num_leased),
+            ("active", group.num_active),
+            ("quarantined", group.num_quarantined),
+        )
+    ]
+    yield _gauge("baton_slots", "Slots, by state: together all", slots, "group", "state")
+    promised = [
+        ((group.name, state), float(num_bytes))
+        for group in groups
+        for state, num_bytes in (
+            ("free", group.kv.num_bytes_free),
+            ("leased", group.kv.num_bytes_leased),
+            ("active", group.kv.num_bytes_active),
+            ("quarantined", group.kv.num_bytes_quarantined),
+        )
+    ]
+    yield _gauge("baton_kv_bytes", "KV memory, by the state of its slots: together all", promised, "group", "state")
+    held = [((group.name,), float(group.num_bytes_held)) for group in groups]
+    yield _gauge("baton_kv_held_bytes", "Of that, what pages were taken for", held, "group")
+    unbalanced = [((group.name,), float(bool(group.imbalance))) for group in groups]
+    yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
+    preemptions = [((group.name,), float(group.num_preemptions)) for group in groups]
+    yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
+
+
+def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family
+
+
+def _counter(name: str, text: str, samples: _Samples, *labels: str) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, value in samples:
+        family.add_metric(values, value)
+    return family

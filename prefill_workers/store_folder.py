@@ -1,0 +1,91 @@
+"""The folder of a node's cached prefixes: made by its first user, removed by its last, and found again after a crash.
+
+A user holds a shared lock on the folder for as long as it lives, and the kernel lets go of it however that life ends.
+So whoever gets the exclusive lock knows that nobody uses the folder: the last user removes it, and a worker that starts
+removes what killed clusters left on its node. A folder whose name is used again is taken over as it is: what lies there
+is what its name says.
+
+Knows nothing of what lies in the folder. Any process of the node; blocks only while somebody else removes a folder.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from pathlib import Path
+
+from baton.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+MEMORY = Path("/dev/shm")
+"""The file system whose files are memory."""
+_KIND = "baton-prefixes"
+_REMEDY = "make room for it, or set prefill.prefix_share to 0"
+
+
+def node_folder(cluster: str) -> Path:
+    """Where the ranks of a cluster keep prefixes on their node, by the cluster's name; one for each user."""
+    return MEMORY / f"{_KIND}-{os.getuid()}-{cluster}"
+
+
+def share_bytes(share: float, path: Path = MEMORY) -> int:
+    """A part of all that the file system of `path` could hold. Raises ConfigError when there is none."""
+    try:
+        disk = os.statvfs(path)
+    except OSError as error:
+        raise ConfigError(f"prefix store: {path} cannot be used ({error.strerror}): {_REMEDY}") from error
+    return int(share * disk.f_blocks * disk.f_frsize)
+
+
+class StoreFolder:
+    """One user's hold on the folder `path`, which is made if need be. Not thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when no folder can be made there."""
+        self.path = path
+        try:
+            self._file = _lock_shared(path)
+        except OSError as error:
+            raise ConfigError(f"prefix store: {path} cannot be used ({error.strerror}): {_REMEDY}") from error
+
+    def close(self) -> None:
+        """Lets go of it; the last to do so removes it. Once."""
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of several that try at once, one succeeds
+            shutil.rmtree(self.path)
+        except BlockingIOError:
+            logger.debug("others use %s", self.path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", self.path, error)
+        finally:
+            os.close(self._file)
+
+
+def sweep(parent: Path = MEMORY) -> None:
+    """Removes this user's folders in `parent` that nobody uses."""
+    for path in parent.glob(f"{_KIND}-{os.getuid()}-*"):
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone meanwhile; in use
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path)
+                logger.info("removed %s, which a cluster had left", path)
+            finally:
+                os.close(file)
+
+
+def _lock_shared(path: Path) -> int:
+    """A descriptor of the folder, with the lock."""
+    while True:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # removed by its last user, just now
+        fcntl.flock(file, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)

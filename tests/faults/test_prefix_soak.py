@@ -1,0 +1,84 @@
+"""Ten minutes of prompts over a prefix store that is much too small: its bound always holds, tokens are exact.
+
+Hints go wrong all the time here: blocks are evicted for other prompts while these are planned, and between two rounds
+some disappear, or lose their ends.
+"""
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from baton.sampling_params import SamplingParams
+from orchestrator.config import OrchestratorConfig
+from prefill_workers.prefix_store import PrefixStore
+from tests.support.generation import prompt, reference_ids
+from tests.support.orchestrators import Relay, relay
+from tests.support.prefixes import blocks_in, file_bytes, prefix_folder
+from tests.support.tiny_models import random_decoder
+
+SOAK_S = 600.0
+BLOCK = 16
+NUM_BLOCKS = 12
+CONFIG = OrchestratorConfig(block_tokens=BLOCK)
+PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
+
+
+async def ask(made: Relay, ids: tuple[int, ...]) -> int:
+    """Cached tokens of a request whose tokens are right, at the first attempt."""
+    answer = await made.ask(made.request(ids, PARAMS))
+    assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
+    assert answer.finished is not None and answer.finished.usage.num_attempts == 1
+    return answer.finished.usage.num_cached_tokens
+
+
+def vandalize(folder: Path, rng: random.Random) -> None:
+    """Somebody who is not asked to: a block disappears, or loses its end."""
+    names = sorted(name for name in blocks_in(folder) if not name.startswith("."))
+    if names:
+        path = folder / rng.choice(names)
+        if rng.random() < 0.5:
+            path.unlink(missing_ok=True)
+        elif path.exists():
+            path.chmod(0o600)
+            with path.open("r+b") as file:
+                file.truncate(path.stat().st_size // 2)
+
+
+async def watch(store: PrefixStore, bound_bytes: int) -> int:
+    """Looks until it is cancelled; how often it did."""
+    num_looks = 0
+    try:
+        while True:
+            with store.locked():
+                assert store.holdings().num_bytes <= bound_bytes
+            num_looks += 1
+            await asyncio.sleep(0.01)  # not for anybody: a period
+    except asyncio.CancelledError:
+        return num_looks
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SOAK_S + 120)
+async def test_churn() -> None:
+    rng, stems = random.Random(1), [prompt(96, seed=stem) for stem in range(4)]
+    bound_bytes = NUM_BLOCKS * file_bytes(random_decoder().layout, BLOCK)
+    num_cached = num_asked = 0
+    with prefix_folder() as folder:
+        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=bound_bytes) as made:
+            store = made.ranks[0].prefixes
+            assert store is not None
+            watching = asyncio.create_task(watch(store, bound_bytes))
+            end_s = time.monotonic() + SOAK_S
+            while time.monotonic() < end_s and not watching.done():
+                ids = [(*rng.choice(stems)[: rng.randrange(1, 96)], *prompt(rng.randrange(1, 40), n)) for n in range(8)]
+                num_cached += sum(await asyncio.gather(*(ask(made, each) for each in ids)))
+                num_asked += len(ids)
+                if rng.random() < 0.3:
+                    vandalize(folder, rng)
+            watching.cancel()
+            assert await watching > 10
+            await made.until_empty()
+    assert num_cached > BLOCK * num_asked / 2

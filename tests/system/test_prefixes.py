@@ -1,0 +1,102 @@
+"""Cached prefixes over real processes: the second prompt computes what is missing, tokens are exact, and the folder
+goes with its last rank.
+"""
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from baton.sampling_params import SamplingParams
+from modeling.decoder import Decoder
+from modeling.weights import load_decoder
+from prefill_workers.store_folder import node_folder
+from tests.support.eventually import eventually
+from tests.support.prefixes import blocks_in
+from tests.support.reference import check_equal_tokens
+from tests.support.relays import Relay, ask, local_relay
+from tests.support.texts import passage_ids
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = SamplingParams(max_tokens=16, ignore_eos=True)
+FOLDER = node_folder(f"local-{os.getpid()}")
+BLOCK = 128
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def relay(smollm2: Path) -> AsyncIterator[Relay]:
+    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1) as running:
+        assert FOLDER.is_dir()
+        yield running
+
+
+@pytest.fixture(scope="module")
+def decoder(smollm2: Path) -> Decoder:
+    return load_decoder(smollm2, dtype="float32")
+
+
+async def test_a_prompt_that_begins_alike_computes_what_is_missing(
+    relay: Relay, decoder: Decoder, smollm2: Path
+) -> None:
+    shared = passage_ids(smollm2, 600)
+    cold = await ask(relay, shared, GREEDY)
+    assert cold.finished.usage.num_cached_tokens == 0
+    for num_shared in (600, 300):
+        prompt = (*shared[:num_shared], *passage_ids(smollm2, 50, start=2000 + num_shared))
+        answer = await ask(relay, prompt, GREEDY)
+        cached = num_shared // BLOCK * BLOCK
+        assert (answer.finished.usage.num_cached_tokens, answer.num_attempts) == (cached, 1)
+        ranks = answer.timings.ranks
+        assert (ranks[0].tokens.start, ranks[-1].tokens.end) == (cached, len(prompt))
+        check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
+
+
+async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 200, start=700)
+    await ask(relay, prompt, GREEDY)
+    for name in blocks_in(FOLDER):
+        (FOLDER / name).unlink()
+    answer = await ask(relay, prompt, GREEDY)
+    assert (answer.finished.usage.num_cached_tokens, answer.num_attempts) == (0, 1)
+    check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
+
+
+async def test_a_prefix_outlives_its_ranks(smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 200, start=900)
+    async with local_relay(smollm2, num_ranks=1, prefix_share=0.1) as relay:
+        await ask(relay, prompt, GREEDY)
+        (rank,) = relay.cluster.ranks
+        rank.handle.kill()
+        await rank.handle.wait()
+        relay.cluster.suspect()
+        await relay.cluster.until_ready(60)
+        assert (await ask(relay, prompt, GREEDY)).finished.usage.num_cached_tokens == BLOCK
+
+
+async def test_a_killed_launcher_takes_the_folder_along(smollm2: Path) -> None:
+    """Its ranks see their input end; the last of them removes the folder. So they do at any other end."""
+    program = f"""
+import asyncio, os, signal
+from pathlib import Path
+from tests.support.relays import local_relay
+
+async def main() -> None:
+    async with local_relay(Path({str(smollm2)!r}), num_ranks=2, prefix_share=0.1):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+    launcher = await asyncio.create_subprocess_exec(sys.executable, "-c", program, stdout=asyncio.subprocess.PIPE)
+    assert launcher.stdout is not None
+    assert await asyncio.wait_for(launcher.stdout.readline(), 60) == b"ready\n"
+    folder = node_folder(f"local-{launcher.pid}")
+    assert folder.is_dir()
+    launcher.kill()
+    await launcher.wait()
+    await eventually(lambda: asyncio.to_thread(folder.exists), lambda there: not there, within_s=20)

@@ -1,0 +1,24 @@
+"""What a user configured is what the orchestrator goes by."""
+
+from pathlib import Path
+
+from baton.results import ModelInfo
+from deploy.config_file import load_config
+from deploy.ray_orchestrator import OrchestratorPlan
+from orchestrator.tenants import Tenant, hash_key
+
+MODEL = ModelInfo("m", 512, 2000, "float32", False, "f")
+
+
+def test_bounds_and_tenants_reach_the_orchestrator() -> None:
+    key = f"sha256:{hash_key('k-1')}"
+    assignments = [
+        "orchestrator.max_queued_requests=7",
+        "orchestrator.trust_tenant_metadata=true",
+        "orchestrator.tenants.acme.max_running=3",
+        f'orchestrator.tenants.keyed.api_keys=["{key}"]',
+    ]
+    limits = OrchestratorPlan(load_config(None, assignments), Path("model"), MODEL, ()).limits
+    assert limits.max_queued == 7
+    assert limits.tenants.of((("baton-tenant", "acme"),)) == Tenant("acme", max_running=3)
+    assert limits.tenants.of((("x-api-key", "k-1"),)).name == "keyed"

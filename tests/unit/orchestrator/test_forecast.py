@@ -1,0 +1,117 @@
+"""Waits by hand, and chains as dispatch would place them."""
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.sampling_params import SamplingParams
+from orchestrator.backlog import Pending
+from orchestrator.choosing import Chooser
+from orchestrator.config import OrchestratorConfig
+from orchestrator.forecast import ChainForecast, Turnover, predict_wait_s
+from orchestrator.lifecycle import RequestRecord
+from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.prefix_blocks import PromptBlocks
+from tests.support.planners import linear_planner
+
+STATIC = OrchestratorConfig(elastic=False, block_tokens=32)
+GROUP = PrefillGroup("chain", ("h:1", "h:2"), Epoch(1), prefix_store="node")
+
+
+@pytest.mark.parametrize(
+    ("num_free", "num_before", "num_needed", "wait_s"),
+    [
+        (2, 0.0, 1, 0.0),  # a slot is free
+        (2, 1.0, 2, 2.5),  # one is missing
+        (0, 0.0, 1, 2.5),
+        (0, 7.0, 1, 20.0),  # the eighth to be free
+        (-2, 0.0, 1, 7.5),  # two of those in use are no more
+        (0, 0.5, 1, 3.75),
+    ],
+)
+def test_slots_come_free_one_after_the_other(num_free: int, num_before: float, num_needed: int, wait_s: float) -> None:
+    assert predict_wait_s(num_free, num_before, num_needed, 2.5) == pytest.approx(wait_s)
+    assert predict_wait_s(num_free, num_before, num_needed, None) == 0.0  # nobody knows how fast
+
+
+def test_turnover_is_measured_while_somebody_waits() -> None:
+    turnover = Turnover()
+    turnover.freed(1, 5.0)  # nobody waited
+    assert turnover.slot_s is None
+    turnover.waited_for(True, 10.0)
+    turnover.waited_for(True, 11.0)
+    turnover.freed(2, 13.0)
+    assert turnover.slot_s == pytest.approx(1.5)
+    turnover.waited_for(False, 13.0)
+    turnover.freed(1, 90.0)
+    turnover.waited_for(True, 100.0)
+    turnover.freed(1, 101.0)
+    assert turnover.slot_s == pytest.approx((0.95 * 3.0 + 1.0) / (0.95 * 2 + 1))
+
+
+def test_turnover_follows_a_change_within_some_tens_of_ends() -> None:
+    turnover = Turnover()
+    turnover.waited_for(True, 0.0)
+    for number in range(1, 101):
+        turnover.freed(1, float(number))
+    assert turnover.slot_s == pytest.approx(1.0)
+    for number in range(1, 61):
+        turnover.freed(1, 100.0 + 4.0 * number)
+    assert turnover.slot_s == pytest.approx(4.0, rel=0.05)
+
+
+def request(num_tokens: int, **params: int) -> RequestRecord:
+    return RequestRecord.of(RequestId("r"), tuple(range(num_tokens)), SamplingParams(**params), 0)  # type: ignore[arg-type]
+
+
+@dataclass
+class Cluster:
+    """A prefill group and a generation group, with nobody behind them."""
+
+    config: OrchestratorConfig = STATIC
+    prefill: tuple[PrefillGroup, ...] = (GROUP,)
+    members: Members = field(default_factory=Members)
+
+    def __post_init__(self) -> None:
+        self.members.update(ClusterView(self.prefill, (GenerationGroup("g", "h:9", "layout", 4, 8192),)))
+        self.chooser = Chooser(self.members, linear_planner(), ManualClock(100.0), self.config)
+
+    def chain_s(self, record: RequestRecord) -> float:
+        return ChainForecast(self.members, self.chooser, self.config).chain_s(record)
+
+    def book(self, job: Pending) -> None:
+        self.members.backlogs.add(GROUP.life, JobId(1), job, 100.0)
+
+
+def test_a_chain_on_idle_ranks_and_behind_a_job() -> None:
+    cluster = Cluster()
+    alone_s = cluster.chain_s(request(200))
+    assert 0.08 < alone_s <= 0.1  # 200 tokens of 1 ms on two ranks; of the last layer not all is needed
+    cluster.book(Pending(due_s=100.0, latest_s=200.0, left_s={Rank(0): 3.0, Rank(1): 2.0}))
+    assert cluster.chain_s(request(200)) == pytest.approx(3.0 + alone_s)
+
+
+def test_a_short_prompt_overtakes_where_the_ranks_serve_elastically() -> None:
+    cluster = Cluster(OrchestratorConfig())
+    cluster.book(Pending(due_s=103.0, latest_s=200.0, left_s={Rank(0): 3.0, Rank(1): 3.0}))
+    assert cluster.chain_s(request(20)) < 0.1
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    cluster = Cluster()
+    record = request(200)
+    blocks = PromptBlocks.of(record.prompt_ids, 32, "layout", record.prefix_salt)
+    cluster.chooser.prefixes.use(GROUP.prefix_store, blocks.names)
+    assert cluster.chain_s(record) < 0.01  # 8 of 200 tokens are left
+    assert cluster.chain_s(replace(record, prefix_salt="another")) > 0.08
+
+
+@pytest.mark.parametrize("prefill", [(), (replace(GROUP, ready=False),)])
+def test_what_a_generation_group_prefills_counts_as_nothing(prefill: tuple[PrefillGroup, ...]) -> None:
+    assert Cluster(prefill=prefill).chain_s(request(200)) == 0.0
+
+
+def test_a_scored_prompt_takes_no_chain() -> None:
+    assert Cluster().chain_s(request(200, prompt_logprobs=1)) == 0.0

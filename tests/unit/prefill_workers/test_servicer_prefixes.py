@@ -1,0 +1,179 @@
+"""A prefill group over gRPC and the prefix store of its node: jobs begin behind what is there, and fill it."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
+from baton.ids import Stamp
+from baton.types import Lease, LeaseRef, TokenRange
+from baton.v1 import prefill_pb2
+from tests.support.chains import cached_prefix, largest_error, reference
+from tests.support.eventually import eventually
+from tests.support.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
+from tests.support.prefixes import PLENTY, blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
+
+
+async def nothing_mapped(folder: Path) -> None:
+    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, TIMEOUT_S)
+
+
+BLOCK = 4
+NAMES = tuple(f"block-{index}" for index in range(7))
+"""Of the prompt's 28 first tokens."""
+
+
+def put(ranks: Ranks, folder: Path, num_blocks: int) -> None:
+    """The prompt's first blocks, as an earlier job would have kept them."""
+    names = NAMES[:num_blocks]
+    keep(store_in(folder, ranks.decoder.layout), cached_prefix(ranks.decoder, IDS, num_blocks * BLOCK), names)
+
+
+def behind(job: prefill_pb2.PrefillJob, num_blocks: int) -> prefill_pb2.PrefillJob:
+    """The same, begun behind these blocks; all others are to be kept."""
+    job.prefix_blocks[:], job.keep_blocks[:], job.block_tokens = NAMES[:num_blocks], NAMES[num_blocks:], BLOCK
+    job.chunks[0].start = num_blocks * BLOCK
+    job.chunks[0].end = job.chunks[1].start = max(CHUNKS[0].end, num_blocks * BLOCK + 1)
+    return job
+
+
+async def check_slot(ranks: Ranks, lease: Lease) -> None:
+    """KV and first token are those of one process."""
+    expected, logits_V = reference(ranks.decoder, IDS)
+    rows = [ranks.receiver.sink.read(lease.ref, layer, TokenRange(0, len(IDS))) for layer in range(3)]
+    kv = torch.stack([torch.frombuffer(bytearray(row), dtype=torch.float32) for row in rows])
+    assert largest_error(kv.view(expected.shape), expected) <= 1e-5
+    first = ranks.receiver.sink.first(lease.ref)
+    assert first is not None
+    assert first.token_id == int(logits_V.argmax())
+
+
+async def test_job_behind_a_prefix_of_the_node() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            put(ranks, folder, 2)
+            lease = await ranks.lease()
+            job = behind(ranks.job(lease), 2)
+            job.chunks[0].start = 7  # of the last block it may use less
+            del job.keep_blocks[:]
+            reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+            assert [report.num_bytes_sent for report in reports] == [6 * ranks.decoder.layout.token_bytes, 0]
+            await check_slot(ranks, lease)
+            await nothing_mapped(folder)  # while the ranks live on
+
+
+async def test_a_finished_job_is_kept_and_the_next_begins_behind_it() -> None:
+    """However many blocks were there before; the slot gets all of the prompt each time."""
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            for num_blocks in (0, 7, 3, 5):
+                for name in NAMES[num_blocks:]:
+                    (folder / name).unlink(missing_ok=True)
+                lease = await ranks.lease()
+                job = behind(ranks.job(lease), num_blocks)
+                first, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+                assert (tuple(first.stored_blocks), tuple(last.stored_blocks)) == ((), NAMES[num_blocks:])
+                assert first.num_bytes_pushed + last.num_bytes_pushed == len(IDS) * ranks.decoder.layout.token_bytes
+                await check_slot(ranks, lease)
+                ranks.receiver.sink.abort(lease.ref)
+            status = await ranks.status(0)
+            assert (status.num_prefix_blocks, status.prefix_room_bytes) == (7, PLENTY)
+            assert status.prefix_bytes == 7 * file_bytes(ranks.decoder.layout, BLOCK)
+            assert status.prefix_store == (await ranks.status(1)).prefix_store != ""
+            await nothing_mapped(folder)
+
+
+async def test_what_is_missing_is_stale_on_every_rank_and_nothing_is_pushed() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            put(ranks, folder, 3)
+            (folder / NAMES[1]).unlink()
+            lease = await ranks.lease()
+            job = behind(ranks.job(lease), 3)
+            for rank in (0, 1):
+                with pytest.raises(StalePrefixError, match="block-1 is not in"):
+                    await ranks.run(rank, job)
+            whole = behind(ranks.job(lease), 0)
+            await asyncio.gather(ranks.run(0, whole), ranks.run(1, whole))
+            await check_slot(ranks, lease)
+
+
+@pytest.mark.parametrize(
+    ("field_name", "value"),
+    [("prefix_blocks", ["../p"]), ("prefix_blocks", [NAMES[0]]), ("prefix_blocks", []), ("block_tokens", 0)],
+)
+async def test_prefix_that_does_not_fit_the_job_is_refused(field_name: str, value: object) -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            put(ranks, folder, 2)
+            job = behind(ranks.job(await ranks.lease()), 2)
+            if isinstance(value, list):
+                job.prefix_blocks[:] = value
+            else:
+                job.block_tokens = 0
+            with pytest.raises(InvalidArgumentError):
+                await ranks.run(0, job)
+
+
+async def test_blocks_to_keep_are_whole_blocks_of_the_prompt() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            job = behind(ranks.job(await ranks.lease()), 0)
+            job.keep_blocks.append("one-too-many")
+            with pytest.raises(InvalidArgumentError, match=r"keep_blocks are tokens \[0, 32\)"):
+                await ranks.run(1, job)
+
+
+async def test_a_job_that_fails_keeps_nothing_and_lets_its_prefix_go() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            put(ranks, folder, 2)
+            lease = await ranks.lease()
+            stale = dataclasses.replace(lease, ref=LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 7)))
+            job = behind(ranks.job(stale), 2)
+            errors = await asyncio.gather(ranks.run(0, job), ranks.run(1, job), return_exceptions=True)
+            assert all(isinstance(error, BatonError) for error in errors)
+            await nothing_mapped(folder)  # while the ranks live on
+            assert blocks_in(folder) == set(NAMES[:2])
+
+
+async def test_a_cancelled_job_keeps_nothing() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            call = ranks.stubs[1].Run(behind(ranks.job(await ranks.lease()), 0))
+            await eventually(lambda: ranks.status(1), lambda status: status.num_jobs == 1, TIMEOUT_S)
+            assert blocks_in(folder)
+            call.cancel()
+            await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left, TIMEOUT_S)
+            await nothing_mapped(folder)
+
+
+async def test_the_last_rank_of_a_node_removes_its_folder() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            put(ranks, folder, 2)
+            await ranks.servers[0].stop()
+            assert blocks_in(folder) == set(NAMES[:2])
+        assert not folder.exists()
+
+
+async def test_rank_without_a_prefix_store_has_nothing_and_keeps_nothing() -> None:
+    async with two_ranks() as ranks:
+        await ranks.start_epoch()
+        lease = await ranks.lease()
+        with pytest.raises(StalePrefixError, match="this rank has no prefix store: prefill without them"):
+            await ranks.run(0, behind(ranks.job(lease), 2))
+        job = behind(ranks.job(lease), 0)
+        _, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+        assert not last.stored_blocks
+        assert (await ranks.status(0)).prefix_store == ""
