@@ -195,7 +195,7 @@ class Attention {
         _tile_loadd(2, q + h * kMostHeads, 4 * kMostHeads);
         _tile_dpbf16ps(0, 1, 2);
       }
-      for (int i = 0; i < kTileHeight * 2; ++i) fetch();
+      fetch<Element>(kTileHeight * H_);
       _tile_stored(0, scores, sizeof(scores[0]));
       settle_memory();
       const int own = int(g % together() * p_.R);  // the other columns are 0, or no number where a key is none
@@ -217,7 +217,7 @@ class Attention {
       for (int lane = 0; lane < kLanes; ++lane) words[lane] = load_words(keys_[j + lane] + word * kPerWord, num);
       transpose(words);
       unrolled(std::make_integer_sequence<int, num>(), [&](int each) {
-        fetch();
+        fetch<uint32_t>(kLanes);
         for (int part = 0; part < P::kSpread; ++part) {
           const int step = each * P::kSpread + part;
           const Words operand = P::spread(words[each], part);
@@ -234,13 +234,12 @@ class Attention {
     for (int r = 0; r < C; ++r) scores_[r][j / kLanes] = sums[r][0] + sums[r][1];
   }
 
-  // Fetches one more line of the next tile, between products. In memory's order and by loads, which the processor's own
-  // prefetcher sees and runs ahead of: a head's keys by themselves are too far apart for it, and by instructions that
-  // prefetch a core reads at little more than half of what memory gives.
-  void fetch() {
-    if (ahead_ >= end_ahead_) return;
-    asm volatile("" : : "r"(*reinterpret_cast<const volatile int*>(ahead_)));
-    ahead_ += kLine;
+  // Fetches as much more of the next tile as was read of this one, between products and in memory's order: a head's keys
+  // by themselves are too far apart for the processor's own prefetcher.
+  template <class Number>
+  void fetch(int count) {
+    const char* end = std::min(ahead_ + count * sizeof(Number), end_ahead_);
+    for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 3);
   }
 
   // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.
@@ -252,7 +251,7 @@ class Attention {
       for (int w = 0; w < W; ++w) sums[r][w] = to[r * H_ / kLanes + w] * factors[r];
     }
     for (int j = 0; j < count; j += P::kDepth) {
-      fetch();
+      fetch<Element>(P::kDepth * W * kLanes);
       for (int w = 0; w < W; ++w) {
         const int64_t channel = p_.G * H_ + (from + w) * kLanes;  // values lie behind keys
         Words operand = (Words)load_floats(keys_[j] + channel);
