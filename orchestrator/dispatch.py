@@ -152,7 +152,7 @@ class Dispatcher:
                 await follow(record, stream, event, emit)
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
-        groups = [group for group in self._members.view.generation if group.ready]
+        groups = [group for group in self._members.present.generation if group.ready]  # the drained, too
         answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
         found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
         if found is None:
