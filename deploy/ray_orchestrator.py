@@ -113,7 +113,7 @@ class OrchestratorKeeper:
             self._news.clear()
             try:
                 assert self._actor is not None
-                updating = answer(self._actor.update.remote(self._view()))
+                updating = answer(self._actor.update.remote(self._view(), self._drained))
                 self._drained = await asyncio.wait_for(updating, self._heartbeat.interval_s)
                 last_seen_s = self._clock.now_s()
             except TimeoutError:

@@ -57,6 +57,7 @@ class OrchestratorHost:
         async with self._starting:
             if self._server is None:
                 self._members.keep_drained(drained)
+                self._members.hear_kept(drained)
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
                 self._server = await OrchestratorServer.start(
                     self._members,
@@ -73,10 +74,11 @@ class OrchestratorHost:
                 )
             return os.getpid(), self._server.port, self._server.metrics_port
 
-    async def update(self, view: ClusterView) -> frozenset[str]:
-        """The cluster is like this now; which of its groups are drained. The answer is also this process's
-        heartbeat."""
+    async def update(self, view: ClusterView, kept: Collection[str]) -> frozenset[str]:
+        """The cluster is like this now, and the sender has `kept` these drains; which of its groups are drained. The
+        answer is also this process's heartbeat."""
         self._members.update(view)
+        self._members.hear_kept(kept)
         return self._members.drained
 
     async def stop(self) -> None:

@@ -115,6 +115,8 @@ class Members:
         """What prefill groups have before them, by their lives. Written by whoever dispatches."""
         self._loads: dict[str, Load] = {}
         self._drained: set[str] = set()
+        self._kept: frozenset[str] | None = None
+        """Of the drained, those that the supervisor has for this orchestrator's next life; None without such a one."""
         self._changed = asyncio.Event()
 
     @property
@@ -157,6 +159,15 @@ class Members:
         self._drained = set(names)
         self.on_update()
         self._tell()
+
+    def hear_kept(self, names: Collection[str]) -> None:
+        """The supervisor has these drains for the orchestrator's next life."""
+        self._kept = frozenset(names)
+        self._tell()
+
+    def is_kept(self, name: str) -> bool:
+        """Whether the group's drain outlives this orchestrator, as far as any does here."""
+        return self._kept is None or name in self._kept
 
     def is_drained(self, group: Group) -> bool:
         """Whether it gets no new work because somebody said so."""

@@ -71,7 +71,8 @@ class Overview:
 
     async def drain(self, name: str) -> AsyncGenerator[GroupState, None]:
         """Keeps new work from the group from now on, and tells how it stands, now and whenever that changes; ends when
-        it has nothing left to do, is wanted again, or is gone. Raises NotFoundError when there is none of that name."""
+        it has nothing left to do and the supervisor knows, when it is wanted again, or is gone. Raises NotFoundError
+        when there is none of that name."""
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -84,7 +85,7 @@ class Overview:
             if state != told:
                 yield state
                 told = state
-            if not state.is_drained or is_idle(state):
+            if not state.is_drained or (is_idle(state) and self._members.is_kept(name)):
                 logger.info("group=%s is %s", name, "drained" if state.is_drained else "wanted again")
                 return
             await self._members.until(partial(self._moved, name, state.num_requests), _DRAIN_POLL_S)

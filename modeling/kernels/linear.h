@@ -236,7 +236,7 @@ struct InTiles {
 
   static void multiply(const Problem& p, Block block, const uint16_t* x, int64_t panel, Ahead ahead) {
     const uint8_t* weights = p.panels + panel * p.panel_bytes;
-    const uint16_t* below = x + kTileHeight * p.depth;  // rows from the 16th on
+    const uint16_t* below = x + kTileHeight * p.depth;  // rows from number 16 on
     const bool is_tall = block.rows > kTileHeight;
     alignas(64) uint16_t pairs[2 * kNumbers];
     alignas(64) float sums[kMostRows][2 * kHalf];
@@ -249,7 +249,7 @@ struct InTiles {
         __builtin_prefetch(ahead.from + at, 0, 2);
       }
       const uint16_t* both = as_pairs(Weights(), weights + k * Weights::kBytes, pairs);
-      settle_memory();
+      settle_memory();  // weights are streamed: it is activations that shall stay in the first-level cache
       _tile_loadd(4, x, 2 * kTileDepth);
       _tile_stream_loadd(6, both, 4 * kTileDepth);
       _tile_dpbf16ps(0, 4, 6);

@@ -150,7 +150,7 @@ def test_a_drained_group_stays_so_in_the_orchestrators_next_life_and_metrics_whe
     metrics = client.cluster_state().metrics_endpoint
     drained = cluster.command("drain", "prefill-0")
     assert (drained.returncode, drained.stdout) == (0, "prefill-0 is drained: it has nothing left to do\n")
-    assert "prefill-0 drained" in " ".join(cluster.command("status").stdout.split())  # takes some heartbeats' time
+    assert "prefill-0 drained" in " ".join(cluster.command("status").stdout.split())
     os.kill(listener(cluster.target), signal.SIGKILL)
     until(lambda: _is_drained(client))
     assert len(_ask(client, passage_ids(smollm2, 300), SHORT)) == SHORT.max_tokens

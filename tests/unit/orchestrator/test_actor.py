@@ -31,15 +31,19 @@ async def life(folder: Path) -> AsyncIterator[OrchestratorHost]:
 async def test_what_is_drained_is_told_with_each_heartbeat_and_stays_so_in_the_next_life(smollm2: Path) -> None:
     async with life(smollm2) as first:
         _, port, metrics_port = await first.serve(VIEW, HOST, 0, 0, ())
-        assert await first.update(VIEW) == frozenset()
+        assert await first.update(VIEW, ()) == frozenset()
         first._members.drain("g")
-        assert (drained := await first.update(VIEW)) == {"g"}
+        drained = await first.update(VIEW, ())
+        assert drained == {"g"}
+        assert not first._members.is_kept("g")  # the answer may have been lost
+        await first.update(VIEW, drained)
+        assert first._members.is_kept("g")
     async with life(smollm2) as second:
         assert (await second.serve(VIEW, HOST, port, metrics_port, drained))[1:] == (port, metrics_port)
         assert second._members.view.generation == ()
-        assert await second.update(ClusterView()) == {"g"}  # also while the group is not there
+        assert await second.update(ClusterView(), drained) == {"g"}  # also while the group is not there
         await second.serve(VIEW, HOST, port, metrics_port, ())  # a new supervisor's, which knows of no drain
-        assert await second.update(VIEW) == {"g"}
+        assert await second.update(VIEW, drained) == {"g"}
 
 
 async def test_without_a_metrics_port_there_are_none(smollm2: Path) -> None:
