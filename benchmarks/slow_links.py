@@ -2,8 +2,9 @@
 
 Two ranks, or more; their links, the chain's and the ring's alike, are held to a pace (`baselines.paced`). KVR-S's
 chunks are searched anew for each link. Beside it even chunks, zigzag ring attention, and a chain of one rank, which
-needs no link. The model is calibrated before, with all ranks busy, and each link by messages of its own. Rows: each
-scheme's time beside the model's (`model`). Lastly where one scheme overtakes another, measured and predicted, and, with
+needs no link. Each round calibrates the model, with all ranks busy, and each link by messages of its own, and then runs
+every point once: so a machine that is slower than a minute ago is compared with itself. Rows: each scheme's time beside
+its round's prediction (`model`). Lastly where one scheme overtakes another, measured and predicted, and, with
 --plot, both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing missed by more than
 that in time.
 """
@@ -13,8 +14,7 @@ import dataclasses
 import os
 import statistics
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -34,7 +34,7 @@ from deploy.calibrations import nominal_calibration
 from planning.cost_model import BATON, CostModel, Link
 from planning.partition import EvenPartitioner
 from planning.peers import zigzag_ring
-from planning.search import search
+from planning.search import as_ranges, search
 from planning.wavefront import chain_ttft
 
 LINKS = "200,100,50,20,10,5"
@@ -50,17 +50,20 @@ SCHEMES = ("kvr_s", "even", "zigzag", "single")
 _CURVE_POINTS = 40
 
 
-@dataclass
 class _Times:
-    """One prompt length's seconds, at each link, slowest first."""
+    """One prompt length's seconds by scheme, at each link, slowest first, each round."""
 
-    links_mb_s: list[float] = field(default_factory=list)
-    measured: dict[str, list[list[float]]] = field(default_factory=lambda: {name: [] for name in SCHEMES})
-    """By scheme, at each link, each round."""
-    predicted: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in SCHEMES})
+    def __init__(self, num_links: int) -> None:
+        self.measured: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
+        self.predicted: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
+        self.lines: dict[str, list[list[float]]] = {name: [] for name in SCHEMES}
+        """Predicted over the plot's bandwidths, each round."""
 
-    def medians(self, scheme: str) -> list[float]:
-        return [statistics.median(rounds) for rounds in self.measured[scheme]]
+    def add(self, link: int, measured: Mapping[str, float], predicted: Mapping[str, float]) -> None:
+        """One round at one link."""
+        for name in SCHEMES:
+            self.measured[name][link].append(measured[name])
+            self.predicted[name][link].append(predicted[name])
 
 
 def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float]:
@@ -77,92 +80,95 @@ def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float
 class _Bench:
     """The ranks, and what is found with them. Blocks in every method."""
 
-    def __init__(self, args: argparse.Namespace, ranks: Ranks, cost: CostModel, kernel: str) -> None:
-        self._ranks, self._kernel = ranks, kernel
-        self._rounds = args.rounds
-        numbers = sorted(float(each) for each in (args.links or (QUICK_LINKS if args.quick else LINKS)).split(","))
-        self._costs = {mb_s: at_pace(cost, ranks, _pace(mb_s)) for mb_s in numbers}
-        """By the link's pace, slowest first."""
+    def __init__(self, args: argparse.Namespace, ranks: Ranks, lengths: Sequence[int]) -> None:
+        self._ranks, self._lengths = ranks, lengths
+        self.kernel = runnable([args.kernel, "sdpa"])[0]
+        """Of attention."""
+        self._links_mb_s = sorted(
+            float(each) for each in (args.links or (QUICK_LINKS if args.quick else LINKS)).split(",")
+        )
+        low, high = self._links_mb_s[0], self._links_mb_s[-1]
+        self._grid_mb_s = [low * (high / low) ** (index / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)]
+        self.times = {num_tokens: _Times(len(self._links_mb_s)) for num_tokens in lengths}
 
-    def measure(self, num_tokens: int) -> _Times:
-        """One prompt length over all links."""
-        times, width = _Times(), len(self._ranks)
-        with progress(f"{num_tokens} tokens", len(self._costs) * self._rounds) as advance:
-            single = self._seconds(num_tokens, Task("kvr", (), (TokenRange(0, num_tokens),), kernel=self._kernel))
-            for mb_s, cost in self._costs.items():
-                times.links_mb_s.append(mb_s)
-                tasks = self._tasks(num_tokens, mb_s, cost)
-                rounds: dict[str, list[float]] = {name: [] for name in tasks}
-                for seed in range(self._rounds):
-                    prompt = random_prompt(num_tokens, seed)
-                    for name, task in tasks.items():
-                        rounds[name].append(self._ranks.run(dataclasses.replace(task, token_ids=prompt)).seconds)
+    @property
+    def links_mb_s(self) -> Sequence[float]:
+        """Slowest first."""
+        return self._links_mb_s
+
+    def round(self, seed: int, cost: CostModel) -> None:
+        """Every length over every link, once, beside what these costs predict."""
+        costs = [at_pace(cost, self._ranks, _pace(mb_s)) for mb_s in self._links_mb_s]
+        with progress(f"round {seed + 1}", len(self._lengths) * len(costs)) as advance:
+            for num_tokens in self._lengths:
+                prompt, times = random_prompt(num_tokens, seed), self.times[num_tokens]
+                alone = Task("kvr", prompt, (TokenRange(0, num_tokens),), kernel=self.kernel)
+                for link, (mb_s, at_link) in enumerate(zip(self._links_mb_s, costs, strict=True)):
+                    tasks = {"single": alone, **self._tasks(prompt, mb_s, at_link)}
+                    measured = {name: self._ranks.run(task).seconds for name, task in tasks.items()}
+                    times.add(link, measured, predict(num_tokens, len(self._ranks), at_link))
                     advance()
-                for name, seconds in (rounds | {"single": single}).items():
-                    times.measured[name].append(seconds)
-                for name, predicted_s in predict(num_tokens, width, cost).items():
-                    times.predicted[name].append(predicted_s)
-        return times
+                self._draw_lines(num_tokens, costs[-1])
 
-    def curve(self, num_tokens: int, times: _Times) -> Curve:
-        """For the plot: measured points, and the model's line over all bandwidths between."""
-        low, high = times.links_mb_s[0], times.links_mb_s[-1]
-        grid = [low * (high / low) ** (index / (_CURVE_POINTS - 1)) for index in range(_CURVE_POINTS)]
-        fastest = self._costs[high]
+    def curve(self, num_tokens: int) -> Curve:
+        """For the plot: measured points, and the model's line over all bandwidths between; medians of the rounds."""
+        times = self.times[num_tokens]
+        lines = {
+            name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES
+        }
+        return Curve(num_tokens, self._links_mb_s, times.measured, self._grid_mb_s, lines)
+
+    def _draw_lines(self, num_tokens: int, fastest: CostModel) -> None:
+        """One round's, from the costs at the fastest link."""
         lines: dict[str, list[float]] = {name: [] for name in SCHEMES}
-        for mb_s in grid:
-            link = Link(fastest.link.latency_s, mb_s / high * fastest.link.bandwidth)
+        for mb_s in self._grid_mb_s:
+            link = Link(fastest.link.latency_s, mb_s / self._links_mb_s[-1] * fastest.link.bandwidth)
             predicted = predict(num_tokens, len(self._ranks), dataclasses.replace(fastest, link=link))
             for name, seconds in predicted.items():
                 lines[name].append(seconds)
-        return Curve(num_tokens, times.links_mb_s, times.measured, grid, lines)
+        for name, line in lines.items():
+            self.times[num_tokens].lines[name].append(line)
 
-    def _tasks(self, num_tokens: int, mb_s: float, cost: CostModel) -> dict[str, Task]:
-        whole, width, pace = TokenRange(0, num_tokens), len(self._ranks), _pace(mb_s)
-        searched, start = [], 0
-        for chunk in search(num_tokens, width, cost, BATON):
-            searched.append(TokenRange(start, start + chunk))
-            start += chunk
+    def _tasks(self, prompt: tuple[int, ...], mb_s: float, cost: CostModel) -> dict[str, Task]:
+        whole, width, pace = TokenRange(0, len(prompt)), len(self._ranks), _pace(mb_s)
+        searched = as_ranges(search(len(prompt), width, cost, BATON), 0)
         even = EvenPartitioner().partition(whole, width)
         return {
-            "kvr_s": Task("kvr", (), tuple(searched), kernel=self._kernel, pace=pace),
-            "even": Task("kvr", (), even, kernel=self._kernel, pace=pace),
-            "zigzag": Task("zigzag", (), kernel=self._kernel, pace=pace),
+            "kvr_s": Task("kvr", prompt, searched, kernel=self.kernel, pace=pace),
+            "even": Task("kvr", prompt, even, kernel=self.kernel, pace=pace),
+            "zigzag": Task("zigzag", prompt, kernel=self.kernel, pace=pace),
         }
-
-    def _seconds(self, num_tokens: int, task: Task) -> list[float]:
-        """One scheme's rounds, after one that is not counted."""
-        prompts = [random_prompt(num_tokens, seed) for seed in (self._rounds, *range(self._rounds))]
-        return [self._ranks.run(dataclasses.replace(task, token_ids=prompt)).seconds for prompt in prompts][1:]
 
 
 def _pace(mb_s: float) -> Pace:
     return Pace(bandwidth=mb_s * 1e6)
 
 
-def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, times: _Times) -> None:
+def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, bench: _Bench) -> None:
     """A row for each scheme and link, then the crossings."""
-    worst = 0.0
+    worst, times = 0.0, bench.times[num_tokens]
     for scheme in SCHEMES:
-        for index, mb_s in enumerate(times.links_mb_s):
-            seconds, predicted_s = times.measured[scheme][index], times.predicted[scheme][index]
+        for link, mb_s in enumerate(bench.links_mb_s):
             name = case(tokens=num_tokens, ranks=num_ranks, scheme=scheme, link=f"{mb_s:g}")
-            reporter.add(name, "ttft_s", "s", "model", Pairs(seconds, [predicted_s] * len(seconds)))
+            pairs = Pairs(times.measured[scheme][link], times.predicted[scheme][link])
+            row = reporter.add(name, "ttft_s", "s", "model", pairs)
             if scheme == "kvr_s":
-                worst = max(worst, abs(statistics.median(seconds) / predicted_s - 1))
+                worst = max(worst, abs(1 / row.ratio - 1))
     bars.at_most(f"KVR-S off the model at any link, {num_tokens} tokens", worst, MODEL_BAR)
     console = Console(stderr=True, highlight=False)
     for one, other in RIVALS:
-        measured = _over(times.medians(one), times.medians(other))
+        measured = _over(times.measured[one], times.measured[other])
         predicted = _over(times.predicted[one], times.predicted[other])
-        places = " and ".join(_place(times.links_mb_s, ratios) for ratios in (measured, predicted))
+        places = " and ".join(_place(bench.links_mb_s, ratios) for ratios in (measured, predicted))
         console.print(f"  {num_tokens} tokens: {one} and {other} cross, measured and by the model, at {places}")
-        gap = disagreement(times.links_mb_s, measured, predicted)
+        gap = disagreement(bench.links_mb_s, measured, predicted)
         bars.at_most(f"gap where {one} and {other} cross, {num_tokens} tokens", gap, MODEL_BAR)
 
 
-def _over(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(ours, theirs, strict=True)]
+def _over(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
+    """Of each link's rounds, the median ratio: a round's two sides ran within seconds of each other."""
+    links = zip(ours, theirs, strict=True)
+    return [statistics.median(a / b for a, b in zip(*rounds, strict=True)) for rounds in links]
 
 
 def _place(links_mb_s: Sequence[float], ratios: Sequence[float]) -> str:
@@ -176,19 +182,17 @@ def run(args: argparse.Namespace) -> int:
     """All lengths over all links; with --bars 1 when one is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
-    reporter, bars, curves = Reporter("slow_links", args.json), Bars(), list[Curve]()
-    kernel = runnable([args.kernel, "sdpa"])[0]
+    reporter, bars = Reporter("slow_links", args.json), Bars()
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
+        origin, bench = nominal_calibration(folder, args.dtype, 1), _Bench(args, ranks, lengths)
         calibrated_at = QUICK_CALIBRATED if args.quick else CALIBRATED
-        calibration = calibrated(ranks, nominal_calibration(folder, args.dtype, 1), kernel, calibrated_at)
-        bench = _Bench(args, ranks, calibration.cost, kernel)
+        for seed in range(args.rounds):
+            bench.round(seed, calibrated(ranks, origin, bench.kernel, calibrated_at).cost)
         for num_tokens in lengths:
-            times = bench.measure(num_tokens)
-            report(reporter, bars, num_tokens, len(ranks), times)
-            curves.append(bench.curve(num_tokens, times))
+            report(reporter, bars, num_tokens, len(ranks), bench)
     reporter.close()
     if args.plot is not None:
-        draw(curves, args.plot)
+        draw([bench.curve(num_tokens) for num_tokens in lengths], args.plot)
     return bars.close() if args.bars else 0
 
 
