@@ -46,14 +46,8 @@ struct Bf16 {
 struct Int8 {
   static constexpr int kBytes = 2 * kHalf;
   static void widen(const uint8_t* from, int part, Floats& first, Floats& second) {
-    first = widened(from + kLanes * part);
-    second = widened(from + kHalf + kLanes * part);
-  }
-  // A loop, of which the compiler makes one instruction; of a conversion of vectors GCC 12 makes one for each lane.
-  static Floats widened(const uint8_t* from) {
-    int32_t values[kLanes];
-    for (int i = 0; i < kLanes; ++i) values[i] = int8_t(from[i]);
-    return __builtin_convertvector(load<Ints>(values), Floats);
+    first = load_floats((const int8_t*)from + kLanes * part);
+    second = load_floats((const int8_t*)from + kHalf + kLanes * part);
   }
 };
 
@@ -202,8 +196,8 @@ const uint16_t* as_pairs(Bf16, const uint8_t* weights, uint16_t*) { return reint
 const uint16_t* as_pairs(Int8, const uint8_t* weights, uint16_t* to) {
   for (int k = 0; k < kTileDepth; k += 2, weights += 2 * Int8::kBytes) {
     for (int half = 0; half < 2; ++half) {
-      const auto even = (Words)Int8::widened(weights + half * kHalf);
-      const auto odd = (Words)Int8::widened(weights + Int8::kBytes + half * kHalf);
+      const auto even = (Words)load_floats((const int8_t*)weights + half * kHalf);
+      const auto odd = (Words)load_floats((const int8_t*)weights + Int8::kBytes + half * kHalf);
       store(to + (k + half) * 2 * kHalf, even >> 16 | odd);  // 8 bits need no more than bf16 has
     }
   }

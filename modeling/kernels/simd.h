@@ -94,6 +94,16 @@ inline Floats widened(Halves values) {
 
 inline Floats load_floats(const uint16_t* bf16) { return widened(load<Halves>(bf16)); }
 inline Floats load_floats(const float* from) { return load<Floats>(from); }
+inline Floats load_floats(const int8_t* from) {
+#if defined(__AVX512F__)
+  const auto values = (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  const auto values = (Ints)_mm256_cvtepi8_epi32(_mm_loadu_si64(from));
+#else
+  const Ints values = {from[0], from[1], from[2], from[3]};
+#endif
+  return __builtin_convertvector(values, Floats);
+}
 
 // Rounded to the nearest, ties to even.
 inline void store_floats(uint16_t* to, Floats values) {
