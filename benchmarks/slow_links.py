@@ -26,7 +26,7 @@ from benchmarks.baselines.ranks import Ranks
 from benchmarks.calibrating import LENGTHS as CALIBRATED
 from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.calibrating import at_pace, calibrated
-from benchmarks.crossings import crossing, disagreement
+from benchmarks.crossings import crossing, disagreement, value_at
 from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.rates import runnable
 from benchmarks.slow_links_plot import Curve, draw
@@ -108,7 +108,7 @@ class _Bench:
                     measured = {name: self._ranks.run(task).seconds for name, task in tasks.items()}
                     times.add(link, measured, predict(num_tokens, len(self._ranks), at_link))
                     advance()
-                self._draw_lines(num_tokens, costs[-1])
+                self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
         """For the plot: measured points, and the model's line over all bandwidths between; medians of the rounds."""
@@ -118,12 +118,13 @@ class _Bench:
         }
         return Curve(num_tokens, self._links_mb_s, times.measured, self._grid_mb_s, lines)
 
-    def _draw_lines(self, num_tokens: int, fastest: CostModel) -> None:
-        """One round's, from the costs at the fastest link."""
+    def _draw_lines(self, num_tokens: int, costs: Sequence[CostModel]) -> None:
+        """One round's; between the links that were measured, theirs are interpolated."""
         lines: dict[str, list[float]] = {name: [] for name in SCHEMES}
+        bandwidths = [cost.link.bandwidth for cost in costs]
         for mb_s in self._grid_mb_s:
-            link = Link(fastest.link.latency_s, mb_s / self._links_mb_s[-1] * fastest.link.bandwidth)
-            predicted = predict(num_tokens, len(self._ranks), dataclasses.replace(fastest, link=link))
+            link = Link(costs[-1].link.latency_s, value_at(self._links_mb_s, bandwidths, mb_s))
+            predicted = predict(num_tokens, len(self._ranks), dataclasses.replace(costs[-1], link=link))
             for name, seconds in predicted.items():
                 lines[name].append(seconds)
         for name, line in lines.items():

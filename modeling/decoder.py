@@ -129,9 +129,9 @@ class Decoder:
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
-        qk_TKH, v_TGH = torch.split(qkv_TKH, [num_heads + num_kv_heads, num_kv_heads], dim=1)
-        qk_TKH = step.positions.turn(parts.head_norm(qk_TKH))
-        q_TNH, k_TGH = torch.split(qk_TKH, [num_heads, num_kv_heads], dim=1)
+        qk_TKH = step.positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)))
+        q_TNH, k_TGH = qk_TKH.narrow(1, 0, num_heads), qk_TKH.narrow(1, num_heads, num_kv_heads)
+        v_TGH = qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
         if step.rows is not None:
             step.rows.append(layer, k_TGH, v_TGH)
         for span, where in step.spans:
