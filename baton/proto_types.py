@@ -5,6 +5,7 @@ VersionMismatchError, never an assert.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from types import MappingProxyType
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
@@ -14,6 +15,8 @@ from baton.results import (
     Interval,
     KvLedger,
     ModelInfo,
+    Placement,
+    PlacementTerms,
     PrefixHoldings,
     RankTiming,
     Timings,
@@ -40,6 +43,8 @@ def range_from_proto(message: common_pb2.TokenRange) -> TokenRange:
 
 def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
     """Logprobs are single precision on the wire."""
+    if token.logprob is None and not token.top:  # nearly all tokens; each is converted several times
+        return common_pb2.SampledToken(token_id=token.token_id)
     return common_pb2.SampledToken(
         token_id=token.token_id,
         logprob=token.logprob,
@@ -52,7 +57,7 @@ def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
     return SampledToken(
         token_id=message.token_id,
         logprob=message.logprob if message.HasField("logprob") else None,
-        top=tuple(TokenLogprob(each.token_id, each.logprob) for each in message.top),
+        top=tuple([TokenLogprob(each.token_id, each.logprob) for each in message.top]) if message.top else (),
     )
 
 
@@ -169,7 +174,7 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
         finish=finish_from_proto(message.finish),
         error=message.error,
         choice=message.choice,
-        prompt=tuple(sampled_from_proto(token) for token in message.prompt),
+        prompt=tuple([sampled_from_proto(token) for token in message.prompt]) if message.prompt else (),
     )
 
 
@@ -212,6 +217,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
         finished_ns=timings.finished_ns,
         ranks=ranks,
         width=None if timings.width is None else _width_to_proto(timings.width),
+        placement=None if timings.placement is None else _placement_to_proto(timings.placement),
     )
 
 
@@ -241,6 +247,7 @@ def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
             for each in message.ranks
         ),
         width=_width_from_proto(message.width) if message.HasField("width") else None,
+        placement=_placement_from_proto(message.placement) if message.HasField("placement") else None,
     )
 
 
@@ -265,6 +272,26 @@ def _width_from_proto(message: orchestrator_pb2.WidthChoice) -> WidthChoice:
         num_jobs=message.num_jobs,
         options=tuple(WidthOption(each.width, each.own_s, each.others_s) for each in message.options),
     )
+
+
+def _placement_to_proto(placement: Placement) -> orchestrator_pb2.Placement:
+    return orchestrator_pb2.Placement(
+        reason=placement.reason,
+        chain=None if placement.chain is None else orchestrator_pb2.PlacementTerms(**asdict(placement.chain)),
+        local=None if placement.local is None else orchestrator_pb2.PlacementTerms(**asdict(placement.local)),
+    )
+
+
+def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
+    return Placement(
+        reason=message.reason,
+        chain=_terms_from_proto(message.chain) if message.HasField("chain") else None,
+        local=_terms_from_proto(message.local) if message.HasField("local") else None,
+    )
+
+
+def _terms_from_proto(message: orchestrator_pb2.PlacementTerms) -> PlacementTerms:
+    return PlacementTerms(message.queue_s, message.prefill_s, message.steps_s, message.transfer_s, message.others_s)
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
@@ -322,7 +349,14 @@ def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
     return GroupState(
         endpoints=tuple(message.endpoints),
         kv=kv_ledger_from_proto(message.kv),
-        prefixes=PrefixHoldings(message.num_prefix_blocks, message.num_prefix_bytes, message.max_prefix_bytes),
+        prefixes=PrefixHoldings(
+            num_blocks=message.num_prefix_blocks,
+            num_bytes=message.num_prefix_bytes,
+            max_bytes=message.max_prefix_bytes,
+            num_bytes_read=message.num_prefix_bytes_read,
+            num_disk_bytes_read=message.num_prefix_disk_bytes_read,
+            num_bytes_stored=message.num_prefix_bytes_stored,
+        ),
         **alike,
     )
 
@@ -336,6 +370,9 @@ def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
         num_prefix_blocks=group.prefixes.num_blocks,
         num_prefix_bytes=group.prefixes.num_bytes,
         max_prefix_bytes=group.prefixes.max_bytes,
+        num_prefix_bytes_read=group.prefixes.num_bytes_read,
+        num_prefix_disk_bytes_read=group.prefixes.num_disk_bytes_read,
+        num_prefix_bytes_stored=group.prefixes.num_bytes_stored,
         **alike,
     )
 

@@ -16,6 +16,8 @@ from baton.types import Priority
 from baton.v1 import orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
+BY_CHAIN = ("baton-prefill", "chain")
+"""Metadata of a call that a chain is to prefill, if there is one, whoever is faster: for measuring chains."""
 
 
 @dataclass(frozen=True)

@@ -95,6 +95,62 @@ class WidthChoice:
 
 
 @dataclass(frozen=True)
+class PlacementTerms:
+    """What was predicted of one way to prefill a request, in seconds to its first token from when it was placed."""
+
+    queue_s: float
+    """Others are served before it."""
+    prefill_s: float
+    """Its own prompt, without what is cached of it."""
+    steps_s: float
+    """The generation group decodes in between."""
+    transfer_s: float
+    """KV is on its way, beyond what overlaps with computing it."""
+    others_s: float
+    """What it costs other prompts, in sum."""
+
+    @property
+    def own_s(self) -> float:
+        """Seconds to the first token."""
+        return self.queue_s + self.prefill_s + self.steps_s + self.transfer_s
+
+    @property
+    def cost_s(self) -> float:
+        """What is to be least."""
+        return self.own_s + self.others_s
+
+    def __str__(self) -> str:
+        parts = [("queue", self.queue_s), ("prefill", self.prefill_s), ("steps", self.steps_s)]
+        parts += [("transfer", self.transfer_s), ("others", self.others_s)]
+        shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts if seconds)
+        return f"{self.cost_s:.3f} ({shown})" if shown else f"{self.cost_s:.3f}"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a request was prefilled, by a chain or by its generation group itself, and why."""
+
+    reason: str
+    """By a chain: chain_faster, always (as configured), not_predicted (nobody knows what the group would take). By the
+    group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
+    chain: PlacementTerms | None = None
+    """None where it was not asked."""
+    local: PlacementTerms | None = None
+    """Likewise, of the generation group."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the generation group prefilled."""
+        return self.reason not in ("chain_faster", "always", "not_predicted")
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        ways = [f"{name} {terms}" for name, terms in (("chain", self.chain), ("local", self.local)) if terms]
+        return f"{self.reason}; predicted seconds: {', '.join(ways)}" if ways else self.reason
+
+
+@dataclass(frozen=True)
 class Timings:
     """Wall-clock instants on the server, of its last attempt, in unix nanoseconds; 0 for what did not happen."""
 
@@ -108,6 +164,8 @@ class Timings:
     ranks: tuple[RankTiming, ...]
     width: WidthChoice | None = None
     """Why it was these ranks; None when the generation group prefilled by itself."""
+    placement: Placement | None = None
+    """Where it was prefilled; None when it was not placed."""
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -210,12 +268,18 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class PrefixHoldings:
-    """What the prefix store of a prefill group's node holds: groups of one node share one."""
+    """What the prefix store of a group's node holds: groups of one node, of either role, share one."""
 
     num_blocks: int = 0
     num_bytes: int = 0
     max_bytes: int = 0
     """That it may hold; 0: there is none."""
+    num_bytes_read: int = 0
+    """That the generation group's slots got from there, since its worker began."""
+    num_disk_bytes_read: int = 0
+    """Of these, from disk."""
+    num_bytes_stored: int = 0
+    """That its answers brought there."""
 
 
 @dataclass(frozen=True)

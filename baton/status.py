@@ -91,6 +91,17 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
     return code, text, metadata
 
 
+def name_of(error: BatonError) -> str:
+    """By which an error crosses the wire inside a message, with its text beside it."""
+    return table_class(error).__name__
+
+
+def error_of_name(name: str, text: str, retry_after_s: float | None = None) -> BatonError:
+    """The error that `name_of` named; a plain BatonError for a name that this version does not know."""
+    named = _CLASS_OF_NAME.get(name, BatonError)
+    return ResourceExhaustedError(text, retry_after_s) if named is ResourceExhaustedError else named(text)
+
+
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
     """The error that the other side raised; for statuses that gRPC made by itself, the class that says the same."""
     status = cast(_Status, error)

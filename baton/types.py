@@ -83,11 +83,13 @@ class Lease:
     request_id: RequestId
     attempt: int
     num_tokens: int
-    """Tokens whose KV must be pushed before commit: positions [0, num_tokens)."""
+    """Tokens whose KV must be there before commit: positions [0, num_tokens)."""
     endpoint: str
     """host:port of the KvReceiver that granted it."""
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed."""
+    num_present_tokens: int = 0
+    """The first of them, whose KV the receiver puts there by itself: they are not to be pushed."""
 
 
 @dataclass(frozen=True)

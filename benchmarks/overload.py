@@ -187,6 +187,7 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
         members, planner = self._cluster.members, self._planner
+        config = replace(config, disaggregation="always")  # the engine prefills nothing: one capacity is measured
         controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
         controller.start()
         try:

@@ -2,8 +2,10 @@
 
 A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). In each round a prompt that
 nobody has seen (`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first
-prompt's ranks have left them. Rows: time to first token, and KV pushed to the generation engine. `--bars` checks what
-is promised.
+prompt's ranks have left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt
+that begins with an earlier one and its answer, against one of as many tokens that nobody has seen. Rows: time to first
+token; KV pushed to the generation engine, also against what that lacks (`missing`: all but whole blocks of its node, so
+1). `--bars` checks what is promised.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from dataclasses import dataclass
 from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
 from benchmarks.harness import (
     PAIRS,
     QUICK_PAIRS,
@@ -31,12 +34,16 @@ from benchmarks.harness import (
 from deploy.cluster import LocalCluster
 from deploy.config import LocalConfig
 from deploy.local_relay import running_controller
+from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.lifecycle import Finished
 
 SHARED_TOKENS = 4000
 QUICK_SHARED_TOKENS = 512
 NEW_TOKENS = 50
+ANSWER_TOKENS = 256
+QUICK_ANSWER_TOKENS = 130
+BLOCK = OrchestratorConfig.block_tokens
 TTFT_BAR = 8.0
 """How many times sooner the first token comes behind the prefix, at least."""
 
@@ -48,14 +55,20 @@ class Asked:
     ttft_s: float
     num_bytes_pushed: int
     num_cached_tokens: int
+    known_ids: tuple[int, ...]
+    """Prompt and answer."""
 
 
-async def ask(controller: Controller, prompt_ids: tuple[int, ...]) -> Asked:
-    """One token after the prompt. Raises what the request ended with, if that was an error."""
-    spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, SamplingParams(max_tokens=1, ignore_eos=True))
+async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
+    """Some tokens after the prompt. Raises what the request ended with, if that was an error."""
+    params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
+    spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
+    known_ids = prompt_ids
     async with contextlib.aclosing(controller.generate(spec)) as events:
         async for event in events:
+            if isinstance(event, TokenEvent) and event.token is not None:
+                known_ids = (*known_ids, event.token.token_id)
             finished = event if isinstance(event, Finished) else finished
     assert finished is not None, "a stream ended without its last event"
     if finished.error is not None:
@@ -63,7 +76,7 @@ async def ask(controller: Controller, prompt_ids: tuple[int, ...]) -> Asked:
     ttft_s = finished.timings.time_to_first_token_s
     assert ttft_s is not None, "a stream ended without a token"
     pushed = sum(rank.num_bytes_pushed for rank in finished.timings.ranks)
-    return Asked(ttft_s, pushed, finished.usage.num_cached_tokens)
+    return Asked(ttft_s, pushed, finished.usage.num_cached_tokens, known_ids)
 
 
 async def measure(controller: Controller, num_shared: int, num_new: int, pairs: int) -> tuple[list[Asked], list[Asked]]:
@@ -79,22 +92,72 @@ async def measure(controller: Controller, num_shared: int, num_new: int, pairs: 
     return warm[1:], cold[1:]
 
 
+async def measure_turns(
+    controller: Controller, num_first: int, num_answer: int, num_new: int, pairs: int
+) -> tuple[list[Asked], list[Asked]]:
+    """Second turns and cold prompts of as many tokens, a round each; likewise."""
+    second, cold = [], []
+    with progress(f"second turn behind {num_first} tokens and {num_answer} of an answer", pairs + 1) as advance:
+        for seed in range(pairs + 1):
+            first = await ask(controller, random_prompt(num_first, 3000 + seed), num_answer)
+            second.append(await ask(controller, first.known_ids + random_prompt(num_new, 4000 + seed)))
+            cold.append(await ask(controller, random_prompt(num_first + num_answer + num_new, 5000 + seed)))
+            advance()
+    assert not any(each.num_cached_tokens for each in cold), "a prompt that was to be cold was not"
+    return second[1:], cold[1:]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way of beginning with what is known, and what was measured of it."""
+
+    name: str
+    what: str
+    """For people."""
+    num_lacking: int
+    """Tokens whose KV the generation engine's node has not: all but whole blocks of what was seen."""
+    warm: list[Asked]
+    cold: list[Asked]
+
+    @property
+    def lacking_bytes(self) -> float:
+        """Their KV: of a cold prompt all was pushed."""
+        cold = self.cold[0]
+        return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
+
+    def report(self, reporter: Reporter) -> float:
+        """Its rows; how many times sooner the first token came."""
+        ttft = Pairs([each.ttft_s for each in self.warm], [each.ttft_s for each in self.cold])
+        pushed = [float(each.num_bytes_pushed) for each in self.warm]
+        row = reporter.add(self.name, "ttft_s", "s", "cold", ttft)
+        reporter.add(self.name, "kv_bytes", "B", "cold", Pairs(pushed, [each.num_bytes_pushed for each in self.cold]))
+        reporter.add(self.name, "kv_bytes", "B", "missing", Pairs(pushed, [self.lacking_bytes] * len(pushed)))
+        return row.ratio
+
+
 async def run(args: argparse.Namespace) -> int:
     """All rounds; with --bars 1 when what is promised does not hold."""
     num_shared = args.shared or (QUICK_SHARED_TOKENS if args.quick else SHARED_TOKENS)
+    num_answer = QUICK_ANSWER_TOKENS if args.quick else ANSWER_TOKENS
+    num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
     reporter, bars, clock = Reporter("prefix", args.json), Bars(), SystemClock()
-    config = LocalConfig(resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1)
+    config = LocalConfig(resolve(args), num_ranks=ranks, dtype=args.dtype, generate_threads=1)
     async with LocalCluster(config, clock) as cluster, running_controller(cluster, clock) as controller:
         pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
-        warm, cold = await measure(controller, num_shared, args.new, pairs)
-    name = case(tokens=num_shared + args.new, ranks=args.ranks, shared=num_shared)
-    ttft = Pairs([each.ttft_s for each in warm], [each.ttft_s for each in cold])
-    pushed = Pairs([each.num_bytes_pushed for each in warm], [each.num_bytes_pushed for each in cold])
-    row = reporter.add(name, "ttft_s", "s", "cold", ttft)
-    reporter.add(name, "kv_bytes", "B", "cold", pushed)
+        shared = await measure(controller, num_shared, new, pairs)
+        turns = await measure_turns(controller, num_shared, num_answer, new, pairs)
+    name = case(tokens=num_shared + new, ranks=ranks, shared=num_shared)
+    turn_name = case(tokens=num_turn + new, ranks=ranks, shared=num_turn, turn=num_answer)
+    for each in (
+        Case(name, f"{num_shared} tokens", new + num_shared % BLOCK, *shared),
+        Case(turn_name, f"a turn of {num_turn} tokens", new + 1 + (num_turn - 1) % BLOCK, *turns),  # its last has no KV
+    ):
+        ratio = each.report(reporter)
+        if args.bars:
+            bars.at_least(f"TTFT cold over behind {each.what}", ratio, TTFT_BAR)
+            most = max(asked.num_bytes_pushed for asked in each.warm)
+            bars.at_most(f"KV pushed over missing, behind {each.what}", most / each.lacking_bytes, 1.0)
     reporter.close()
-    if args.bars:
-        bars.at_least(f"TTFT cold over behind {num_shared} tokens", row.ratio, TTFT_BAR)
     return bars.close()
 
 

@@ -63,7 +63,8 @@ class Place:
 
     def settings(self, num_ranks: int) -> list[str]:
         """As `baton serve` takes them."""
-        settings = [f"prefill.num_ranks={num_ranks}"] if num_ranks else ["prefill.num_groups=0"]
+        chain = [f"prefill.num_ranks={num_ranks}", "orchestrator.disaggregation=always"]
+        settings = chain if num_ranks else ["prefill.num_groups=0"]
         settings.append(f"generate.num_threads={self.num_threads}")
         if self.cores:
             others = list(self.other_cores)

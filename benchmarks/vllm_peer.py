@@ -19,14 +19,20 @@ class VllmPeer:
     @classmethod
     @contextlib.contextmanager
     def running(
-        cls, python: Path, model: Path, cores: Sequence[int], settings: Mapping[str, str]
+        cls,
+        python: Path,
+        model: Path,
+        cores: Sequence[int],
+        settings: Mapping[str, str],
+        *,
+        options: Sequence[str] = (),
     ) -> Iterator["VllmPeer"]:
         """Returns when it is ready, a minute or so later; it has ended afterwards. `settings` are vLLM's own, by their
-        environment names."""
+        environment names; `options` are the script's."""
         threads = ",".join(str(core) for core in cores)
         all_settings = {"VLLM_CPU_OMP_THREADS_BIND": threads, "OMP_NUM_THREADS": str(len(cores)), **settings}
         environment = ["env", *(f"{name}={value}" for name, value in all_settings.items())]
-        command = [*environment, str(python), str(_SCRIPT), str(model), "--serve"]
+        command = [*environment, str(python), str(_SCRIPT), str(model), "--serve", *options]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)
             assert process.stdin is not None

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from baton import Client
 from baton.errors import InvalidArgumentError, UnavailableError
+from baton.requests import BY_CHAIN
 from baton.results import Completion, RankTiming
 from baton.sampling_params import SamplingParams
 from planning.calibration import Calibration, calibrate_chain
@@ -136,7 +137,8 @@ def measure(
     for round_number in range(repeats + 1):
         for num_tokens in rng.sample(list(lengths), len(lengths)):
             token_ids = [rng.randrange(vocab_size) for _ in range(num_tokens)]
-            sample = _sample(client.generate(token_ids=token_ids, params=_ONE_TOKEN).collect())
+            stream = client.generate(token_ids=token_ids, params=_ONE_TOKEN, metadata=dict([BY_CHAIN]))
+            sample = _sample(stream.collect())
             if round_number:
                 samples.append(sample)
             done(num_tokens)

@@ -17,6 +17,7 @@ from deploy.limits import tokens_of_slot
 from planning import step_times
 from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
+from planning.local_prefill import LocalPrefill
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
 from planning.step_times import StepTimes, nominal_steps, path_beside
@@ -133,6 +134,11 @@ def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | N
         max_ranks=config.prefill.num_ranks,
         max_tokens=tokens_of_slot(folder, config.generate.max_slot_tokens),
         steps=steps,
+        local=LocalPrefill(
+            speed=use_threads(config.generate.num_threads) / config.prefill.num_threads,
+            max_step_stretch=config.generate.max_step_stretch,
+            max_step_tokens=config.generate.max_prefill_tokens_per_step,
+        ),
     )
 
 
@@ -152,6 +158,11 @@ def local_planner(config: LocalConfig) -> ChainPlanner:
         max_ranks=max(config.num_ranks, 1),
         max_tokens=tokens_of_slot(folder, config.max_slot_tokens),
         steps=find_step_times(assumed_steps, kept_path(assumed)),
+        local=LocalPrefill(
+            speed=use_threads(config.generate_threads) / config.prefill_threads,
+            max_step_stretch=config.max_step_stretch,
+            max_step_tokens=config.max_prefill_tokens_per_step,
+        ),
     )
 
 

@@ -5,7 +5,7 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import calibrate, drain, generate, inspection, local, plan, serving, simulate
+from deploy import calibrate, chaos, drain, gateway, generate, inspection, local, plan, reload, serving, simulate
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -18,9 +18,12 @@ def build_parser() -> argparse.ArgumentParser:
     generate.add_parser(commands)
     local.add_parser(commands)
     serving.add_parser(commands)
+    gateway.add_parser(commands)
     drain.add_parser(commands)
+    reload.add_parser(commands)
     inspection.add_parser(commands)
     calibrate.add_parser(commands)
+    chaos.add_parser(commands)
     simulate.add_parser(commands)
     plan.add_parser(commands)
     return parser

@@ -1,7 +1,8 @@
 """Clusters of supervised groups: any number of them over any spawner, and the local relay's two over child processes.
 
 A cluster starts its groups together, tells what they are as a view for the orchestrator, and ends chains before the
-engines that they push to. Runs on the supervisor's asyncio loop; leaves no worker behind.
+engines that they push to. Groups may join and leave while it serves (`deploy.roster` says which). Runs on the
+supervisor's asyncio loop; leaves no worker behind.
 """
 
 import asyncio
@@ -30,11 +31,15 @@ class Cluster:
         self.generation = tuple(generation)
         self._around = around
 
+    @property
+    def groups(self) -> tuple[WorkerGroup, ...]:
+        """Of both roles."""
+        return (*self.generation, *self.prefill)
+
     async def start(self) -> None:
         """Returns when all groups are ready. Raises the first failure, when nothing is left running."""
-        groups = (*self.generation, *self.prefill)
         try:
-            started = await asyncio.gather(*(group.start() for group in groups), return_exceptions=True)
+            started = await asyncio.gather(*(group.start() for group in self.groups), return_exceptions=True)
             for failure in started:
                 if isinstance(failure, BaseException):
                     raise failure
@@ -47,26 +52,44 @@ class Cluster:
         await asyncio.gather(*(group.close() for group in self.prefill))
         await asyncio.gather(*(group.close() for group in self.generation))
 
+    def add(self, group: WorkerGroup) -> None:
+        """A started group is one of the cluster's from now on."""
+        if group.links is not None:
+            self.prefill = tuple(sorted((*self.prefill, group), key=_by_number))
+        else:
+            self.generation = tuple(sorted((*self.generation, group), key=_by_number))
+
+    def remove(self, group: WorkerGroup) -> None:
+        """A closed group is none of the cluster's any more."""
+        self.prefill = tuple(each for each in self.prefill if each is not group)
+        self.generation = tuple(each for each in self.generation if each is not group)
+
     async def until_ready(self, timeout_s: float) -> None:
         """Returns when all groups are ready, at once; UnavailableError after `timeout_s` seconds."""
-        groups = (*self.generation, *self.prefill)
         try:
             async with asyncio.timeout(timeout_s):
-                while unready := next((group for group in groups if not group.ready), None):
+                while unready := next((group for group in self.groups if not group.ready), None):
                     await unready.until_ready()  # meanwhile another may have ceased to be: look again
         except TimeoutError as error:
             raise UnavailableError(f"the workers have not been ready for {timeout_s:g} s: see their output") from error
 
     def suspect(self) -> None:
         """Something failed: all workers are looked at now."""
-        for group in (*self.generation, *self.prefill):
+        for group in self.groups:
             group.suspect()
 
     def view(self, num_slots: int, max_slot_tokens: int) -> ClusterView:
         """What the orchestrator needs to know; the arguments are each generation group's."""
         return ClusterView(
             prefill=tuple(
-                PrefillGroup(group.name, group.endpoints, group.links.epoch, group.ready, group.prefix_store)
+                PrefillGroup(
+                    name=group.name,
+                    endpoints=group.endpoints,
+                    epoch=group.links.epoch,
+                    ready=group.ready,
+                    prefix_store=group.prefix_store,
+                    layout_fingerprint=group.layout_fingerprint,
+                )
                 for group in self.prefill
                 if group.endpoints and group.links is not None
             ),
@@ -74,15 +97,21 @@ class Cluster:
                 GenerationGroup(
                     name=group.name,
                     endpoint=group.endpoints[0],
-                    layout_fingerprint=self._around.agreement.layout_fingerprint,
+                    layout_fingerprint=group.layout_fingerprint,
                     num_slots=num_slots,
                     max_slot_tokens=max_slot_tokens,
                     ready=group.ready,
+                    prefix_store=group.prefix_store,
                 )
                 for group in self.generation
                 if group.endpoints
             ),
         )
+
+
+def _by_number(group: WorkerGroup) -> tuple[int, str]:
+    """generate-10 comes after generate-9."""
+    return len(group.name), group.name
 
 
 class LocalCluster:

@@ -24,7 +24,7 @@ from baton.errors import ConfigError
 from baton.paths import cache_folder
 from deploy.byte_sizes import parse_bytes
 from deploy.config import DEFAULT_MODEL, LocalConfig, WorkerConfig, read_variable, use_threads
-from orchestrator.config import OrchestratorConfig
+from orchestrator.config import Disaggregation, OrchestratorConfig
 from orchestrator.tenants import Tenant, Tenants, hash_key
 
 Count = Annotated[int, Field(ge=1)]
@@ -98,6 +98,8 @@ class PrefillSection(Section):
     """File of costs to predict by; `baton calibrate` replaces it. Empty: the one kept for this model and hardware."""
     prefix_share: Annotated[float, Field(ge=0, le=1)] = LocalConfig.prefix_share
     """Part of each node's /dev/shm for KV of earlier prompts, from which later ones that begin alike go on; 0: none."""
+    prefix_disk_bytes: Bytes = WorkerConfig.prefix_disk_bytes
+    """Bytes of each node's disk, in model.cache, for KV that /dev/shm has no room for, like "20GiB"; 0: none."""
     block_tokens: Count = OrchestratorConfig.block_tokens
     """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
     prefix_isolation: bool = OrchestratorConfig.prefix_isolation
@@ -130,6 +132,8 @@ class GenerateSection(Section):
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: Count = LocalConfig.max_prefill_tokens_per_step
     """Tokens of local prefill between two decode steps."""
+    max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
+    """How many times as long a decode step may take for the sake of local prefill."""
     residency: Literal["device", "host"] = "device"
     """Where KV lives: on the device, or in host memory, from where each layer is fetched for every step."""
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
@@ -194,6 +198,8 @@ class OrchestratorSection(Section):
     """Whether a prompt gets the ranks and the turn that cost all least; else all ranks, first come first served."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = OrchestratorConfig.overtaking
     """Part of its predicted time by which a prompt may be late for the sake of shorter ones that come after it."""
+    disaggregation: Disaggregation = OrchestratorConfig.disaggregation
+    """Who prefills: a chain (always), the generation group by itself (never), or whoever is predicted sooner (auto)."""
     trust_tenant_metadata: bool = False
     """Whether a call without a key may name its tenant (baton-tenant): for gateways that know who calls."""
     require_api_key: bool = False
@@ -281,11 +287,14 @@ class ClusterConfig(Section):
             residency=generate.residency,
             kv_memory_bytes=generate.kv_memory_bytes,
             device_memory_bytes=generate.device_memory_bytes,
+            max_step_stretch=generate.max_step_stretch,
             growth_tokens=generate.growth_tokens,
             num_engines=generate.num_groups,
             watchdog_floor_s=prefill.watchdog_floor_s,
             cluster=self.name,
             prefix_share=prefill.prefix_share,
+            prefix_disk=str(self.model.cache),
+            prefix_disk_bytes=prefill.prefix_disk_bytes,
         )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
 from baton.paths import cache_folder
-from prefill_workers.store_folder import sweep
+from modeling.store_folder import sweep
 
 _POLL_S = 0.05
 _CONNECT_S = 5.0

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from baton.errors import ConfigError
-from orchestrator.config import OrchestratorConfig
+from orchestrator.config import DISAGGREGATION, Disaggregation, OrchestratorConfig
 
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8")
@@ -76,15 +76,21 @@ class WorkerConfig:
     """Generation: of KV, over all slots; 0: derived."""
     device_memory_bytes: int = 0
     """Generation: of the device, for weights and KV; 0: no limit."""
+    max_step_stretch: float = 1.5
+    """Generation: how many times as long a step may take for the sake of local prefill."""
     growth_tokens: int = 256
     """Generation: by which a row is expected to grow yet, when it is taken on."""
     num_engines: int = 1
     """Generation: engines among which a machine's free memory is divided, where that decides: all of the cluster, as if
     it were one machine. With several, that is cautious: kv_memory_bytes says it exactly."""
     cluster: str = ""
-    """Prefill: whose prefixes its node keeps, and all of the cluster's ranks there share."""
+    """Whose prefixes its node keeps, and all of the cluster's workers there share."""
     prefix_share: float = 0.0
-    """Prefill: part of /dev/shm, of all that fits there, that they may take; 0: none are kept."""
+    """Part of /dev/shm, of all that fits there, that they may take; 0: none are kept."""
+    prefix_disk: str = ""
+    """Folder for what has no room there."""
+    prefix_disk_bytes: int = 0
+    """That they may take there, on each node; 0: nothing is kept there."""
 
     @property
     def name(self) -> str:
@@ -123,6 +129,11 @@ class LocalConfig:
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: int = 256
     """Tokens of local prefill between two decode steps."""
+    max_step_stretch: float = 1.5
+    """How many times as long a step may take for the sake of local prefill, where rows decode; inf: no bound."""
+    disaggregation: Disaggregation = "always"
+    """Who prefills, where there are ranks: their chain, always, so that it can be seen; auto or never, as
+    orchestrator.disaggregation."""
     residency: str = "device"
     """Where KV lives: on the device, or in host memory."""
     kv_memory_bytes: int = 0
@@ -156,6 +167,10 @@ class LocalConfig:
         positive = ("num_slots", "max_slot_tokens", "prefill_threads", "max_prefill_tokens_per_step", "max_attempts")
         for name in (*positive, "growth_tokens"):
             self._require(getattr(self, name) >= 1, name, "use at least 1")
+        self._require(self.max_step_stretch >= 1, "max_step_stretch", "use 1 or more, inf for no bound")
+        self._require(
+            self.disaggregation in DISAGGREGATION, "disaggregation", f"use one of {', '.join(DISAGGREGATION)}"
+        )
         self._require(self.residency in POLICIES, "residency", f"use one of {', '.join(POLICIES)}")
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             self._require(getattr(self, name) >= 0, name, "use 0 (derived) or more")
@@ -183,6 +198,7 @@ class LocalConfig:
             residency=self.residency,
             kv_memory_bytes=self.kv_memory_bytes,
             device_memory_bytes=self.device_memory_bytes,
+            max_step_stretch=self.max_step_stretch,
             growth_tokens=self.growth_tokens,
             watchdog_floor_s=self.watchdog_floor_s,
             cluster=f"local-{os.getpid()}",

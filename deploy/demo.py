@@ -90,7 +90,8 @@ async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator
     def report(line: str) -> None:
         console.print(f"{time.monotonic() - started_s:5.1f} s  {line}", markup=False)
 
-    options = [part for each in args.set for part in ("--set", each)]
+    settings = ["orchestrator.disaggregation=always", *args.set]  # what is shown is a chain
+    options = [part for each in settings for part in ("--set", each)]
     options += ["--config", str(args.config)] if args.config else []
     console.rule("A cluster of its own: prefill ranks in a chain, a generation group, the orchestrator", align="left")
     with console.status("starting") as status:

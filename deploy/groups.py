@@ -22,7 +22,7 @@ from baton.v1 import prefill_pb2
 from deploy.chain_links import ChainLinks
 from deploy.config import WorkerConfig
 from deploy.restarts import Backoff, Restarts
-from deploy.spawner import Spawner, WorkerHandle
+from deploy.spawner import Room, Spawner, WorkerHandle
 from deploy.workers import Worker, WorkerStatus
 
 logger = logging.getLogger(__name__)
@@ -40,20 +40,24 @@ class Heartbeat:
 
 @dataclass
 class Agreement:
-    """What all workers of a cluster must have in common. Set by the first that is asked."""
+    """What all workers of a cluster must have in common: the version, and the KV layout of those that load the same
+    model folder. Set by the first that is asked."""
 
     version: str = ""
-    layout_fingerprint: str = ""
     told_by: str = ""
+    layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By model folder: the fingerprint, and who told it."""
 
-    def check(self, name: str, status: WorkerStatus) -> None:
+    def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
         """Raises VersionMismatchError for a worker that is not like those before it."""
         if not self.told_by:
-            self.version, self.layout_fingerprint, self.told_by = status.version, status.layout_fingerprint, name
-        if (status.version, status.layout_fingerprint) != (self.version, self.layout_fingerprint):
+            self.version, self.told_by = status.version, config.name
+        layout, told_by = self.layouts.setdefault(config.model_folder, (status.layout_fingerprint, config.name))
+        told_by = self.told_by if status.version != self.version else told_by
+        if (status.version, status.layout_fingerprint) != (self.version, layout):
             raise VersionMismatchError(
-                f"workers differ in version or KV layout: {self.told_by} has {self.version}, layout "
-                f"{self.layout_fingerprint}; {name} has {status.version}, layout {status.layout_fingerprint}: "
+                f"workers differ in version or KV layout: {told_by} has {self.version}, layout {layout}; "
+                f"{config.name} has {status.version}, layout {status.layout_fingerprint}: "
                 "run one version and model everywhere"
             )
 
@@ -71,6 +75,8 @@ class Surroundings:
     """Called when a group became ready, or ceased to be."""
     agreement: Agreement = field(default_factory=Agreement)
     backoff: Backoff = field(default_factory=Backoff)
+    room: Room | None = None
+    """Where workers need a place; None: they need none."""
 
 
 class WorkerGroup:
@@ -85,7 +91,9 @@ class WorkerGroup:
         self.workers: dict[int, Worker] = {}
         """By rank, in their present lives; a group that never started has none."""
         self.prefix_store = ""
-        """That its ranks share with those of the same node, as they said when they started; empty: they have none."""
+        """That its workers share with those of the same node, as they said when they started; empty: they have none."""
+        self.layout_fingerprint = ""
+        """Of its KV, as its workers said when they started."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -117,6 +125,8 @@ class WorkerGroup:
 
     async def start(self) -> None:
         """Returns when the group is ready; from then on it is watched. Raises the first failure; `close` cleans up."""
+        if self._around.room is not None:
+            await self._around.room.reserve(self.name, len(self._configs))
         started = await asyncio.gather(*(self._spawn(config) for config in self._configs), return_exceptions=True)
         for failure in started:
             if isinstance(failure, BaseException):
@@ -127,12 +137,15 @@ class WorkerGroup:
         self._keep(asyncio.create_task(self._supervise()))
 
     async def close(self) -> None:
-        """Ends the supervision, then the workers. Idempotent."""
+        """Ends the supervision, then the workers, and gives their place back: also what an earlier supervisor left, if
+        the group was not started. Idempotent."""
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._set_ready(False)
         await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+        if self._around.room is not None:
+            await self._around.room.release(self.name)
         self.workers.clear()
 
     async def _spawn(self, config: WorkerConfig) -> None:
@@ -155,10 +168,11 @@ class WorkerGroup:
         except grpc.aio.AioRpcError as error:
             where = f"{worker.name} at {worker.handle.endpoint}"
             raise UnavailableError(f"{where} does not answer ({error.code()})") from error
-        self._around.agreement.check(worker.name, status)
+        self._around.agreement.check(worker.handle.config, status)
+        self.layout_fingerprint = status.layout_fingerprint
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
-            self.prefix_store = status.prefix_store
+        self.prefix_store = status.prefix_store
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
         await handle.wait()

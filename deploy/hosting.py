@@ -33,6 +33,8 @@ async def start_server(config: WorkerConfig) -> Server:
             watchdog_floor_s=config.watchdog_floor_s,
             cluster=config.cluster,
             prefix_share=config.prefix_share,
+            prefix_disk=config.prefix_disk,
+            prefix_disk_bytes=config.prefix_disk_bytes,
         ).start()
     from generate_workers.actor import GenerationHost
     from generate_workers.engine import EngineConfig
@@ -45,6 +47,7 @@ async def start_server(config: WorkerConfig) -> Server:
         kv_memory_bytes=config.kv_memory_bytes,
         device_memory_bytes=config.device_memory_bytes,
         growth_tokens=config.growth_tokens,
+        max_step_stretch=config.max_step_stretch,
         num_engines=config.num_engines,
     )
     return await GenerationHost(
@@ -55,4 +58,8 @@ async def start_server(config: WorkerConfig) -> Server:
         cores=config.cores,
         host=config.host,
         engine=engine,
+        cluster=config.cluster,
+        prefix_share=config.prefix_share,
+        prefix_disk=config.prefix_disk,
+        prefix_disk_bytes=config.prefix_disk_bytes,
     ).start()

@@ -14,8 +14,11 @@ from orchestrator.controller import Controller
 @contextlib.asynccontextmanager
 async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterator[Controller]:
     """A controller for the cluster, which is running; closed at the end, with all its requests."""
-    config = OrchestratorConfig(max_attempts=cluster.config.max_attempts, lease_ttl_s=cluster.config.lease_ttl_s)
-    planner = await asyncio.to_thread(local_planner, cluster.config)
+    local = cluster.config
+    config = OrchestratorConfig(
+        max_attempts=local.max_attempts, lease_ttl_s=local.lease_ttl_s, disaggregation=local.disaggregation
+    )
+    planner = await asyncio.to_thread(local_planner, local)
     controller = Controller(cluster.members, clock, config, planner=planner, on_failure=cluster.suspect)
     controller.start()
     try:

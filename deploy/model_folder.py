@@ -7,9 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from baton.errors import ConfigError
 from modeling.catalog import resolve_model
 from modeling.kernels import native
 from text.gguf_tokenizer import write_tokenizer
+
+_TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def resolve_folder(model: str, cache: Path, console: Console) -> Path:
@@ -35,3 +38,19 @@ def prepare_kernels(console: Console) -> None:
     if native.may_need_building():
         with console.status("building kernels for this processor"):
             subprocess.run([sys.executable, "-m", "modeling.kernels"], check=False, capture_output=True)
+
+
+def require_alike(folder: Path, before: Path) -> None:
+    """Raises ConfigError unless the model in `folder` is that of `before` but for its weights: the same configuration
+    and tokenizer, so that requests, and what is left of them, mean the same to both; ModelError when there is none."""
+    from modeling.weights import load_config  # takes torch along
+
+    differing = [name for name in _TEXT_FILES if _content(folder / name) != _content(before / name)]
+    if load_config(folder) != load_config(before):
+        differing.insert(0, "config.json")
+    if differing:
+        raise ConfigError(f"{folder} and {before} differ in {differing[0]}: only weights may, start another cluster")
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.is_file() else None

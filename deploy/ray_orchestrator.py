@@ -24,7 +24,7 @@ from deploy.groups import Heartbeat
 from deploy.ray_spawner import SMALL_CPU, answer, kill_process
 from orchestrator.actor import OrchestratorHost
 from orchestrator.config import OrchestratorConfig
-from orchestrator.membership import ClusterView
+from orchestrator.membership import ClusterView, Orders
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class OrchestratorPlan:
             lease_ttl_s=section.lease_ttl_s,
             elastic=section.elastic,
             overtaking=section.overtaking,
+            disaggregation=section.disaggregation,
             tenants=section.tenancy(),
             block_tokens=self.config.prefill.block_tokens,
             prefix_isolation=self.config.prefill.prefix_isolation,
@@ -66,13 +67,13 @@ class OrchestratorKeeper:
     def __init__(
         self, plan: OrchestratorPlan, view: Callable[[], ClusterView], heartbeat: Heartbeat, clock: Clock
     ) -> None:
-        self.port = plan.config.orchestrator.port
-        """That it listens on; once started, the one that it got."""
         section = plan.config.orchestrator
-        self._metrics_port = None if section.metrics_port < 0 else section.metrics_port
-        """Likewise; None: no metrics."""
-        self._drained: frozenset[str] = frozenset()
-        """Groups that its last life was told to keep work from."""
+        self.ports = (section.port, None if section.metrics_port < 0 else section.metrics_port)
+        """That it listens on, for clients and for metrics (None: no metrics); once started, those that it got."""
+        self.orders = Orders()
+        """What operators want, as its last life knew; for its next. Set by the supervisor, which has kept them, too."""
+        self.follow: Callable[[Orders], Orders] = _keep
+        """Called with each heartbeat's answer; returns what is kept of it. Set once, by the supervisor."""
         self._plan = plan
         self._view = view
         self._heartbeat = heartbeat
@@ -92,9 +93,9 @@ class OrchestratorKeeper:
         self._actor = self._find() or self._make(await self._plan_chains())
         host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
         try:
-            ports = (self.port, self._metrics_port)
-            serving = answer(self._actor.serve.remote(self._view(), host, *ports, self._drained))
-            self._pid, self.port, self._metrics_port = await asyncio.wait_for(serving, timeout_s)
+            serving = answer(self._actor.serve.remote(self._view(), host, *self.ports, self.orders))
+            self._pid, *ports = await asyncio.wait_for(serving, timeout_s)
+            self.ports = (ports[0], ports[1])
         except RayTaskError as error:
             reason = error.cause
             raise reason if isinstance(reason, BatonError) else UnavailableError(f"orchestrator: {reason}") from error
@@ -113,9 +114,10 @@ class OrchestratorKeeper:
             self._news.clear()
             try:
                 assert self._actor is not None
-                updating = answer(self._actor.update.remote(self._view(), self._drained))
-                self._drained = await asyncio.wait_for(updating, self._heartbeat.interval_s)
+                updating = answer(self._actor.update.remote(self._view(), self.orders))
+                orders: Orders = await asyncio.wait_for(updating, self._heartbeat.interval_s)
                 last_seen_s = self._clock.now_s()
+                self.orders = self.follow(orders)
             except TimeoutError:
                 if self._clock.now_s() - last_seen_s > self._heartbeat.dead_after_s:
                     logger.warning("the orchestrator is silent: killing it")
@@ -186,3 +188,7 @@ class OrchestratorKeeper:
         except ValueError as error:  # the name of an actor that is about to end
             raise UnavailableError("the orchestrator's former life has not ended yet; trying again") from error
         return actor
+
+
+def _keep(orders: Orders) -> Orders:
+    return orders

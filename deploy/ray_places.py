@@ -14,8 +14,33 @@ from baton.errors import ConfigError
 from deploy.cluster_config import ClusterConfig
 from deploy.ray_spawner import SMALL_CPU, pool
 
-Places = dict[str, PlacementGroup]
-"""By the group's name."""
+
+class RayRoom:
+    """A chain's room is on one node, an engine's anywhere. Implements Room."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Room that others have now is waited for, `timeout_s` seconds."""
+        self.places: dict[str, PlacementGroup] = {}
+        """By the group's name."""
+        self._timeout_s = timeout_s
+
+    async def reserve(self, group: str, num_workers: int) -> None:
+        place = _find(group)
+        if place is None:
+            check_room(node_resources(), {group: num_workers})
+            bundle = {"CPU": SMALL_CPU, _pool_of(group): 1.0}
+            place = ray.util.placement_group(
+                [bundle] * num_workers, strategy="STRICT_PACK", name=group, lifetime="detached"
+            )
+        self.places[group] = place
+        if not await asyncio.to_thread(place.wait, self._timeout_s):
+            await self.release(group)
+            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s")
+
+    async def release(self, group: str) -> None:
+        place = self.places.pop(group, None) or _find(group)
+        if place is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, place)
 
 
 def group_sizes(config: ClusterConfig) -> dict[str, int]:
@@ -24,27 +49,10 @@ def group_sizes(config: ClusterConfig) -> dict[str, int]:
     return sizes | {f"generate-{index}": 1 for index in range(config.generate.num_groups)}
 
 
-async def reserve(config: ClusterConfig, places: Places) -> None:
-    """Fills `places`: a chain on one node, an engine anywhere; what an earlier supervisor reserved is found again.
-    Raises ConfigError when Ray's nodes are too few or too small, and when there is no room for too long."""
-    sizes = group_sizes(config)
-    for name in sizes:
-        try:
-            places[name] = ray.util.get_placement_group(name)
-        except ValueError:
-            continue
+def node_resources() -> list[Mapping[str, float]]:
+    """What each of Ray's nodes declares, whoever has it now."""
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
-    totals = [node["Resources"] for node in list_nodes() if node["Alive"]]
-    check_room(totals, {name: size for name, size in sizes.items() if name not in places})
-    for name, size in sizes.items():
-        if name not in places:
-            bundle = {"CPU": SMALL_CPU, _pool_of(name): 1.0}
-            places[name] = ray.util.placement_group(
-                [bundle] * size, strategy="STRICT_PACK", name=name, lifetime="detached"
-            )
-    for name, place in places.items():
-        if not await asyncio.to_thread(place.wait, config.supervision.start_timeout_s):
-            raise _no_room(name, sizes[name], f"not within {config.supervision.start_timeout_s:g} s")
+    return [node["Resources"] for node in list_nodes() if node["Alive"]]
 
 
 def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> None:
@@ -57,6 +65,15 @@ def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) 
             most = max((int(total.get(resource, 0)) for total in totals), default=0)
             name = list(groups)[room]
             raise _no_room(name, groups[name], f"it has {len(totals)} nodes, with {most} at most")
+
+
+def _find(group: str) -> PlacementGroup | None:
+    """Of this supervisor's namespace."""
+    try:
+        place: PlacementGroup = ray.util.get_placement_group(group)
+    except ValueError:
+        return None
+    return place
 
 
 def _pool_of(name: str) -> str:

@@ -1,7 +1,8 @@
 """The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
 
-It outlives its launcher and is restarted by Ray; a new life adopts what the last one left, and links the chains anew.
-Its loop has a thread of its own, started with the actor, so that a restart needs nobody's call.
+It outlives its launcher and is restarted by Ray; a new life adopts what the last one left, ends what operators had sent
+away, and links the chains anew. Its loop has a thread of its own, started with the actor, so that a restart needs
+nobody's call.
 """
 
 import asyncio
@@ -23,10 +24,13 @@ from deploy.cluster import Cluster
 from deploy.cluster_config import ClusterConfig
 from deploy.groups import Heartbeat, Surroundings, WorkerGroup
 from deploy.limits import tokens_of_slot
+from deploy.model_folder import require_alike
+from deploy.ray_memory import Memory, forget_memory, load_memory
 from deploy.ray_orchestrator import OrchestratorKeeper, OrchestratorPlan
-from deploy.ray_places import Places, reserve
+from deploy.ray_places import RayRoom, check_room, group_sizes, node_resources
 from deploy.ray_spawner import RaySpawner
-from orchestrator.membership import ClusterView
+from deploy.roster import Roster
+from orchestrator.membership import ClusterView, Orders
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +67,20 @@ class SupervisorActor:
         self._config = config
         self._folder = folder
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
+        self._room = RayRoom(config.supervision.start_timeout_s)
         self._around = Surroundings(
-            RaySpawner(config.name, config.supervision.start_timeout_s, {}),
+            RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
             Heartbeat(config.supervision.heartbeat_s, config.supervision.dead_after_s),
             SystemClock(),
             self._report,
             self._changed,
+            room=self._room,
         )
+        self._sizes = group_sizes(config)
+        self._memory = Memory(Orders())
+        """As the next life will find it."""
         self._cluster = Cluster([], [], self._around)
+        self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
         self._max_tokens = config.generate.max_slot_tokens
         self._keeper: OrchestratorKeeper | None = None
         self._loop = asyncio.new_event_loop()
@@ -80,7 +90,9 @@ class SupervisorActor:
 
     def state(self) -> SupervisorState:
         """How things stand. Its answer is the supervisor's heartbeat."""
-        pids = {worker.name: worker.handle.pid for group in self._groups() for worker in tuple(group.workers.values())}
+        pids = {
+            worker.name: worker.handle.pid for group in self._cluster.groups for worker in tuple(group.workers.values())
+        }
         return replace(self._state, pids=pids)
 
     def stop(self) -> None:
@@ -99,8 +111,7 @@ class SupervisorActor:
             self._state = replace(self._state, phase="failed", error=text)
 
     async def _run(self) -> None:
-        places: Places = {}
-        serving = asyncio.create_task(self._serve(places))
+        serving = asyncio.create_task(self._serve())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -112,37 +123,68 @@ class SupervisorActor:
             await asyncio.gather(serving, stopping, return_exceptions=True)
             if self._keeper is not None:
                 await self._keeper.close()
+            await self._roster.close()
             await self._cluster.close()
-            for place in places.values():
-                ray.util.remove_placement_group(place)
+            for name in (*self._sizes, *self._memory.orders.stand_ins):  # of groups that were on their way, too
+                await self._room.release(name)
 
-    async def _serve(self, places: Places) -> None:
-        await reserve(self._config, places)
-        self._around = replace(
-            self._around,
-            spawner=RaySpawner(self._config.name, self._config.supervision.start_timeout_s, places),
-        )
-        self._cluster = self._make_cluster()
-        self._report(f"starting {self._config.num_workers} workers")
-        await self._cluster.start()
+    async def _serve(self) -> None:
+        before = load_memory(self._config.name)
+        if before is None:
+            await self._start_all()
+            self._memory.save(self._config.name)
+        else:
+            self._memory = before
+            await self._roster.adopt(before.orders)
         keeper = OrchestratorKeeper(self._plan(), self._view, self._around.heartbeat, self._around.clock)
+        keeper.orders, keeper.follow = self._memory.orders, self._follow
+        keeper.ports = self._memory.ports or keeper.ports
         self._keeper = keeper
         await keeper.start()
-        self._report(f"orchestrator serves on {self._config.orchestrator.host}:{keeper.port}")
-        self._state = replace(self._state, phase="running", port=keeper.port)
+        self._memory = replace(self._memory, ports=keeper.ports)
+        self._memory.save(self._config.name)
+        port = keeper.ports[0]
+        self._report(f"orchestrator serves on {self._config.orchestrator.host}:{port}")
+        self._state = replace(self._state, phase="running", port=port)
         await keeper.keep()
 
-    def _make_cluster(self) -> Cluster:
-        config, folder = self._config, self._folder
-        prefill, generation = [], []
-        for index in range(config.prefill.num_groups):
-            ranks = [config.worker(folder, "prefill", index, rank) for rank in range(config.prefill.num_ranks)]
-            links = ChainLinks(config.worker_host, config.supervision.dead_after_s)
-            prefill.append(WorkerGroup(f"prefill-{index}", ranks, self._around, links))
-        for index in range(config.generate.num_groups):
-            engine = config.worker(folder, "generate", index, 0)
-            generation.append(WorkerGroup(f"generate-{index}", [engine], self._around))
-        return Cluster(prefill, generation, self._around)
+    async def _start_all(self) -> None:
+        """The cluster's first life: all groups or none. Raises the first failure."""
+        check_room(node_resources(), self._sizes)
+        self._report(f"starting {self._config.num_workers} workers")
+        for name in self._sizes:
+            self._cluster.add(self._make_group(name, ""))
+        await self._cluster.start()
+
+    def _make_group(self, name: str, model: str) -> WorkerGroup:
+        """Implements deploy.roster.MakeGroup."""
+        role, _, number = name.partition("-")
+        if model:
+            require_alike(Path(model), self._folder)
+        section = self._config.prefill if role == "prefill" else self._config.generate
+        like = int(number) % section.num_groups  # what stands in for a group has its cores
+        ranks = range(self._config.prefill.num_ranks if role == "prefill" else 1)
+        workers = (self._config.worker(Path(model) if model else self._folder, role, like, rank) for rank in ranks)
+        links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
+        return WorkerGroup(
+            name,
+            [replace(worker, group=int(number)) for worker in workers],
+            self._around,
+            links if role == "prefill" else None,
+        )
+
+    def _follow(self, orders: Orders) -> Orders:
+        """With each heartbeat of the orchestrator: what operators want now. Returns what is kept of it."""
+        if orders != self._memory.orders:
+            memory = replace(self._memory, orders=orders)
+            try:
+                memory.save(self._config.name)
+            except RayError as error:
+                logger.warning("orders are not kept, and wait for another try: %s", error)
+                return self._memory.orders
+            self._memory = memory
+        self._roster.follow(orders)
+        return orders
 
     def _plan(self) -> OrchestratorPlan:
         from modeling.weights import load_config
@@ -156,15 +198,13 @@ class SupervisorActor:
             vocab_size=model.vocab_size,
             dtype=self._config.model.description,
             has_chat_template=Tokenizer.load(self._folder).has_chat_template,
-            layout_fingerprint=self._around.agreement.layout_fingerprint,
+            layout_fingerprint=self._cluster.groups[0].layout_fingerprint,
         )
         return OrchestratorPlan(self._config, self._folder, info, model.eos_token_ids)
 
     def _view(self) -> ClusterView:
-        return self._cluster.view(self._config.generate.num_slots, self._max_tokens)
-
-    def _groups(self) -> tuple[WorkerGroup, ...]:
-        return (*self._cluster.prefill, *self._cluster.generation)
+        view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)
+        return replace(view, absent=self._roster.absent)
 
     def _report(self, line: str) -> None:
         logger.info("%s", line)
@@ -185,3 +225,4 @@ def end_supervisor(namespace: str) -> None:
     with contextlib.suppress(RayError):  # it is killed next, whatever it answers
         ray.get(actor.stop.remote(), timeout=_STOP_S)
     ray.kill(actor)
+    forget_memory(namespace)

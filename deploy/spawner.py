@@ -1,7 +1,7 @@
-"""The port by which a supervisor gets workers: started somewhere, reachable by gRPC, and certain to end when killed.
+"""The ports by which a supervisor gets workers: started somewhere, reachable by gRPC, and certain to end when killed.
 
 Implementations: child processes (deploy.processes) and Ray actors (deploy.ray_spawner). Both pass one
-conformance suite.
+conformance suite. Workers on Ray take room that is reserved for their group (deploy.ray_places); child processes none.
 """
 
 from typing import Protocol
@@ -49,4 +49,18 @@ class Spawner(Protocol):
     async def start(self, config: WorkerConfig) -> WorkerHandle:
         """A worker that serves. Raises WorkerStartError with the worker's own reason, or UnavailableError when it
         ends or stays silent for too long; nothing of it is left then, nor after a cancelled call."""
+        ...
+
+
+class Room(Protocol):
+    """Where groups get the place that their workers take."""
+
+    async def reserve(self, group: str, num_workers: int) -> None:
+        """Returns when there is room for the group of that name, which is kept for it. May be called again. Raises
+        ConfigError when there is none, or none in time; nothing is kept then."""
+        ...
+
+    async def release(self, group: str) -> None:
+        """Gives back what was reserved for the group, also by an earlier supervisor; workers that are left there end.
+        Harmless when there is nothing."""
         ...

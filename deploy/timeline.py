@@ -31,7 +31,8 @@ def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
     shown = Interval(timings.received_ns, max(first_ns, pushed_ns))
     scale = _Scale(shown, _bar_width(width))
     queue = Interval(timings.received_ns, timings.leased_ns)
-    lines = [] if timings.width is None else [Text(timings.width.reason, style="dim")]
+    lines = [] if timings.placement is None else [Text(timings.placement.text, style="dim")]
+    lines += [] if timings.width is None else [Text(timings.width.reason, style="dim")]
     lines.append(_row("queue, slot", scale.bar([queue], "\u2591", "white"), f"{_seconds(queue) * 1e3:.0f} ms"))
     for rank in timings.ranks:
         lines.extend(_rank_rows(rank, scale))

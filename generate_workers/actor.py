@@ -12,6 +12,8 @@ from baton.clock import SystemClock
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder
+from modeling.node_store import disk_place
+from modeling.store_folder import allow_files, node_folder, share_bytes, sweep
 from modeling.threads import use_cores
 from modeling.weights import load_decoder
 from text.tokenizer import Tokenizer
@@ -33,14 +35,38 @@ class GenerationHost:
     host: str
     """Interface of the server."""
     engine: EngineConfig
+    cluster: str = ""
+    """Whose prefixes are kept on the node, and shared by all of its workers there."""
+    prefix_share: float = 0.0
+    """Part of the node's memory file system that they may take; 0: none are kept."""
+    prefix_disk: str = ""
+    """Folder of the node for what has no room there."""
+    prefix_disk_bytes: int = 0
+    """That they may take there; 0: nothing is kept there."""
 
     async def start(self) -> GenerationServer:
         """Returns the engine's server, which serves. Raises ModelError or ConfigError, one line."""
+        allow_files()
         decoder = await asyncio.to_thread(self._load)
         tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
         most = min(self.engine.max_slot_tokens, decoder.config.max_position)
         engine = replace(self.engine, max_slot_tokens=most)
-        return await GenerationServer.start(decoder, tokenizer, engine, clock=SystemClock(), host=self.host)
+        keeps = self.prefix_share > 0
+        disk = disk_place(self.cluster, self.prefix_disk, self.prefix_disk_bytes)
+        server = await GenerationServer.start(
+            decoder,
+            tokenizer,
+            engine,
+            clock=SystemClock(),
+            host=self.host,
+            prefix_folder=node_folder(self.cluster) if keeps else None,
+            prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
+            prefix_disk=disk if keeps else None,
+        )
+        await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
+        if disk is not None:
+            await asyncio.to_thread(sweep, disk.folder.parent)
+        return server
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)

@@ -5,15 +5,19 @@ Step 8 of a request's way (DESIGN.md, section 4). A row is a sequence of which `
 that prefills has many and takes them in chunks, so one rule serves both and a batch may mix them:
 
 1. every row that lacks one token runs it (a decode step never waits for a prefill);
-2. the other rows share `max_prefill_tokens` a step, in the order in which they joined.
+2. the other rows share what a step may prefill, in the order in which they joined: `max_prefill_tokens`, and beside
+   rows that decode no more than keeps the step within its bound (`step_bound`), but always a few.
 
 A row is known by the slot that it holds. Owned by the engine's thread; knows no tensors, no memory, no text.
 """
 
+import math
 from dataclasses import dataclass
 
 from baton.ids import SlotId
 from baton.types import TokenRange
+from generate_workers.step_bound import NO_DECODING, Decoding, PrefillWork, StepBound
+from planning.local_prefill import LEAST_STEP_TOKENS
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,10 @@ class StepPlan:
     """Rows that run exactly their last known token."""
     num_prefill_tokens: int
     """Tokens of all other spans."""
+    decoding: Decoding = NO_DECODING
+    """What its decode rows come to."""
+    prefill_work: float = 0.0
+    """What its other spans come to, as PrefillWork says."""
 
     def __bool__(self) -> bool:
         return bool(self.spans)
@@ -50,9 +58,14 @@ class _Progress:
 class Batcher:
     """The rows of the running batch and how far each has come."""
 
-    def __init__(self, max_prefill_tokens: int) -> None:
+    def __init__(
+        self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
+    ) -> None:
+        """Without a bound, max_prefill_tokens alone counts. The bound is told what steps took."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
+        self._bound = bound
+        self._work = work or PrefillWork()
         self._rows: dict[SlotId, _Progress] = {}
 
     def __len__(self) -> int:
@@ -74,20 +87,17 @@ class Batcher:
 
     def plan(self) -> StepPlan:
         """What to run next; empty when there are no rows. Changes nothing."""
-        budget = self._max_prefill_tokens
+        decoding = self._decoding()
+        budget = _Budget(self._max_prefill_tokens, self._max_work(decoding), self._work)
         spans = []
-        num_decode_rows = 0
         for slot, row in self._rows.items():
             num_tokens = row.num_known - row.num_cached
-            if num_tokens == 1:
-                num_decode_rows += 1
-            else:
-                num_tokens = min(num_tokens, budget)
-                budget -= num_tokens
+            if num_tokens != 1:
+                num_tokens = budget.take(row.num_cached, num_tokens)
             if num_tokens:
                 end = row.num_cached + num_tokens
                 spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
-        return StepPlan(tuple(spans), num_decode_rows, self._max_prefill_tokens - budget)
+        return StepPlan(tuple(spans), decoding.num_rows, budget.num_taken, decoding, budget.work_taken)
 
     def ran(self, plan: StepPlan) -> None:
         """The plan was run: its KV is in place."""
@@ -96,6 +106,43 @@ class Batcher:
             assert row.num_cached == span.tokens.start
             row.num_cached = span.tokens.end
 
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """The plan's step took that long, all that belongs to a step included."""
+        if self._bound is not None:
+            self._bound.observe(plan.decoding, plan.prefill_work, seconds)
+
     def sampled(self, slot: SlotId) -> None:
         """One more token of the row is known."""
         self._rows[slot].num_known += 1
+
+    def _decoding(self) -> Decoding:
+        contexts = [row.num_known for row in self._rows.values() if row.num_known - row.num_cached == 1]
+        return Decoding(len(contexts), sum(contexts))
+
+    def _max_work(self, decoding: Decoding) -> float:
+        """Of prefill, if there is any to be done: the bound is not asked for nothing."""
+        if self._bound is None or decoding.num_rows == len(self._rows):
+            return math.inf
+        return self._bound.max_work(decoding)
+
+
+class _Budget:
+    """What one step may prefill."""
+
+    def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
+        self.num_taken = 0
+        """Tokens."""
+        self.work_taken = 0.0
+        self._max_tokens = max_tokens
+        self._max_work = max_work
+        self._work = work
+
+    def take(self, start: int, num_tokens: int) -> int:
+        """How many of a row's tokens from `start` on run in this step."""
+        most = min(num_tokens, self._max_tokens - self.num_taken)
+        if self._max_work < math.inf:
+            fitting = self._work.num_fitting(start, self._max_work - self.work_taken)
+            most = min(most, max(fitting, LEAST_STEP_TOKENS - self.num_taken))
+        self.num_taken += most
+        self.work_taken += self._work.of(TokenRange(start, start + most))
+        return most

@@ -12,7 +12,8 @@ from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.types import LeaseRef
 from generate_workers.leases import Seat
-from generate_workers.rows import EventSink, GenerationRequest, Stream, Ticket
+from generate_workers.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from modeling.prefix_store import Filled
 
 
 class StreamBook:
@@ -34,8 +35,9 @@ class StreamBook:
         self._inbox: list[Stream] = []
         self._cancelled: list[Ticket] = []
         self._abandoned: list[Ticket] = []
+        self._saved: list[tuple[Row, Filled]] = []
 
-    def open(self, request: GenerationRequest, on_event: EventSink) -> Stream:
+    def open(self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink) -> Stream:
         """Enters a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream,
         ResourceExhaustedError when too many wait for a slot."""
         with self._condition:
@@ -46,7 +48,7 @@ class StreamBook:
             else:
                 self._take_place(ticket, request.params.n)
             self._next_ticket += 1
-            stream = self._open[ticket] = Stream(ticket, request, on_event)
+            stream = self._open[ticket] = Stream(ticket, request, on_event, on_filled)
             self._inbox.append(stream)
             self._condition.notify()
         return stream
@@ -66,6 +68,13 @@ class StreamBook:
                 self._abandoned.append(self._refs[ref])
                 self._woken = True
                 self._condition.notify()
+
+    def saved(self, row: Row, filled: Filled) -> None:
+        """Nobody reads the row's KV any more."""
+        with self._condition:
+            self._saved.append((row, filled))
+            self._woken = True
+            self._condition.notify()
 
     def wake(self) -> None:
         """Something changed that the engine may wait for."""
@@ -105,6 +114,12 @@ class StreamBook:
             abandoned, self._abandoned = self._abandoned, []
             cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
+
+    def take_saved(self) -> list[tuple[Row, Filled]]:
+        """Rows whose KV has been stored, or not, since the last call."""
+        with self._condition:
+            saved, self._saved = self._saved, []
+            return saved
 
     def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
         """Ends a stream's wait with the slots that `occupy` finds: whoever asks for a place meanwhile counts it neither

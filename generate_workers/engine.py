@@ -2,8 +2,8 @@
 
 Step 8 of a request's way (DESIGN.md, section 4). A stream's life: `submit` (any thread) puts it into the inbox; between
 two steps it joins the batch, when its lease is committed or, without a lease, when a slot is free; every step runs one
-forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out. When
-memory runs out meanwhile, young rows pause (`running`).
+forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out, or
+once its KV is stored (`answer_saving`). When memory runs out meanwhile, young rows pause (`running`).
 
 A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
 for the first of them; when its KV is in place the others get a copy, and all draw their first tokens from one row of
@@ -20,15 +20,18 @@ from functools import partial
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
 from baton.types import FinishReason, SampledToken, TokenEvent
+from generate_workers.answer_saving import Answer, AnswerSaver
 from generate_workers.batcher import Batcher, StepPlan
 from generate_workers.book import StreamBook
 from generate_workers.engine_config import EngineConfig, EngineStatus, StepStats
 from generate_workers.leases import Seat, Standing
-from generate_workers.rows import EventSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
 from generate_workers.running import RunningRows
 from generate_workers.slots import SlotTable
+from generate_workers.step_bound import PrefillWork, StepBound
 from generate_workers.step_runner import StepRunner
 from modeling.decoder import Decoder
+from modeling.prefix_store import Filled
 from text.tokenizer import Tokenizer
 
 __all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
@@ -40,8 +43,17 @@ class GenerationEngine:
     """Owns the batch. Make it, `start` it, `submit` and `cancel` from any thread, `close` it."""
 
     def __init__(
-        self, decoder: Decoder, tokenizer: Tokenizer, slots: SlotTable, clock: Clock, config: EngineConfig
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        slots: SlotTable,
+        clock: Clock,
+        config: EngineConfig,
+        *,
+        saver: AnswerSaver | None = None,
     ) -> None:
+        """`saver`: where answers are stored; the engine's from now on."""
+        self._saver = saver
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._slots = slots
@@ -51,7 +63,8 @@ class GenerationEngine:
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # The engine thread's own:
-        self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step))
+        bound, work = StepBound(config.max_step_stretch), PrefillWork.of_model(decoder.config)
+        self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step, bound, work))
         self._runner = StepRunner(decoder, slots.memory.residency)
         self._waiting: deque[Stream] = deque()
         self._leased: dict[Ticket, Stream] = {}
@@ -71,11 +84,15 @@ class GenerationEngine:
             self._thread.join()
         else:
             self._end_all()
+        if self._saver is not None:
+            self._saver.close()
         self._slots.memory.residency.close()
 
-    def submit(self, request: GenerationRequest, on_event: EventSink) -> Ticket:
+    def submit(
+        self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink = lambda filled: None
+    ) -> Ticket:
         """Opens a stream; from then on `on_event` is called on the engine's thread, the last time for each choice with
-        a finish reason.
+        a finish reason; after all that `on_filled`, once, if the request's answers are to be stored.
 
         Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
         LeaseExpiredError for a lease that does not hold, ResourceExhaustedError when too many requests wait for a slot,
@@ -89,7 +106,7 @@ class GenerationEngine:
                 raise InvalidArgumentError(
                     f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
                 )
-        return self._book.open(request, on_event).ticket
+        return self._book.open(request, on_event, on_filled).ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """Ends a stream between this step and the next, its lease or slots with it. Idempotent. Any thread."""
@@ -128,6 +145,7 @@ class GenerationEngine:
                 num_weight_bytes=self._runner.num_weight_bytes,
                 num_link_bytes=self._runner.num_link_bytes - link_bytes,
             )
+            self._running.batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
         try:
@@ -146,6 +164,8 @@ class GenerationEngine:
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
 
     def _take_messages(self) -> None:
+        for row, filled in self._book.take_saved():
+            self._end_saving(row, filled)
         came, cancelled = self._book.take()
         for stream in came:
             if stream.request.lease_ref is None:
@@ -168,8 +188,8 @@ class GenerationEngine:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
                 continue
             del self._leased[stream.ticket]
-            leader = self._join(stream, seats, num_cached=stream.request.num_tokens)
-            if leader is not None:
+            leader = self._join(stream, seats)
+            if leader is not None and leader.first is not None:
                 self._begin_pushed(leader)
 
     def _begin_pushed(self, leader: Row) -> None:
@@ -200,7 +220,7 @@ class GenerationEngine:
             if seats is None:
                 return
             self._waiting.popleft()
-            self._join(stream, seats, num_cached=0)
+            self._join(stream, seats)
 
     def _resume(self) -> bool:
         """Preempted rows come back; whether none waits. One for which there is no memory although nothing runs ends."""
@@ -210,7 +230,7 @@ class GenerationEngine:
             except ResourceExhaustedError as error:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
-    def _join(self, stream: Stream, seats: list[Seat], num_cached: int) -> Row | None:
+    def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
         """The first choice's row, which joins the batch; the others follow it. None, and the stream ended, when rows
         cannot be made."""
         try:
@@ -224,7 +244,7 @@ class GenerationEngine:
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return None
         stream.rows, stream.has_rows = list(rows), True
-        self._running.add(rows, num_cached)
+        self._running.add(rows, seats[0].num_cached)
         return rows[0]
 
     def _run_plan(self, plan: StepPlan) -> None:
@@ -246,7 +266,8 @@ class GenerationEngine:
             self._accept(row, token)
 
     def _accept(self, row: Row, token: SampledToken) -> None:
-        """A row's next token: its event goes out, after its slot is freed if it is the last."""
+        """A row's next token: its event goes out. If it is the last, its slot is freed before, unless its KV is to be
+        stored: then once it is."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
             return
@@ -259,10 +280,36 @@ class GenerationEngine:
         if event.finish is None:
             self._running.batcher.sampled(row.slot)
         else:
-            self._free(row)
-            if not stream.rows:
+            stream.rows.remove(row)
+            if not self._save(row):
+                self._running.remove(row)
+            if stream.is_over:
                 self._book.forget(stream)
         self._emit(stream, event)
+        if stream.is_over:
+            self._tell_filled(stream)
+
+    def _save(self, row: Row) -> bool:
+        """Whether the ended row's KV is on its way to the store; `_end_saving` frees its slot then."""
+        stream, naming = row.stream, row.stream.request.naming
+        if self._saver is None or naming is None or self._saver.is_busy:
+            return False
+        self._running.retire(row)
+        stream.saving.append(row)
+        reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # nobody ran the last one
+        self._saver.save(Answer(reader, token_ids, naming, partial(self._book.saved, row)))
+        return True
+
+    def _end_saving(self, row: Row, filled: Filled) -> None:
+        stream = row.stream
+        if row not in stream.saving:  # it was given up
+            return
+        stream.saving.remove(row)
+        self._running.remove(row)
+        stream.add_filled(filled)
+        if stream.is_over:
+            self._book.forget(stream)
+            self._tell_filled(stream)
 
     def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
         """Ends a stream in whatever stage it is, without another token."""
@@ -272,11 +319,14 @@ class GenerationEngine:
         finally:
             for choice, num_output in choices:
                 self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
+            self._tell_filled(stream)
 
     def _leave(self, stream: Stream) -> None:
         """Takes a stream out of whatever stage it is in, and frees what it holds."""
         for row in list(stream.rows):
             self._free(row)
+        while stream.saving:
+            self._running.remove(stream.saving.pop())
         if self._leased.pop(stream.ticket, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)
@@ -294,6 +344,11 @@ class GenerationEngine:
         except Exception:
             logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
             self.cancel(stream.ticket)
+
+    def _tell_filled(self, stream: Stream) -> None:
+        """The last that is heard of a stream whose answers are stored."""
+        if stream.request.naming is not None:
+            stream.on_filled(stream.filled)
 
     def _end_all(self) -> None:
         """Ends every open stream; the engine is closed, so no other can come."""

@@ -15,7 +15,7 @@ class EngineConfig:
     max_slot_tokens: int = 8192
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: int = 256
-    """Tokens of local prefill in one step, over all rows: what a prefill may add to the time between two tokens."""
+    """Tokens of local prefill in one step, over all rows."""
     max_waiting: int = 64
     """Choices that may wait for a slot to prefill locally, those that a free slot awaits not counted."""
     residency: str = "device"
@@ -29,12 +29,19 @@ class EngineConfig:
     """By which a row is expected to grow yet, when it is taken on: less packs more rows, and preempts more often."""
     num_engines: int = 1
     """That share the machine's memory, this one included."""
+    max_step_stretch: float = 1.5
+    """How many times as long a step may take for the sake of local prefill, where rows decode: what a prefill may add
+    to the time between two tokens, but that a few tokens run in any step. inf: no bound."""
 
     def __post_init__(self) -> None:
         counts = ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting")
         for name in (*counts, "growth_tokens", "num_engines"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use at least 1")
+        if not self.max_step_stretch >= 1:
+            raise ConfigError(
+                f"max_step_stretch = {self.max_step_stretch!r} is out of range: use 1 (as little as can be) or more"
+            )
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use 0 (derived) or more")

@@ -4,7 +4,7 @@ Steps 3 and 7 of a request's way (DESIGN.md, section 4). Plain values without a 
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
-              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer was still inside
+              +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was still inside
 
     FREE -> HELD -> ACTIVE -> FREE      of a further choice of a lease: starts and ends with the lease's own slot
 """
@@ -38,7 +38,7 @@ class SlotState(Enum):
     ACTIVE = "active"
     """A row of the batch; not timed, the row's end frees it."""
     QUARANTINED = "quarantined"
-    """Freed, but a writer has not left: its memory is held until then."""
+    """Freed, but a writer or reader has not left: its memory is held until then."""
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
@@ -56,9 +56,9 @@ class SlotMove(Enum):
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """As FREE, with writers inside."""
+    """As FREE, with writers or readers inside."""
     EMPTY = "empty"
-    """The last writer of a quarantined slot has left."""
+    """The last of them has left a quarantined slot."""
 
 
 TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
@@ -95,6 +95,10 @@ class Standing(Enum):
     """The lease was aborted, or never was."""
 
 
+STANDINGS: Mapping[SlotState, Standing] = {SlotState.LEASED: Standing.PENDING, SlotState.COMMITTED: Standing.READY}
+"""Of leases whose rows have not joined."""
+
+
 @dataclass
 class Claim:
     """One life of a slot: made when it is claimed, dropped when it is freed. Owned by the SlotTable."""
@@ -102,14 +106,16 @@ class Claim:
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """What has been pushed of the leased tokens; complete from the start for a local row."""
+    """What is there of the first `num_cached` tokens."""
     num_tokens: int
-    """Tokens whose KV is pushed: positions [0, num_tokens)."""
+    """Tokens that the claim was made for."""
+    num_cached: int
+    """Those whose KV is pushed, or copied from blocks: positions [0, num_cached). The row computes the others."""
     ttl_s: float
     deadline_s: float
     """When the claim ends by itself (Clock.now_s()), while it is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
-    """Each choice's first token; known from commit on."""
+    """Each choice's first token; known from commit on. None where the row computes it."""
     held: "tuple[Slot, ...]" = ()
     """The slots of further choices, until they are rows: they end with this claim."""
     expired: bool = False
@@ -124,13 +130,14 @@ class Claim:
 
 
 class Slot:
-    """One slot: its state, its present claim, and how many writers are inside. Owned by the SlotTable."""
+    """One slot: its state, its present claim, and how many are inside. Owned by the SlotTable."""
 
     def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
         self._memory = memory
         self.state = SlotState.FREE
-        self.num_writers = 0
+        self.num_inside = 0
+        """Writers and readers of its memory."""
         self.claim: Claim | None = None
         self.last_expired: Stamp | None = None
         """The stamp of the claim that ended last, if it ended by expiry."""
@@ -150,7 +157,7 @@ class Slot:
         self._move(move)
 
     def end(self, *, expired: bool = False) -> None:
-        """Ends the claim: the stamp is refused from now on, and memory goes when the last writer has left."""
+        """Ends the claim: the stamp is refused from now on, and memory goes when nobody is inside any more."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -158,17 +165,17 @@ class Slot:
         claim.wake_all()
         for slot in claim.held:
             slot.end()
-        if self.num_writers:
+        if self.num_inside:
             self._move(SlotMove.QUARANTINE)
         else:
             self._move(SlotMove.FREE)
             self._drop()
 
     def leave(self) -> bool:
-        """One writer has left; returns whether that freed the slot."""
-        assert self.num_writers > 0
-        self.num_writers -= 1
-        if self.state is not SlotState.QUARANTINED or self.num_writers:
+        """One writer or reader has left; returns whether that freed the slot."""
+        assert self.num_inside > 0
+        self.num_inside -= 1
+        if self.state is not SlotState.QUARANTINED or self.num_inside:
             return False
         self._move(SlotMove.EMPTY)
         self._drop()
@@ -193,6 +200,8 @@ class Seat:
     row: RowKv
     first: SampledToken | None
     """The choice's first token, when the KV was pushed."""
+    num_cached: int = 0
+    """Tokens whose KV is in place."""
 
 
 @dataclass(frozen=True)

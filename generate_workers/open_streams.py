@@ -16,6 +16,7 @@ from baton.ids import RequestId, StreamNumber
 from baton.types import FinishReason, TokenEvent
 from generate_workers.engine import GenerationEngine
 from generate_workers.rows import GenerationRequest, Ticket
+from modeling.prefix_store import Filled
 
 
 @dataclass(eq=False)
@@ -30,6 +31,8 @@ class OpenStream:
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Choices that have not ended."""
+    filled: Filled | None = None
+    """What was stored of the answers; the last that the engine says, where they are to be."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
     """Ends the stream; running while nobody reads."""
@@ -39,6 +42,16 @@ class OpenStream:
         self.events.append(event)
         self.num_open -= event.finish is not None
         self.changed.set()
+
+    def fill(self, filled: Filled) -> None:
+        """The engine's last word."""
+        self.filled = filled
+        self.changed.set()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the engine has nothing more to say."""
+        return not self.num_open and (self.filled is not None or self.request.naming is None)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
         """Whether it is this request's, and the choices' outputs began like that."""
@@ -53,9 +66,9 @@ class OpenStream:
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
     async def follow(self, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """All events after the first `num_done` tokens of each choice, to the last."""
+        """All events after the first `num_done` tokens of each choice, to the last; returns when all is over."""
         position = 0
-        while position < len(self.events) or self.num_open:
+        while position < len(self.events) or not self.is_over:
             if position == len(self.events):
                 self.changed.clear()
                 await self.changed.wait()
@@ -75,14 +88,15 @@ class OpenStreams:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
-        self._delivered: deque[tuple[OpenStream, TokenEvent]] = deque()
+        self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
         """On their way from the engine's thread to the loop."""
         self._wake_due = False
 
     def open(self, request: GenerationRequest, number: StreamNumber, keep_s: float) -> OpenStream:
         """Submits a request to the engine, and raises what that raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
-        stream.ticket = self._engine.submit(request, partial(self._deliver, stream))
+        deliver = partial(self._deliver, stream)
+        stream.ticket = self._engine.submit(request, deliver, deliver)
         self._streams.add(stream)
         return stream
 
@@ -124,7 +138,7 @@ class OpenStreams:
             if stream.expiry is not None:
                 stream.expiry.cancel()
 
-    def _deliver(self, stream: OpenStream, event: TokenEvent) -> None:
+    def _deliver(self, stream: OpenStream, event: TokenEvent | Filled) -> None:
         """On the engine's thread: a step's events share a wake-up of the loop, which takes a system call."""
         self._delivered.append((stream, event))
         if not self._wake_due:
@@ -135,12 +149,15 @@ class OpenStreams:
         self._wake_due = False  # before it looks: what comes later wakes again
         while self._delivered:
             stream, event = self._delivered.popleft()
-            stream.append(event)
+            if isinstance(event, Filled):
+                stream.fill(event)
+            else:
+                stream.append(event)
 
     def _lose(self, stream: OpenStream) -> None:
         """Nobody reads any more."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
-        if stream in self._streams and stream.keep_s and has_run:
+        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
             stream.expiry = self._loop.call_later(stream.keep_s, self._end, stream)
         else:
             self._end(stream)

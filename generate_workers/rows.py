@@ -11,10 +11,12 @@ from typing import NewType
 
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId
+from baton.prefix_blocks import BlockNaming
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
 from generate_workers.leases import Seat
 from modeling.config import ModelConfig
+from modeling.prefix_store import Filled
 from modeling.sampling import SamplerState
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
@@ -23,6 +25,9 @@ Ticket = NewType("Ticket", int)
 """One stream of one engine: the number that `GenerationEngine.submit` gave it."""
 EventSink = Callable[[TokenEvent], None]
 """Where a stream's events go; called on the engine's thread, must neither block nor raise."""
+
+FilledSink = Callable[[Filled], None]
+"""Where it goes what was stored of a stream's answers; likewise."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class GenerationRequest:
     """Tokens that the request's stream already has; empty at the first attempt, and with several choices."""
     params: SamplingParams
     lease_ref: LeaseRef | None = None
-    """Where the KV of prompt_ids and output_ids is pushed to; None: prefill locally."""
+    """Where the KV of prompt_ids and output_ids is pushed to, or of some of them is; None: prefill locally."""
+    naming: BlockNaming | None = None
+    """Of the blocks of its answers, which are to be stored; None: they are not."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,15 +91,30 @@ class GenerationRequest:
 @dataclass(eq=False)
 class Stream:
     """An open request: each of its choices will get exactly one terminal event. Owned by the engine's thread, except
-    the first three, which do not change."""
+    the first four, which do not change."""
 
     ticket: Ticket
     request: GenerationRequest
     on_event: EventSink
+    on_filled: FilledSink = lambda filled: None
     rows: "list[Row]" = field(default_factory=list)
     """Of the choices that run, once the stream has its slots."""
+    saving: "list[Row]" = field(default_factory=list)
+    """Of choices that have ended: they hold their slots until their KV is stored."""
+    filled: Filled = field(default_factory=Filled)
+    """What was stored of them."""
     has_rows: bool = False
     """Whether it has, or had, its slots."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of it, once it had rows."""
+        return not (self.rows or self.saving)
+
+    def add_filled(self, filled: Filled) -> None:
+        """What was stored of one choice."""
+        stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
+        self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
 
     def open_choices(self) -> list[tuple[int, int]]:
         """`(choice, output tokens so far)` of each choice that has not ended."""

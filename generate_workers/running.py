@@ -28,7 +28,7 @@ class RunningRows:
     slots: SlotTable
     batcher: Batcher
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Those with a seat."""
+    """Those with a seat, those included that have retired."""
     waiting: list[Row] = field(default_factory=list)
     """Preempted, the oldest first."""
     num_preemptions: int = 0
@@ -51,6 +51,10 @@ class RunningRows:
         for row in followers:
             self.slots.memory.residency.copy(leader.slot, row.slot, num_tokens)
             self.batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
+
+    def retire(self, row: Row) -> None:
+        """The row has its last token; what it holds stays, until it is removed."""
+        self.batcher.leave(row.slot)
 
     def remove(self, row: Row) -> None:
         """The row has ended; what it holds is free."""

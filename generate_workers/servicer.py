@@ -5,25 +5,33 @@ engine's thread. The calls' errors become statuses in the interceptor that trans
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
 
 from baton import __version__
 from baton.clock import Clock
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId, StreamNumber
+from baton.prefix_blocks import BlockNaming
 from baton.proto_types import kv_ledger_to_proto
+from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout
-from baton.v1 import generate_pb2, generate_pb2_grpc
+from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.engine import EngineConfig, GenerationEngine, StepStats
 from generate_workers.machine_memory import make_memory
 from generate_workers.open_streams import OpenStreams
+from generate_workers.prefixes import GroupPrefixes
 from generate_workers.rows import GenerationRequest
+from generate_workers.shared_stream import Said, SharedStream
 from generate_workers.slots import SlotTable
 from modeling.decoder import Decoder
+from modeling.node_store import DiskPlace
+from modeling.prefix_store import PrefixStore
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -31,20 +39,56 @@ from transport.proto_types import event_to_proto, history_from_proto, lease_ref_
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
+_MESSAGE_BYTES = 2**20
+"""What a message of many streams' events holds at most, unless a single event is larger."""
+
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
-    """Serves baton.v1.GenerationGroup over a running engine."""
+    """Serves baton.v1.GenerationGroup over a running engine. `prefixes`: of its node, if it keeps any."""
 
-    def __init__(self, engine: GenerationEngine, layout: KvLayout) -> None:
+    def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
+        self.prefixes = prefixes
         self._streams = OpenStreams(engine)
         self._layout = layout
 
-    async def Stream(
-        self, request: generate_pb2.StreamRequest, context: Context
-    ) -> AsyncIterator[generate_pb2.TokenEvent]:
-        """Streams a request's events up to the last choice's terminal event."""
+    async def Streams(
+        self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
+    ) -> AsyncIterator[generate_pb2.StreamEvents]:
+        """Streams the events of all that the commands open, until those have ended and no more commands come."""
+        shared = SharedStream[generate_pb2.TokenEvent]()
+        obeying = asyncio.create_task(self._obey(commands, shared))
+        try:
+            async with aclosing(shared.batches()) as batches:
+                async for batch in batches:
+                    for message in messages_of(batch):
+                        yield message
+            await obeying  # raises what it failed with
+        finally:
+            obeying.cancel()
+            await asyncio.gather(obeying, return_exceptions=True)
+            await shared.close()
+
+    async def _obey(
+        self,
+        commands: AsyncIterator[generate_pb2.StreamCommand],
+        shared: SharedStream[generate_pb2.TokenEvent],
+    ) -> None:
+        try:
+            async for command in commands:
+                if command.WhichOneof("command") == "open":
+                    shared.add(StreamNumber(command.open.number), self._events(command.open))
+                else:
+                    shared.leave(StreamNumber(command.leave))
+        finally:
+            shared.complete()
+
+    async def _events(self, request: generate_pb2.StreamRequest) -> AsyncGenerator[generate_pb2.TokenEvent, None]:
+        """Opens a stream, or takes one over: its events up to the last choice's terminal one, then what was stored of
+        its answers."""
         asked = request_from_proto(request)
+        if self.prefixes is None:
+            asked = replace(asked, naming=None)
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
             stream = self._streams.take_over(asked, StreamNumber(request.number), outputs)
@@ -54,11 +98,21 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         async with aclosing(self._streams.read(stream, [len(output) for output in outputs])) as events:
             async for event in events:
                 yield event_to_proto(event)
+        if stream.filled is not None:
+            stored = generate_pb2.StoredBlocks(stored=stream.filled.stored, evicted=stream.filled.evicted)
+            yield generate_pb2.TokenEvent(stored=stored)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
         """Ends a stream, also one that outlived its call."""
         self._streams.cancel(StreamNumber(request.number))
         return generate_pb2.CancelReply()
+
+    async def ListPrefixBlocks(
+        self, request: common_pb2.ListPrefixBlocksRequest, context: Context
+    ) -> common_pb2.ListPrefixBlocksReply:
+        """All that the node's store holds."""
+        blocks = await asyncio.to_thread(self.prefixes.store.names) if self.prefixes is not None else []
+        return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:
         """Lets kept streams go; once no call runs."""
@@ -70,7 +124,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         """Answers a heartbeat; UNAVAILABLE when the engine has failed, so that the worker is replaced."""
         status = self.engine.status()
         ledger = status.ledger
-        return generate_pb2.GenerationStatus(
+        answer = generate_pb2.GenerationStatus(
             num_slots=ledger.num_slots,
             num_free=ledger.num_free,
             num_leased=ledger.num_leased,
@@ -89,6 +143,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             imbalance=ledger.imbalance,
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
         )
+        if self.prefixes is not None:
+            await _add_prefixes(answer, self.prefixes)
+        return answer
 
     def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
         rows = max(step.num_decode_rows, 1)
@@ -110,6 +167,12 @@ class GenerationServer:
         self._server = server
         self._servicer = servicer
 
+    @property
+    def prefixes(self) -> PrefixStore | None:
+        """The node's, if this group uses any."""
+        prefixes = self._servicer.prefixes
+        return prefixes.store if prefixes is not None else None
+
     @classmethod
     async def start(
         cls,
@@ -120,19 +183,29 @@ class GenerationServer:
         clock: Clock,
         host: str,
         port: int = 0,
+        prefix_folder: Path | None = None,
+        prefix_bytes: int = 0,
+        prefix_disk: DiskPlace | None = None,
     ) -> Self:
         """Serves on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it.
+        Slots may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user,
+        and answers go there: up to `prefix_bytes` are kept, and more on disk, if there is a place.
 
-        Raises ConfigError when it cannot listen there, and for memory that cannot be had.
+        Raises ConfigError when it cannot listen there or make that folder, and for memory that cannot be had.
         """
         memory = make_memory(decoder, config)
         server = make_server()
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
-        engine = GenerationEngine(decoder, tokenizer, slots, clock, config)
-        servicer = GenerationServicer(engine, decoder.layout)
+        prefixes = None
+        if prefix_folder is not None:
+            prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+        engine = GenerationEngine(
+            decoder, tokenizer, slots, clock, config, saver=prefixes.saver if prefixes is not None else None
+        )
+        servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
-        KvReceiverServicer(slots).add_to(server)
+        KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None).add_to(server)
         await server.start()
         engine.start()
         return cls(server, servicer, slots, bound)
@@ -142,6 +215,42 @@ class GenerationServer:
         await self._server.stop(grace_s)
         self._servicer.close()
         await asyncio.to_thread(self.engine.close)
+        prefixes, self._servicer.prefixes = self._servicer.prefixes, None
+        if prefixes is not None:
+            await prefixes.close()
+
+
+async def _add_prefixes(status: generate_pb2.GenerationStatus, prefixes: GroupPrefixes) -> None:
+    holdings = await asyncio.to_thread(prefixes.store.holdings)
+    status.prefix_store = prefixes.store.identity
+    status.prefix_bytes, status.num_prefix_blocks = holdings.num_bytes, holdings.num_blocks
+    status.prefix_room_bytes = holdings.bound_bytes
+    status.num_prefix_bytes_read = prefixes.loader.num_bytes
+    status.num_prefix_disk_bytes_read = prefixes.loader.num_disk_bytes
+    status.num_prefix_bytes_stored = prefixes.saver.num_bytes
+
+
+def messages_of(batch: Sequence[Said[generate_pb2.TokenEvent]]) -> Iterator[generate_pb2.StreamEvents]:
+    """What was said, in order, in messages that their reader takes: one, unless prompts' logprobs are in it."""
+    events: list[generate_pb2.StreamEvent] = []
+    num_bytes = 0
+    for said in batch:
+        event = generate_pb2.StreamEvent(number=said.number, event=said.message, end=_end_to_proto(said))
+        if events and num_bytes + event.ByteSize() > _MESSAGE_BYTES:
+            yield generate_pb2.StreamEvents(events=events)
+            events, num_bytes = [], 0
+        events.append(event)
+        num_bytes += event.ByteSize()
+    yield generate_pb2.StreamEvents(events=events)
+
+
+def _end_to_proto(said: Said[generate_pb2.TokenEvent]) -> generate_pb2.StreamEnd | None:
+    if said.message is not None:
+        return None
+    if (error := said.error) is None:
+        return generate_pb2.StreamEnd()
+    retry_s = error.retry_after_s if isinstance(error, ResourceExhaustedError) else None
+    return generate_pb2.StreamEnd(error=name_of(error), text=str(error)[:MAX_TEXT_CHARS], retry_after_s=retry_s or 0.0)
 
 
 def _checked_keep(keep_s: float) -> float:
@@ -161,4 +270,11 @@ def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest
         output_ids=history.output_ids,
         params=history.params,
         lease_ref=lease_ref_from_proto(message.lease) if message.HasField("lease") else None,
+        naming=_naming_from_proto(message.store) if message.HasField("store") else None,
     )
+
+
+def _naming_from_proto(message: generate_pb2.BlockNaming) -> BlockNaming:
+    if not message.block_tokens:
+        raise InvalidArgumentError("store.block_tokens = 0 is out of range: say how many tokens a block has")
+    return BlockNaming(message.block_tokens, message.salt)

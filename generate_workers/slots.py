@@ -2,7 +2,8 @@
 
 Steps 3, 7 and 8 of a request's way (DESIGN.md, sections 4 and 5). The table is a transport.kv_sink.KvSink, so
 leasing, pushing and committing happen on the process's asyncio loop; the engine's thread occupies, activates, expires
-and releases. One lock guards everything; it is held for bookkeeping and for copying one piece, never while waiting.
+and releases; threads that copy blocks write and read. One lock guards everything; it is held for bookkeeping and for
+copying one piece, never while waiting.
 """
 
 import math
@@ -20,9 +21,10 @@ from baton.errors import (
 )
 from baton.ids import SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
-from generate_workers.leases import Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
+from generate_workers.leases import STANDINGS, Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
 from generate_workers.memory import KvMemory
 from generate_workers.residency.port import KvBytes
+from generate_workers.slot_access import SlotReader, SlotWriter
 from generate_workers.spec_checks import check_spec, check_ttl
 from generate_workers.waiting import LoopWaiter
 from transport.coverage import Added, Coverage
@@ -63,15 +65,15 @@ class SlotTable:
 
     @property
     def num_slots(self) -> int:
-        """In all states."""
         return len(self._slots)
 
     # On the loop: the KvSink.
 
-    def reserve(self, request: ReserveSpec) -> Lease:
-        """Leases a free slot, with memory for its tokens and some growth, and holds one for each further choice. Raises
-        ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError that names the
-        field that is out of its limits."""
+    def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
+        """Leases a free slot, with memory for its tokens and some growth, and holds one for each further choice. The
+        caller writes the first `num_present_tokens` as a writer of its own, then calls `complete_locally` if nobody
+        pushes. Raises ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError
+        that names the field that is out of its limits."""
         num_tokens, capacity = request.num_tokens, request.capacity_tokens
         check_spec(request, len(self._slots), self.max_slot_tokens)
         self._memory.check(num_tokens, capacity, request.num_choices)
@@ -83,7 +85,8 @@ class SlotTable:
             need = self._memory.need(num_tokens, capacity, request.num_choices)
             if shortage := self._memory.shortage(need, self._owed):
                 raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
-            claims = self._claims(slots, num_tokens, capacity, request.ttl_s)
+            num_cached = num_present_tokens if request.prefills_locally else num_tokens
+            claims = self._claims(slots, num_tokens, capacity, num_cached=num_cached, ttl_s=request.ttl_s)
             claim = claims[0]
             claim.held = tuple(slots[1:])
             for slot, each in zip(slots, claims, strict=True):
@@ -95,6 +98,7 @@ class SlotTable:
             num_tokens=request.num_tokens,
             endpoint=self._endpoint,
             ttl_s=request.ttl_s,
+            num_present_tokens=num_present_tokens,
         )
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
@@ -107,17 +111,16 @@ class SlotTable:
             self._changed = True
 
     @contextmanager
-    def open_push(self, ref: LeaseRef) -> Iterator["SlotWriter"]:
+    def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
         """Counts a writer in and out: the slot is not claimed anew before its last writer has left. Renews."""
         with self._changing():
             claim = self._present(ref)
             self._touch(claim)
-            self._slots[ref.slot].num_writers += 1
+            self._slots[ref.slot].num_inside += 1
         try:
-            yield SlotWriter(self, claim)
+            yield SlotWriter(claim, self._write)
         finally:
-            with self._changing():
-                self._changed |= self._slots[ref.slot].leave()
+            self._leave(claim)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Completes the lease with each choice's first token, once every byte is in; returns the bytes of its tokens.
@@ -142,6 +145,16 @@ class SlotTable:
             self._complete(self._present(ref), tuple(firsts))
         return claim.num_tokens * self._layout.token_bytes
 
+    def complete_locally(self, ref: LeaseRef) -> None:
+        """All that a lease begins with is in, and its row computes the rest. Any thread. StaleStampError or
+        LeaseExpiredError when it has ended."""
+        with self._changing():
+            claim = self._present(ref)
+            assert claim.num_cached < claim.num_tokens and claim.coverage.complete
+            self._slots[ref.slot].advance(SlotMove.COMMIT)
+            self._touch(claim)
+            self._changed = True
+
     def abort(self, ref: LeaseRef) -> None:
         """Ends the lease: the slot is free once its last writer has left; rows that it has become are told to leave.
         Idempotent; a stale stamp changes nothing here."""
@@ -156,8 +169,8 @@ class SlotTable:
     # On the engine's thread.
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
-        """Claims slots for rows of `num_tokens` tokens that prefill locally; None when too few, or too little memory,
-        is free. Raises ResourceExhaustedError when a device has less than it was said to have."""
+        """Claims slots for rows of `num_tokens` tokens, all computed here; None when too few, or too little memory, is
+        free. Raises ResourceExhaustedError when a device has less than it was said to have."""
         with self._changing():
             slots = self._free_slots(num_choices)
             if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
@@ -194,18 +207,25 @@ class SlotTable:
             lease = self._present(ref)
             slots, lease.held = (self._slots[ref.slot], *lease.held), ()
             seats = []
-            for slot, first in zip(slots, lease.firsts, strict=True):
+            for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
                 slot.advance(SlotMove.ACTIVATE)
                 assert slot.claim is not None
-                seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first))
+                num_cached = lease.num_cached if slot is slots[0] else 0
+                seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
         return seats
+
+    def open_read(self, ref: LeaseRef) -> SlotReader:
+        """Counts a reader of an active slot in, until it closes. Its row must write nothing more."""
+        with self._changing():
+            slot = self._active(ref)
+            assert slot.claim is not None
+            slot.num_inside += 1
+            return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
         """Frees an active row's slot; the row must not touch its buffer again."""
         with self._changing():
-            slot = self._find(ref)
-            assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
-            slot.end()
+            self._active(ref).end()
             self._changed = True
 
     def standing(self, ref: LeaseRef) -> Standing:
@@ -214,14 +234,10 @@ class SlotTable:
             slot = self._find(ref)
             if slot is None or slot.claim is None:
                 return Standing.EXPIRED if self._has_expired(ref) else Standing.GONE
-            if slot.state is SlotState.LEASED:
-                return Standing.PENDING
-            if slot.state is SlotState.COMMITTED:
-                return Standing.READY
-            return Standing.RUNNING
+            return STANDINGS.get(slot.state, Standing.RUNNING)
 
     def leased_tokens(self, ref: LeaseRef) -> int:
-        """How many tokens' KV is pushed under this lease. StaleStampError or LeaseExpiredError when it has ended."""
+        """How many tokens this lease is for. StaleStampError or LeaseExpiredError when it has ended."""
         with self._changing():
             return self._present(ref).num_tokens
 
@@ -233,8 +249,8 @@ class SlotTable:
     def next_deadline_s(self) -> float:
         """When `expire` will next have something to do, as things stand (Clock.now_s()); infinity for never."""
         with self._lock:
-            timed = (slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed)
-            return min(timed, default=math.inf)
+            timed = [slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed]
+        return min(timed, default=math.inf)
 
     def ledger(self) -> SlotLedger:
         """What is held now. Any thread."""
@@ -272,6 +288,10 @@ class SlotTable:
                 claim.wake_all()
             return is_new
 
+    def _leave(self, claim: Claim) -> None:
+        with self._changing():
+            self._changed |= self._slots[claim.ref.slot].leave()
+
     def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
         with self._changing():
             self._expire()
@@ -305,11 +325,9 @@ class SlotTable:
         return free[:count] if len(free) >= count else []
 
     def _claims(
-        self, slots: Sequence[Slot], num_tokens: int, capacity_tokens: int, ttl_s: float = math.inf
+        self, slots: Sequence[Slot], num_tokens: int, capacity: int, *, num_cached: int = 0, ttl_s: float = math.inf
     ) -> list[Claim]:
-        """With a ttl: for tokens that are pushed."""
-        num_pushed = 0 if ttl_s == math.inf else num_tokens
-        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity_tokens)
+        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity)
         stamps = range(self._next_stamp, self._next_stamp + len(slots))
         self._next_stamp = stamps.stop
         self._changed = True
@@ -317,8 +335,9 @@ class SlotTable:
             Claim(
                 ref=LeaseRef(slot.number, Stamp(stamp)),
                 memory=memory,
-                coverage=Coverage(self._layout.num_layers, num_pushed),
-                num_tokens=num_pushed,
+                coverage=Coverage(self._layout.num_layers, num_cached),
+                num_tokens=num_tokens,
+                num_cached=num_cached,
                 ttl_s=ttl_s,
                 deadline_s=self._clock.now_s() + ttl_s,
             )
@@ -332,6 +351,11 @@ class SlotTable:
         slot = self._slots[ref.slot]
         holds = slot.claim is not None and slot.claim.ref.stamp == ref.stamp
         return slot if holds and slot.state is not SlotState.QUARANTINED else None
+
+    def _active(self, ref: LeaseRef) -> Slot:
+        slot = self._find(ref)
+        assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
+        return slot
 
     def _has_expired(self, ref: LeaseRef) -> bool:
         return 0 <= ref.slot < len(self._slots) and self._slots[ref.slot].last_expired == ref.stamp
@@ -357,6 +381,8 @@ class SlotTable:
 
     def _complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
         slot = self._slots[claim.ref.slot]
+        if claim.num_cached < claim.num_tokens:
+            raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
         if slot.state is SlotState.LEASED:
             num_choices = 1 + len(claim.held)
             if len(firsts) != num_choices:
@@ -367,22 +393,6 @@ class SlotTable:
             self._changed = True
         elif [each.token_id for each in claim.firsts] != [each.token_id for each in firsts]:
             raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
-
-
-class SlotWriter:
-    """One writer inside a lease: a transport.kv_sink.PushTarget. Lives inside `SlotTable.open_push`."""
-
-    def __init__(self, table: SlotTable, claim: Claim) -> None:
-        self._table = table
-        self._claim = claim
-
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copies a piece into place and renews the lease; False when the same piece is there already.
-
-        Raises StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a range outside it or
-        partly there; then nothing is changed. `data` is exactly the range's bytes and is not kept.
-        """
-        return self._table._write(self._claim, layer, tokens, data)
 
 
 def _ignore(*_what: object) -> None:

@@ -6,15 +6,16 @@ deploy makes it a Ray actor; it knows nothing of Ray. Runs on that process's asy
 import asyncio
 import logging
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.cores import pin
+from baton.garbage import collect_rarely
 from baton.results import ModelInfo
 from orchestrator.config import OrchestratorConfig
 from orchestrator.frontend import OrchestratorServer
-from orchestrator.membership import ClusterView, Members
+from orchestrator.membership import ClusterView, Members, Orders
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 
@@ -49,15 +50,15 @@ class OrchestratorHost:
         self._starting = asyncio.Lock()
 
     async def serve(
-        self, view: ClusterView, host: str, port: int, metrics_port: int | None, drained: Collection[str]
+        self, view: ClusterView, host: str, port: int, metrics_port: int | None, orders: Orders
     ) -> tuple[int, int, int | None]:
-        """Starts the server, once, over that view, where these groups are drained already; (process id, port, port of
+        """Starts the server, once, over that view, under orders that an earlier life got; (process id, port, port of
         the metrics). Raises ConfigError when it cannot listen."""
         self._members.update(view)
         async with self._starting:
             if self._server is None:
-                self._members.keep_drained(drained)
-                self._members.hear_kept(drained)
+                self._members.keep_orders(orders)
+                self._members.hear_kept(orders)
                 tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
                 self._server = await OrchestratorServer.start(
                     self._members,
@@ -72,14 +73,15 @@ class OrchestratorHost:
                     calibration_path=self._calibration_path,
                     metrics_port=metrics_port,
                 )
+                collect_rarely()
             return os.getpid(), self._server.port, self._server.metrics_port
 
-    async def update(self, view: ClusterView, kept: Collection[str]) -> frozenset[str]:
-        """The cluster is like this now, and the sender has `kept` these drains; which of its groups are drained. The
-        answer is also this process's heartbeat."""
+    async def update(self, view: ClusterView, kept: Orders) -> Orders:
+        """The cluster is like this now, and the sender has `kept` these orders; those in force. The answer is also this
+        process's heartbeat."""
         self._members.update(view)
         self._members.hear_kept(kept)
-        return self._members.drained
+        return self._members.orders
 
     async def stop(self) -> None:
         """Ends all requests and the server."""

@@ -1,6 +1,6 @@
-"""What operators ask of a running cluster, over gRPC: that a group gets no new work, and that it gets some again.
+"""What operators ask of a running cluster, over gRPC: that a group gets no new work, or leaves, or comes back.
 
-The other half of `baton drain`. On the process's asyncio loop.
+The other half of `baton drain` and `baton reload`. On the process's asyncio loop.
 """
 
 from collections.abc import AsyncIterator
@@ -26,11 +26,16 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
         self._overview = overview
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Streams how the group stands until it has nothing left to do; it stays drained if the call is given up."""
-        async with aclosing(self._overview.drain(request.group)) as states:
+        """Streams how the group stands until it has nothing left to do, or has left, if it is to; it stays drained if
+        the call is given up."""
+        async with aclosing(self._overview.drain(request.group, leave=request.leave)) as states:
             async for state in states:
                 yield group_state_to_proto(state)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """How the group stands, which may get work again."""
-        return group_state_to_proto(self._overview.undrain(request.group))
+        """How the group stands, which may get work again; one that has left is started first."""
+        return group_state_to_proto(await self._overview.undrain(request.group, request.model))
+
+    async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
+        """How the group stands that was started beside the one named."""
+        return group_state_to_proto(await self._overview.stand_in(request.group))

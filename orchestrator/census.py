@@ -106,11 +106,13 @@ class Census:
                 held = await worker.generation_holdings(_TIMEOUT_S)
         except BatonError as error:
             self._unanswered(group.endpoint, error)
+            self._members.memory.pop(group.name, None)
             return
         before = self._holdings.get(group.endpoint)
         if held.step is not None and before is not None and held.num_steps != before.num_steps:
             self._on_step(held.step)
         self._holdings[group.endpoint] = held
+        self._members.memory[group.name] = held.kv
         known = self._members.load(group.name).num_slots + held.num_kept
         excess.observe(self._clock.now_s(), held.num_slots - held.num_free - known)
 
@@ -174,6 +176,7 @@ class Census:
             kv=held.kv,
             num_preemptions=held.num_preemptions,
             imbalance="" if asked is None else imbalance(asked),
+            prefixes=held.prefixes,
             is_drained=self._members.is_drained(group),
             is_broken=self._members.is_broken(group),
         )

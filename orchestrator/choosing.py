@@ -1,30 +1,37 @@
 """Finds groups for a request: the best of those there are, and waits a while where there is none (step 3).
 
 The one place that knows what a choice rests on: the view and the load of the groups, the book of what prefill ranks
-have before them, the index of what is cached where, and the planner. `placement` compares, `widths` plans. On the loop.
+have before them, who is at generation groups (`occupancy`), the index of what is cached where, and the planner.
+`prospects` predicts, `placement` compares, `widths` plans. On the loop.
 """
 
 import logging
+from collections.abc import Collection
 from typing import TypeVar
 
 from baton.clock import Clock
-from baton.types import TokenRange
-from orchestrator.config import OrchestratorConfig
+from baton.prefix_blocks import PromptBlocks
+from baton.results import Placement, PlacementTerms
+from orchestrator.config import Disaggregation, OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, Members, NoGroupError, PrefillGroup
-from orchestrator.placement import Choose, choose_generation, choose_prefill
-from orchestrator.prefix_blocks import PromptBlocks
+from orchestrator.occupancy import Occupancy
+from orchestrator.placement import Chain, Choose, choose_generation, choose_prefill, compare
 from orchestrator.prefix_index import PrefixIndex
-from orchestrator.widths import ChainPlan, PromptChains, WidthPolicy
+from orchestrator.prospects import Outlook, Prospects
+from orchestrator.widths import ChainPlan, WidthPolicy
 from planning.planner import ChainPlanner
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+_ASKED_LAST_S = 1e6
+"""What a request costs at a group that has no memory for it: all others are asked before it."""
+
 
 class Chooser:
-    """Changes nothing but what it counts."""
+    """Changes nothing but what it counts, and its book of who is where."""
 
     def __init__(self, members: Members, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
@@ -32,7 +39,10 @@ class Chooser:
         self.prefixes = PrefixIndex()
         """What is cached where; written by whoever hears from ranks."""
         self._members = members
-        self._policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
+        self._planner = planner
+        self._occupancy = Occupancy(planner)
+        policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
+        self._outlook = Outlook(members, planner, policy, self.prefixes, self._occupancy)
         self._clock = clock
         self._config = config
 
@@ -47,38 +57,120 @@ class Chooser:
         return found
 
     def generation(self, record: RequestRecord) -> Choose[GenerationGroup]:
-        """The group that has room now, but for some lives."""
-        return lambda avoid: choose_generation(self._members.view, self._members.load, record, avoid)
+        """The group that has room now, and where the request costs least, but for some lives."""
+        made: dict[str, Prospects] = {}
+
+        def cost_s(group: GenerationGroup) -> float:
+            if self._lacks_memory(group, record):
+                return _ASKED_LAST_S
+            layout = group.layout_fingerprint
+            if layout not in made:
+                blocks = self.blocks(record, layout)
+                made[layout] = Prospects(self._outlook, record, blocks, uses_cached=True, holds=False)
+            return made[layout].least_s(group, self._unix_s())
+
+        members = self._members
+        return lambda avoid: choose_generation(members.view, members.load, record, avoid, cost_s)
+
+    def blocks(self, record: RequestRecord, layout_fingerprint: str) -> PromptBlocks:
+        """Of all tokens whose KV an attempt has to make."""
+        token_ids = (*record.prompt_ids, *record.output_ids)
+        return PromptBlocks.of(token_ids, self._config.block_tokens, layout_fingerprint, record.prefix_salt)
 
     async def find_prefill(
-        self, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
+        self, generation: GenerationGroup, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
     ) -> tuple[PrefillGroup, ChainPlan] | None:
-        """As `prefill`. None: the generation group is to prefill by itself."""
-        if not self._members.view.prefill or record.wants_prompt_scores:
-            return None  # a chain's ranks compute no logits but the last
-        found = await self._find(self.prefill(record, blocks, uses_cached), record, self._config.prefill_wait_s)
+        """As `prefill`. None: the generation group is to prefill by itself. The record says why, with what was
+        predicted."""
+        prospects = Prospects(self._outlook, record, blocks, uses_cached=uses_cached, holds=True)
+        local = prospects.local(generation, self._unix_s())
+        found, record.placement = await self._decide(generation, record, prospects, local)
+        self._note(record, generation, local if found is None else None)
+        return found
+
+    async def _decide(
+        self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects, local: PlacementTerms | None
+    ) -> tuple[tuple[PrefillGroup, ChainPlan] | None, Placement]:
+        config = self._config
+        if record.wants_prompt_scores:  # a chain's ranks compute no logits but the last
+            return None, Placement("prompt_scores", local=local)
+        way = _way(record, config)
+        if way == "never":
+            return None, Placement("never", local=local)
+        if not self._members.view.chains_for(generation).prefill:
+            return None, Placement("no_prefill_groups", local=local)
+        compares = way == "auto"
+        wait_s = config.prefill_wait_s
+        if compares and local is not None:
+            wait_s = min(wait_s, local.own_s)  # in that time, it is done
+        found = await self._find(self._chains(generation, prospects), record, wait_s)
         if found is None:
             self.num_degraded += 1
             logger.warning("degraded request=%s attempt=%d: no prefill group", record.request_id, record.attempt)
-        return found
+            return None, Placement("none_ready", local=local)
+        group, plan, chain = found
+        placement = compare(chain, local) if compares else Placement("always", chain, local)
+        return None if placement.is_local else (group, plan), placement
 
     def prefill(
-        self, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
+        self, generation: GenerationGroup, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
     ) -> Choose[tuple[PrefillGroup, ChainPlan]]:
-        """The group where the prompt costs least as things are, but for some lives, and its chain there. It begins
-        behind what is cached there of the prompt's `blocks`, if `uses_cached`."""
-        chains: dict[int, PromptChains] = {}
+        """The group where the prompt costs least as things are, but for some lives, and its chain there, with its KV to
+        go to `generation`. It begins behind what is cached there of the prompt's `blocks`, if `uses_cached`."""
+        prospects = Prospects(self._outlook, record, blocks, uses_cached=uses_cached, holds=True)
+        choose = self._chains(generation, prospects)
 
-        def plan_for(group: PrefillGroup) -> ChainPlan:
-            num_held = self.prefixes.num_held(group.prefix_store, blocks.names) if uses_cached else 0
-            start = blocks.cached_tokens(num_held)
-            if start not in chains:
-                chains[start] = self._policy.chains(TokenRange(start, record.num_tokens))
-            now_s = self._clock.unix_ns() / 1e9
-            pending = self._members.backlogs.pending(group.life, now_s)
-            return chains[start].plan(len(group.endpoints), pending, now_s)
+        def chosen(avoid: Collection[object]) -> tuple[PrefillGroup, ChainPlan] | None:
+            found = choose(avoid)
+            return None if found is None else found[:2]
 
-        return lambda avoid: choose_prefill(self._members.view, plan_for, avoid)
+        return chosen
+
+    def predict_s(self, generation: GenerationGroup, record: RequestRecord) -> float:
+        """Seconds to the first token of a request that is placed there now; 0 where nothing is known."""
+        prospects = Prospects(
+            self._outlook, record, self.blocks(record, generation.layout_fingerprint), uses_cached=True, holds=False
+        )
+        local, way = prospects.local(generation, self._unix_s()), _way(record, self._config)
+        found = None
+        if way != "never" and not record.wants_prompt_scores:
+            found = self._chains(generation, prospects)(())
+        if found is None:
+            return 0.0 if local is None else local.own_s
+        if way == "auto" and local is not None and local.cost_s < found[2].cost_s:
+            return local.own_s
+        return found[2].own_s
+
+    def _lacks_memory(self, group: GenerationGroup, record: RequestRecord) -> bool:
+        """Whether it said last that its free memory would not even hold the KV to be made."""
+        memory, cost = self._members.memory.get(group.name), self._planner.cost
+        if memory is None or not memory.num_bytes:
+            return False
+        return memory.num_bytes_free < record.num_slots * record.num_tokens * cost.num_layers * cost.kv_bytes
+
+    def _chains(
+        self, generation: GenerationGroup, prospects: Prospects
+    ) -> Choose[tuple[PrefillGroup, ChainPlan, PlacementTerms]]:
+        def chain_for(group: PrefillGroup) -> Chain:
+            return prospects.chain(generation, group, self._unix_s())
+
+        return lambda avoid: choose_prefill(self._members.view.chains_for(generation), chain_for, avoid)
+
+    def _note(self, record: RequestRecord, generation: GenerationGroup, local: PlacementTerms | None) -> None:
+        """The attempt is at that group; with `local`, it is prefilled there."""
+        assert record.placement is not None
+        logger.info(
+            "placed request=%s attempt=%d group=%s: %s",
+            *(record.request_id, record.attempt, generation.name, record.placement.text),
+        )
+        if local is None:
+            self._occupancy.place(record, generation.life)
+            return
+        nominal_s = local.own_s - local.prefill_s * (1 - 1 / self._planner.local_factor)
+        self._occupancy.place(record, generation.life, self._unix_s() + local.own_s, nominal_s)
+
+    def _unix_s(self) -> float:
+        return self._clock.unix_ns() / 1e9
 
     async def _find(self, choose: Choose[T], record: RequestRecord, wait_s: float) -> T | None:
         """A group that has not failed this request, if one comes soon; else any."""
@@ -87,3 +179,7 @@ class Chooser:
             if found is not None:
                 return found
         return await self._members.until(lambda: choose(()), wait_s)
+
+
+def _way(record: RequestRecord, config: OrchestratorConfig) -> Disaggregation:
+    return "always" if record.by_chain else config.disaggregation

@@ -13,6 +13,7 @@ import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
 from baton.ids import Epoch, JobId, Rank, RequestId, StreamNumber
+from baton.prefix_blocks import PromptBlocks
 from baton.proto_types import kv_ledger_from_proto
 from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
@@ -20,8 +21,9 @@ from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
-from orchestrator.prefix_blocks import PromptBlocks
+from orchestrator.shared_streams import SharedCall, SharedStreams
 from orchestrator.widths import ChainPlan
 from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
@@ -37,8 +39,6 @@ from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
 """For calls that a healthy worker answers at once."""
-
-StreamCall = grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]
 
 
 @dataclass(frozen=True)
@@ -108,32 +108,42 @@ class GenerationHoldings:
     num_steps: int = 0
     step: StepSample | None = None
     """The latest of them."""
+    prefixes: PrefixHoldings = field(default_factory=PrefixHoldings)
+    """Of its node."""
 
 
 class EventStream:
     """The events of one attempt, as its generation group sends them."""
 
-    def __init__(self, call: StreamCall, endpoint: str) -> None:
+    def __init__(self, call: SharedCall, endpoint: str) -> None:
+        self.stored: tuple[str, ...] = ()
+        """Blocks of the answers that the group's prefix store holds; known once the stream is closed."""
+        self.evicted: tuple[str, ...] = ()
+        """Blocks that had to go for them."""
         self._call = call
         self._endpoint = endpoint
 
     async def read(self) -> TokenEvent:
         """The next event; not to be called after the last. A cancelled read ends the stream."""
-        with _worker_errors(self._endpoint):
+        try:
             message = await self._call.read()
-        if not isinstance(message, generate_pb2.TokenEvent):  # grpc.aio.EOF
+        except (RequestCancelledError, DeadlineExceededError) as error:
+            raise UnavailableError(f"the worker at {self._endpoint} gave a stream up: {error}") from error
+        if message is None:
             raise UnavailableError(f"generation group at {self._endpoint} closed a stream without a last event")
         return event_from_proto(message)
 
     async def closed(self, timeout_s: float) -> None:
-        """Returns when the group has closed the stream, after its last event; or after `timeout_s` seconds."""
+        """Returns when the group has closed the stream, after its last event and the word on what it stored; or after
+        `timeout_s` seconds."""
         with contextlib.suppress(TimeoutError, BatonError):  # all that counts has come
             async with asyncio.timeout(timeout_s):
-                with _worker_errors(self._endpoint):
-                    await self._call.read()
+                while (message := await self._call.read()) is not None:
+                    self.stored += tuple(message.stored.stored)
+                    self.evicted += tuple(message.stored.evicted)
 
     def cancel(self) -> None:
-        """Ends the call; the stream goes on for as long as it is kept. Idempotent."""
+        """Stops reading; the stream goes on for as long as it is kept. Idempotent."""
         self._call.cancel()
 
 
@@ -145,6 +155,7 @@ class WorkerClient:
         self._prefill = PrefillRankStub(channel)
         self._generation = GenerationGroupStub(channel)
         self._kv = KvReceiverStub(channel)
+        self._streams = SharedStreams(channel)
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
         """Claims a slot; raises ResourceExhaustedError when none is free."""
@@ -156,6 +167,9 @@ class WorkerClient:
             ttl_s=spec.ttl_s,
             layout_fingerprint=layout_fingerprint,
             num_choices=spec.num_choices,
+            prefix_blocks=spec.prefix_blocks,
+            block_tokens=spec.block_tokens,
+            prefills_locally=spec.prefills_locally,
         )
         with _worker_errors(self._endpoint):
             return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
@@ -171,17 +185,20 @@ class WorkerClient:
         with _worker_errors(self._endpoint):
             await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
 
-    def stream(self, record: RequestRecord, number: StreamNumber, keep_s: float, lease: Lease | None) -> EventStream:
-        """Opens the attempt's stream, which outlives this process by `keep_s` seconds; without a lease the group
-        prefills by itself."""
+    def stream(
+        self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
+    ) -> EventStream:
+        """Opens the attempt's stream, which outlives this process by a lease's ttl, and whose answers are stored in
+        blocks; without a lease the group prefills by itself."""
         request = generate_pb2.StreamRequest(
             request_id=record.request_id,
             history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
             lease=None if lease is None else lease_ref_to_proto(lease.ref),
-            keep_s=keep_s,
+            keep_s=config.lease_ttl_s,
             number=number,
+            store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.prefix_salt),
         )
-        return EventStream(self._generation.Stream(request), self._endpoint)
+        return EventStream(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
         """Goes on with a stream that the group has kept; reading it raises NotFoundError when it has not."""
@@ -192,7 +209,11 @@ class WorkerClient:
             number=number,
             takeover=generate_pb2.Takeover(outputs=outputs),
         )
-        return EventStream(self._generation.Stream(request), self._endpoint)
+        return EventStream(self._streams.open(request), self._endpoint)
+
+    async def close(self) -> None:
+        """Before the channel is closed; once no stream is read."""
+        await self._streams.close()
 
     async def cancel(self, number: StreamNumber) -> None:
         """Ends the stream of that number; idempotent."""
@@ -242,12 +263,21 @@ class WorkerClient:
             imbalance=status.imbalance,
             num_steps=status.num_steps,
             step=_step(status.last_step) if status.HasField("last_step") else None,
+            prefixes=PrefixHoldings(
+                num_blocks=status.num_prefix_blocks,
+                num_bytes=status.prefix_bytes,
+                max_bytes=status.prefix_room_bytes,
+                num_bytes_read=status.num_prefix_bytes_read,
+                num_disk_bytes_read=status.num_prefix_disk_bytes_read,
+                num_bytes_stored=status.num_prefix_bytes_stored,
+            ),
         )
 
-    async def prefix_blocks(self) -> list[str]:
-        """Blocks in this prefill rank's prefix store, those first that were used longest ago."""
+    async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
+        """Blocks in the prefix store of this worker's node, those first that were used longest ago."""
+        ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
         with _worker_errors(self._endpoint):
-            reply = await self._prefill.ListPrefixBlocks(prefill_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
+            reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
 
     async def prefill_holdings(self, timeout_s: float) -> PrefillHoldings:
@@ -289,9 +319,9 @@ class Clients:
     async def prune(self, present: Collection[str]) -> None:
         """Closes what is neither present nor in use."""
         gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
-        channels = [self._connections.pop(endpoint).channel for endpoint in gone]
-        for channel in channels:
-            await channel.close()
+        for connection in [self._connections.pop(endpoint) for endpoint in gone]:
+            await connection.client.close()
+            await connection.channel.close()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,13 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from typing import Literal, get_args
 
 from baton.errors import ConfigError
 from orchestrator.tenants import Tenants
+
+Disaggregation = Literal["auto", "always", "never"]
+DISAGGREGATION: tuple[Disaggregation, ...] = get_args(Disaggregation)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,9 @@ class OrchestratorConfig:
     overtaking: float = 0.15
     """How much longer than was predicted when it came a prompt may take because shorter ones that came later are
     served first, as a part of that time. More is better for short prompts, less for long ones."""
+    disaggregation: Disaggregation = "auto"
+    """Who prefills, where both could. auto: a prefill group's chain, or the generation group by itself between its
+    decode steps, whichever is predicted to be sooner; always: a chain; never: the generation group."""
     block_tokens: int = 128
     """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
     prefix_isolation: bool = False
@@ -51,7 +58,9 @@ class OrchestratorConfig:
             value = getattr(self, name)
             if isinstance(value, bool | Tenants):
                 continue
-            if name == "overtaking":
+            if name == "disaggregation":
+                self._require(value in DISAGGREGATION, name, f"use one of {', '.join(DISAGGREGATION)}")
+            elif name == "overtaking":
                 self._require(0 <= value < math.inf, name, "use 0 to let nobody overtake, or more")
             elif name.endswith("_s"):
                 self._require(0 < value < math.inf, name, "use a time above 0 seconds")

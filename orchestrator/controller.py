@@ -64,6 +64,8 @@ class GenerateSpec:
     priority: Priority = Priority.STANDARD
     tenant: Tenant = DEFAULT_TENANT
     """Whoever asks."""
+    by_chain: bool = False
+    """Whether a chain is to prefill, if there is one, whoever is faster."""
 
 
 class Controller:
@@ -88,7 +90,7 @@ class Controller:
         self._admission = Admission(self._config, clock)
         self._clients = Clients()
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
-        self._forecast = ChainForecast(members, self._dispatcher.chooser, self._config)
+        self._forecast = ChainForecast(members, self._dispatcher.chooser)
         self._planner = planner
         self._census = Census(members, self._clients, clock, self._observe_step)
         self.overview = Overview(
@@ -131,6 +133,7 @@ class Controller:
             spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
         )
         record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
+        record.by_chain = spec.by_chain
         started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed)
         ends = self._known_ends(record, spec.ended)
         if record.is_complete:
@@ -228,7 +231,7 @@ class Controller:
         finished = self._interrupted(record) if task.cancelled() else task.result()
         _log(record, finished)
         events.put_nowait(finished)
-        self.metrics.ended(record, finished, has_chains=bool(self._members.view.prefill))
+        self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
         """The end of a request that was cancelled: by its client, or by `close`."""

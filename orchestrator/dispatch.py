@@ -16,6 +16,7 @@ from typing import Any
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
 from baton.ids import JobId, Rank, RequestId, StreamNumber
+from baton.prefix_blocks import PromptBlocks
 from baton.results import RankTiming
 from baton.types import Lease, LeaseRef
 from orchestrator.choosing import Chooser
@@ -24,7 +25,6 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.following import Chain, Emit, failure_of, first_event, follow
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, JobNumbers, Members, PrefillGroup
-from orchestrator.prefix_blocks import PromptBlocks
 from orchestrator.prefix_stores import PrefixStores
 from orchestrator.widths import ChainPlan
 from planning.planner import ChainPlanner
@@ -32,12 +32,20 @@ from transport.kv_sink import ReserveSpec
 
 logger = logging.getLogger(__name__)
 
-_Slot = tuple[WorkerClient, Lease]
-
 _FULL_PAUSE_S = 0.05
 """Between two tries for a slot that should be free and is not yet: quarantined, or another orchestrator's."""
 _ANSWER_S = 1.0
 """For a group to say whether it has kept a stream."""
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where one attempt's KV goes, and its tokens come from."""
+
+    group: GenerationGroup
+    worker: WorkerClient
+    blocks: PromptBlocks
+    """Of all whose KV the attempt has to make."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +125,23 @@ class Dispatcher:
     ) -> GenerationGroup | None:
         """To the request's end; or returns the group to go to instead, as this one has no memory. The job is in no
         book before it has its slot: others are not planned around what does not run."""
-        blocks = self._blocks(record, generation)
+        blocks = self._chooser.blocks(record, generation.layout_fingerprint)
         with (
             self._members.hold(generation.name, record.num_slots),
             self._clients.use(generation.endpoint) as worker,
         ):
-            found = await self._chooser.find_prefill(record, blocks, learnt.trusts_hints)
+            home = _Home(generation, worker, blocks)
+            found = await self._chooser.find_prefill(generation, record, blocks, learnt.trusts_hints)
             if found is None:
-                await self._generate(record, generation, worker, emit)
-                return None
-            granted = await self._reserve(record, generation, worker, learnt)
+                return await self._generate(record, home, learnt, emit)
+            granted = await self._reserve(record, home, learnt)
             if isinstance(granted, GenerationGroup):
                 return granted
-            anew = self._chooser.prefill(record, blocks, learnt.trusts_hints)  # others were booked meanwhile
-            group, chain = anew(record.avoid) or found
+            anew = self._chooser.prefill(generation, record, blocks, learnt.trusts_hints)
+            group, chain = anew(record.avoid) or found  # others were booked meanwhile
             place = _Prefill(group, chain, blocks, self._numbers.issue())
             with self._members.hold(group.name), self._booked(record, place) as prefill:
-                await self._relay(record, (generation, prefill), (worker, granted), emit)
+                await self._relay(record, home, (prefill, granted), emit)
         return None
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
@@ -168,23 +176,41 @@ class Dispatcher:
             return False
 
     async def _generate(
-        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, emit: Emit
-    ) -> None:
-        """Prefill and generation by one group."""
+        self, record: RequestRecord, home: _Home, learnt: _Learnt, emit: Emit
+    ) -> GenerationGroup | None:
+        """Prefill and generation by one group, behind what its node has cached; a slot is leased for that. Or returns
+        the group to go to instead, as this one has no memory."""
+        group, lease = home.group, None
+        if self._chooser.prefixes.num_held(group.prefix_store, self._wanted(record, home, prefills_locally=True)):
+            granted = await self._reserve(record, home, learnt, prefills_locally=True)
+            if isinstance(granted, GenerationGroup):
+                return granted
+            lease, record.num_cached_tokens = granted, granted.num_present_tokens
         record.place(self._clock.unix_ns())
         try:
-            with self._streaming(record, generation, worker, None) as stream:
+            with self._streaming(record, home, lease) as stream:
                 await follow(record, stream, await stream.read(), emit)
-        except BatonError:
-            record.avoid.add(generation.life)
+        except BaseException as error:
+            if isinstance(error, BatonError):
+                record.avoid.add(group.life)
+            if lease is not None:
+                self._keep(self._abort(group.endpoint, lease.ref))
             raise
+        return None
+
+    def _wanted(self, record: RequestRecord, home: _Home, *, prefills_locally: bool) -> tuple[str, ...]:
+        """Blocks that a slot of the group may begin with."""
+        blocks = home.blocks
+        if not home.group.prefix_store or (prefills_locally and record.wants_prompt_scores):
+            return ()
+        return blocks.cached(blocks.cached_tokens(len(blocks.names))) if prefills_locally else blocks.names
 
     def _streaming(
-        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, lease: Lease | None
+        self, record: RequestRecord, home: _Home, lease: Lease | None
     ) -> contextlib.AbstractContextManager[EventStream]:
         number = StreamNumber(self._numbers.issue())
-        stream = worker.stream(record, number, self._config.lease_ttl_s, lease)
-        return self._ending(record, generation, number, stream)
+        stream = home.worker.stream(record, number, self._config, lease)
+        return self._ending(record, home.group, number, stream)
 
     @contextlib.contextmanager
     def _ending(
@@ -197,6 +223,8 @@ class Dispatcher:
             if not record.is_complete:
                 self._keep(self._cancel(generation.endpoint, number))
             stream.cancel()
+            self._chooser.prefixes.forget(generation.prefix_store, stream.evicted)
+            self._chooser.prefixes.use(generation.prefix_store, stream.stored)
 
     @contextlib.contextmanager
     def _booked(self, record: RequestRecord, prefill: _Prefill) -> Iterator[_Prefill]:
@@ -214,27 +242,19 @@ class Dispatcher:
         finally:
             self._release(prefill, chain.ranks)
 
-    def _blocks(self, record: RequestRecord, generation: GenerationGroup) -> PromptBlocks:
-        """Of all whose KV the attempt has to make."""
-        token_ids = (*record.prompt_ids, *record.output_ids)
-        layout, salt = generation.layout_fingerprint, record.prefix_salt
-        return PromptBlocks.of(token_ids, self._config.block_tokens, layout, salt)
-
     def _release(self, prefill: _Prefill, ranks: Sequence[Rank]) -> None:
         self._members.backlogs.release(prefill.group.life, prefill.number, ranks, self._unix_s())
 
     def _unix_s(self) -> float:
         return self._clock.unix_ns() / 1e9
 
-    async def _relay(
-        self, record: RequestRecord, places: tuple[GenerationGroup, _Prefill], slot: _Slot, emit: Emit
-    ) -> None:
+    async def _relay(self, record: RequestRecord, home: _Home, job: tuple[_Prefill, Lease], emit: Emit) -> None:
         """Prefill by a chain, whose last rank commits the slot; generation by the group that owns it."""
-        (generation, prefill), (worker, lease) = places, slot
+        generation, (prefill, lease) = home.group, job
         record.place(self._clock.unix_ns())
-        chain = asyncio.create_task(self._run_chain(record, prefill, lease, worker))
+        chain = asyncio.create_task(self._run_chain(record, prefill, lease, home.worker))
         try:
-            with self._streaming(record, generation, worker, lease) as stream:
+            with self._streaming(record, home, lease) as stream:
                 await follow(record, stream, await first_event(stream, chain), emit)
             record.ranks = await self._reports(chain)
         except BaseException as error:
@@ -247,10 +267,11 @@ class Dispatcher:
             await asyncio.gather(chain, return_exceptions=True)
 
     async def _reserve(
-        self, record: RequestRecord, generation: GenerationGroup, worker: WorkerClient, learnt: _Learnt
+        self, record: RequestRecord, home: _Home, learnt: _Learnt, *, prefills_locally: bool = False
     ) -> Lease | GenerationGroup:
         """A slot for each choice; or another group that has room, as this one has none. A reservation under way is
         never cancelled: it might be granted, and nobody would know."""
+        generation, names = home.group, self._wanted(record, home, prefills_locally=prefills_locally)
         spec = ReserveSpec(
             request_id=record.request_id,
             attempt=record.attempt,
@@ -258,11 +279,14 @@ class Dispatcher:
             capacity_tokens=record.capacity_tokens,
             ttl_s=self._config.lease_ttl_s,
             num_choices=record.num_slots,
+            prefix_blocks=names,
+            block_tokens=home.blocks.block_tokens,
+            prefills_locally=prefills_locally,
         )
         while True:
-            granting = asyncio.create_task(worker.reserve(spec, generation.layout_fingerprint))
+            granting = asyncio.create_task(home.worker.reserve(spec, generation.layout_fingerprint))
             try:
-                return await asyncio.shield(granting)
+                return self._granted(home, names, await asyncio.shield(granting))
             except asyncio.CancelledError:
                 self._keep(self._give_back(generation.endpoint, granting))
                 raise
@@ -277,6 +301,13 @@ class Dispatcher:
                 return other
             learnt.full.clear()
             await asyncio.sleep(_FULL_PAUSE_S)
+
+    def _granted(self, home: _Home, names: Sequence[str], lease: Lease) -> Lease:
+        """Which of these blocks the node has, the lease says for sure."""
+        store, num_present = home.group.prefix_store, lease.num_present_tokens // home.blocks.block_tokens
+        self._chooser.prefixes.use(store, names[:num_present])
+        self._chooser.prefixes.forget(store, names[num_present : num_present + 1])
+        return lease
 
     async def _run_chain(
         self, record: RequestRecord, prefill: _Prefill, lease: Lease, owner: WorkerClient

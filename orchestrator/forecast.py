@@ -5,21 +5,19 @@ Two waits, one after the other:
     for slots    those that are served before it, and it, need so many more slots than are free; slots come free as
                  fast as they did of late while somebody waited for one (`Turnover`), whatever limits that; before that
                  is known, all of them once in the mean time that requests keep theirs (Little, 1961)
-    for prefill  its own chain, the jobs that the ranks have before them included, as `orchestrator.choosing` would
-                 place it now; the book is as full when its turn comes as it is now, while the queue is not empty
+    for prefill  its own chain, the jobs that the ranks have before them included, or its generation group's own
+                 prefill, as `orchestrator.choosing` would place it now; the books are as full when its turn comes as
+                 they are now, while the queue is not empty
 
 What nobody can know: how much the requests in between will say (so planning.step_times, seconds a step, are no help
-here), who comes later and is more urgent or due earlier, that workers fail. Nor is known what a generation group takes
-that prefills by itself: that counts as nothing. Until a request has ended, how long one keeps its slot is unknown, and
-the first wait counts as nothing too. So a prediction is rather too short than too long, and it is a mean: who refuses
-by it makes allowance for scatter. Step 2 of a request's way (DESIGN.md, section 4). Pure.
+here), who comes later and is more urgent or due earlier, that workers fail. Until a request has ended, how long one
+keeps its slot is unknown, and the first wait counts as nothing. So a prediction is rather too short than too long, and
+it is a mean: who refuses by it makes allowance for scatter. Step 2 of a request's way (DESIGN.md, section 4). Pure.
 """
 
 from orchestrator.choosing import Chooser
-from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import Members
-from orchestrator.prefix_blocks import PromptBlocks
 
 _KEPT = 0.95
 
@@ -65,18 +63,12 @@ def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: fl
 class ChainForecast:
     """What prefill takes that is placed now. Asks the planner: some tenths of a millisecond a call."""
 
-    def __init__(self, members: Members, chooser: Chooser, config: OrchestratorConfig) -> None:
+    def __init__(self, members: Members, chooser: Chooser) -> None:
         self._members = members
         self._chooser = chooser
-        self._config = config
 
     def chain_s(self, request: RequestRecord) -> float:
         """Seconds to the request's first token, once it has its slots, as things are, what is cached of it included; 0
-        where no prefill group is ready or wanted."""
+        where nothing is known of whoever would prefill it."""
         generation = next(iter(self._members.view.generation), None)
-        if generation is None or request.wants_prompt_scores:
-            return 0.0
-        token_ids, layout = (*request.prompt_ids, *request.output_ids), generation.layout_fingerprint
-        blocks = PromptBlocks.of(token_ids, self._config.block_tokens, layout, request.prefix_salt)
-        found = self._chooser.prefill(request, blocks, uses_cached=True)(())
-        return 0.0 if found is None else found[1].choice.predicted_s or 0.0
+        return 0.0 if generation is None else self._chooser.predict_s(generation, request)

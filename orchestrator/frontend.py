@@ -1,7 +1,7 @@
 """The orchestrator over gRPC: checks what clients ask, and puts the controller's events on the wire.
 
-First and last step of a request's way (DESIGN.md, section 4). On the process's asyncio loop, tokenizing in threads.
-Errors become statuses, RetryInfo included, in the interceptor that transport.channel.make_server installs.
+First and last step of a request's way (DESIGN.md, section 4). On the process's asyncio loop; long prompts are tokenized
+in threads. Errors become statuses, RetryInfo included, in the interceptor that transport.channel.make_server installs.
 """
 
 import asyncio
@@ -10,6 +10,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,17 +20,16 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
-from baton.errors import DeadlineExceededError, InvalidArgumentError
+from baton.errors import DeadlineExceededError
 from baton.ids import RequestId
 from baton.proto_types import (
     cluster_state_to_proto,
     event_to_proto,
-    params_from_proto,
     priority_from_proto,
     timings_to_proto,
 )
+from baton.requests import BY_CHAIN
 from baton.results import ModelInfo
-from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
@@ -43,6 +43,7 @@ from orchestrator.membership import Members
 from orchestrator.metrics_server import MetricsServer
 from orchestrator.overview import Overview
 from orchestrator.planning_service import PlanningServicer
+from orchestrator.request_reader import RequestReader, deadline_s, off_the_loop
 from orchestrator.tenants import Tenant, Tenants
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
@@ -51,8 +52,6 @@ from transport.channel import bind, make_server
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
-_MARGIN_S = 0.1
-"""How much earlier than the client's own deadline a request ends, at most, so that its usage still arrives."""
 _HEALTH_SERVICES = ("", SERVICE)
 _HEALTH_POLL_S = 0.25
 """Between two looks at what health is to say."""
@@ -68,15 +67,18 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     ) -> None:
         self._controller = controller
         self._intake = intake
+        self._reader = RequestReader(intake)
         self._model = model
         self._clock = clock
         self._tenants = tenants
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Streams a request up to its one end: Finished, or the status of what failed; both at a deadline."""
-        tenant = self._tenants.of(context.invocation_metadata() or ())
-        deadline_s = self._deadline_s(request, context)
-        spec = await asyncio.to_thread(self._spec, request, deadline_s, tenant)
+        metadata = context.invocation_metadata() or ()
+        tenant = self._tenants.of(metadata)
+        end_s = deadline_s(request, context, self._clock)
+        spec = await off_the_loop(request, partial(self._spec, request, end_s, tenant))
+        spec = replace(spec, by_chain=BY_CHAIN in metadata)
         async with aclosing(self._controller.generate(spec)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
@@ -95,56 +97,28 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             dtype=model.dtype,
             has_chat_template=model.has_chat_template,
             layout_fingerprint=model.layout_fingerprint,
+            tokenizer_fingerprint=self._intake.tokenizer_fingerprint,
         )
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Asks all workers what they hold, and answers within a second or so."""
         return cluster_state_to_proto(await self._controller.state())
 
-    def _deadline_s(self, request: pb.GenerateRequest, context: Context) -> float | None:
-        """The earlier of the request's own deadline and, with a margin, the call's."""
-        left_s = [request.deadline_ms / 1000] if request.deadline_ms else []
-        if (call_s := context.time_remaining()) is not None:
-            left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))
-        return self._clock.now_s() + min(left_s) if left_s else None
-
-    def _spec(self, request: pb.GenerateRequest, deadline_s: float | None, tenant: Tenant) -> GenerateSpec:
+    def _spec(self, request: pb.GenerateRequest, end_s: float | None, tenant: Tenant) -> GenerateSpec:
         """The request, checked and tokenized."""
-        intake = self._intake
-        intake.check_names(request.request_id, request.model)
-        if request.echo and request.HasField("chat"):
-            raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
-        params = params_from_proto(request.sampling) if request.HasField("sampling") else SamplingParams()
-        is_seeded = request.seeded or params.seed != 0
-        outputs = tuple(tuple(output.token_ids) for output in request.outputs)
-        intake.check_resumption(outputs, params, is_seeded)
-        prompt_ids = self._prompt_ids(request)
-        intake.check_sampling(params, len(prompt_ids))
+        asked = self._reader.read(request)
+        params = asked.params
         return GenerateSpec(
             request_id=RequestId(request.request_id or uuid.uuid4().hex),
-            prompt_ids=prompt_ids,
-            params=params if is_seeded else replace(params, seed=secrets.randbits(64)),
-            outputs=outputs,
-            ended=tuple(intake.end_of(output, params) for output in outputs),
-            deadline_s=deadline_s,
-            echo=self._prompt_text(request, prompt_ids) if request.echo else "",
+            prompt_ids=asked.prompt_ids,
+            params=params if asked.is_seeded else replace(params, seed=secrets.randbits(64)),
+            outputs=asked.outputs,
+            ended=tuple(self._intake.end_of(output, params) for output in asked.outputs),
+            deadline_s=end_s,
+            echo=asked.echo,
             priority=priority_from_proto(request.priority),
             tenant=tenant,
         )
-
-    def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
-        match request.WhichOneof("input"):
-            case "prompt":
-                return self._intake.encode_text(request.prompt)
-            case "chat":
-                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                return self._intake.encode_chat(messages)
-            case "token_ids":
-                return self._intake.check_prompt_ids(request.token_ids.ids)
-        raise InvalidArgumentError("input is not set: send prompt, chat or token_ids")
-
-    def _prompt_text(self, request: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
-        return request.prompt.decode() if request.HasField("prompt") else self._intake.decode(prompt_ids)
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:

@@ -7,6 +7,7 @@ or is nobody's, for then nobody knows what the next request will meet. Pure.
 from collections.abc import Sequence
 
 from baton.results import GroupState
+from orchestrator.membership import AbsentGroup
 
 
 def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:
@@ -20,11 +21,12 @@ def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -
     return tuple(reasons)
 
 
-def why_degraded(groups: Sequence[GroupState]) -> tuple[str, ...]:
+def why_degraded(groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = ()) -> tuple[str, ...]:
     """A line for each group that gets no work, and for what follows from it; none while all do."""
-    prefill = [group for group in groups if group.role == "prefill"]
     reasons = [f"{group.name} {_absence(group)}" for group in groups if not group.is_ready]
-    if prefill and not any(group.is_ready for group in prefill):
+    reasons += [f"{group.name} {_whereabouts(group)}" for group in absent]
+    roles = {*(group.role for group in groups), *(group.role for group in absent)}
+    if "prefill" in roles and not any(group.is_ready for group in groups if group.role == "prefill"):
         reasons.append("no prefill group is ready: generation groups prefill by themselves")
     return tuple(reasons)
 
@@ -40,3 +42,9 @@ def _absence(group: GroupState) -> str:
     if group.is_broken:
         return "gets no work for a while: attempts there failed again and again"
     return "is not ready: its workers start, or are being repaired"
+
+
+def _whereabouts(group: AbsentGroup) -> str:
+    if not group.starts:
+        return f"has left: `baton drain {group.name} --undo` starts it again"
+    return f"did not start, and is tried again: {group.error}" if group.error else "starts"

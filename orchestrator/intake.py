@@ -21,6 +21,8 @@ class Intake:
     """Checks requests for one model."""
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:
+        self.tokenizer_fingerprint = tokenizer.fingerprint
+        """Of the tokenizer and chat template."""
         self._tokenizer = tokenizer
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)

@@ -16,7 +16,7 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import RankTiming, Timings, Usage, WidthChoice
+from baton.results import Placement, RankTiming, Timings, Usage, WidthChoice
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 
@@ -139,6 +139,10 @@ class RequestRecord:
     """Empty when the generation group prefilled by itself."""
     width: WidthChoice | None = None
     """Why this attempt's prefill has the ranks that it has; likewise None."""
+    placement: Placement | None = None
+    """Who prefills in this attempt, and why; None before that is decided."""
+    by_chain: bool = False
+    """Whether a chain is to prefill, if there is one, whoever is faster."""
     prefix_salt: str = ""
     """Shares cached prefixes with requests of the same salt only."""
     num_cached_tokens: int = 0
@@ -240,12 +244,13 @@ class RequestRecord:
         if event.index != len(choice.output_ids):
             raise BatonError(f"a worker sent token {event.index} where {len(choice.output_ids)} is due: restart it")
         if event.token is not None:
-            self.advance(RequestMove.TOKEN)
+            if self.state is not RequestState.STREAMING:  # as every token but the first finds it
+                self.advance(RequestMove.TOKEN)
             choice.output_ids.append(event.token.token_id)
             self.first_token_ns = self.first_token_ns or event.unix_ns
             self.last_token_ns = event.unix_ns
         choice.finish = event.finish
-        return replace(event, choice=choice.index)
+        return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def branches(self) -> "list[RequestRecord]":
         """A record for each choice that has not ended, on its own from here on."""
@@ -281,6 +286,7 @@ class RequestRecord:
             finished_ns=now_ns,
             ranks=self.ranks,
             width=self.width,
+            placement=self.placement,
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"

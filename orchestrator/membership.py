@@ -6,13 +6,15 @@ worker and ends none. On the loop.
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Collection, Hashable, Iterator
-from dataclasses import dataclass, replace
+import itertools
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
 from baton.clock import Clock
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch, JobId
+from baton.results import KvLedger
 from orchestrator.backlog import Backlogs
 from orchestrator.breakers import Breakers, BreakerState
 
@@ -38,7 +40,9 @@ class PrefillGroup:
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Where its ranks keep prefixes: equal for groups that share one; empty: nowhere."""
+    """Where its ranks keep prefixes: equal for groups of either role that share one; empty: nowhere."""
+    layout_fingerprint: str = ""
+    """Of the KV that it makes; empty: nobody says, and all groups have the same."""
 
     @property
     def life(self) -> Hashable:
@@ -58,6 +62,8 @@ class GenerationGroup:
     max_slot_tokens: int
     """Tokens that a slot may hold, prompt and output."""
     ready: bool = True
+    prefix_store: str = ""
+    """Where its slots find prefixes, and its answers are kept; likewise."""
 
     @property
     def life(self) -> Hashable:
@@ -70,11 +76,25 @@ G = TypeVar("G", PrefillGroup, GenerationGroup)
 
 
 @dataclass(frozen=True)
+class AbsentGroup:
+    """A group that is known, and has no workers now."""
+
+    name: str
+    role: str
+    """prefill or generate."""
+    starts: bool = False
+    """Whether it is to have some; else it has left, as operators wanted."""
+    error: str = ""
+    """Why its last start failed, in one line; it is tried again."""
+
+
+@dataclass(frozen=True)
 class ClusterView:
     """All groups, present and expected: one that is being repaired is in it, not ready."""
 
     prefill: tuple[PrefillGroup, ...] = ()
     generation: tuple[GenerationGroup, ...] = ()
+    absent: tuple[AbsentGroup, ...] = ()
 
     @property
     def num_slots(self) -> int:
@@ -85,11 +105,37 @@ class ClusterView:
         """Of both roles."""
         return (*self.prefill, *self.generation)
 
+    def chains_for(self, generation: GenerationGroup) -> "ClusterView":
+        """The same with those prefill groups alone whose KV that group can take: while models are changed, some have
+        another."""
+        layouts = ("", generation.layout_fingerprint)
+        return replace(self, prefill=tuple(group for group in self.prefill if group.layout_fingerprint in layouts))
+
     @property
     def endpoints(self) -> frozenset[str]:
         """Of all workers."""
         ranks = (endpoint for group in self.prefill for endpoint in group.endpoints)
         return frozenset((*ranks, *(group.endpoint for group in self.generation)))
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What operators want of groups, present or not. The orchestrator's to change; the supervisor carries them out, and
+    keeps them for the next life of either."""
+
+    drained: frozenset[str] = frozenset()
+    """Names of groups that are to get no new work."""
+    leaving: frozenset[str] = frozenset()
+    """Of those, the ones that are to have no workers: they had nothing left to do."""
+    stand_ins: frozenset[str] = frozenset()
+    """Groups beyond those that are configured, for while others are away; one that has left is forgotten."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the model that a group loads when it starts, by name; the configured one where none is named."""
+
+    def without(self, names: Collection[str]) -> "Orders":
+        """None for groups of these names."""
+        models = {name: model for name, model in self.models.items() if name not in names}
+        return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models)
 
 
 @dataclass(frozen=True)
@@ -113,31 +159,31 @@ class Members:
         """Set once, by the controller. None: no group ever counts as broken."""
         self.backlogs = Backlogs()
         """What prefill groups have before them, by their lives. Written by whoever dispatches."""
+        self.memory: dict[str, KvLedger] = {}
+        """What generation groups said last of their KV memory, by their names. Written by the census."""
+        self.orders = Orders()
+        """Replaced as a whole, by `keep_orders`."""
         self._loads: dict[str, Load] = {}
-        self._drained: set[str] = set()
-        self._kept: frozenset[str] | None = None
-        """Of the drained, those that the supervisor has for this orchestrator's next life; None without such a one."""
+        self._kept: Orders | None = None
+        """Those that the supervisor has for this orchestrator's next life; None without such a one."""
         self._changed = asyncio.Event()
 
     @property
     def view(self) -> ClusterView:
         """Where new work may go: the groups present without the drained ones. One that is being repaired, or broken,
         is not ready."""
-        if not self._drained and not self.breakers:
+        if not self.orders.drained and not self.breakers:
             return self.present
         return ClusterView(
             prefill=tuple(self._seen(group) for group in self.present.prefill if not self.is_drained(group)),
             generation=tuple(self._seen(group) for group in self.present.generation if not self.is_drained(group)),
         )
 
-    @property
-    def drained(self) -> frozenset[str]:
-        """Names of groups that are to get no new work, present or not."""
-        return frozenset(self._drained)
-
     def update(self, view: ClusterView) -> None:
         """Replaces what is known. A group keeps its load for as long as its requests hold it."""
         self.present = view
+        left = {group.name for group in view.absent if not group.starts}
+        self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
         if self.breakers:
             self.breakers.keep({group.life for group in view.groups})
         self.on_update()
@@ -147,31 +193,71 @@ class Members:
         """From now on the group gets no new work, in any of its lives. Raises NotFoundError when there is none of that
         name."""
         self._require(name)
-        self.keep_drained({*self._drained, name})
+        self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
-    def undrain(self, name: str) -> None:
-        """The group may get work again. Raises NotFoundError as `drain`."""
+    def dismiss(self, name: str) -> None:
+        """A drained group that has nothing left to do leaves: its workers are to end. Raises UnavailableError when
+        nobody ends workers here."""
+        assert name in self.orders.drained, f"{name} may get work"
+        if self._kept is None:
+            raise UnavailableError(f"{name} cannot leave, as no supervisor ends its workers: drain it with --keep")
+        self.keep_orders(replace(self.orders, leaving=self.orders.leaving | {name}))
+
+    def undrain(self, name: str, model: str = "") -> None:
+        """The group may get work again; one that has left comes back first, with the model in that folder, if one is
+        named. Raises NotFoundError as `drain`, and UnavailableError for another model while its workers are up."""
         self._require(name)
-        self.keep_drained(self._drained - {name})
+        if model and self.is_present(name):
+            raise UnavailableError(f"{name} has workers, which keep their model: drain it first, without --keep")
+        if model:
+            self.use_model(name, model)
+        drained, leaving = self.orders.drained - {name}, self.orders.leaving - {name}
+        self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
 
-    def keep_drained(self, names: Collection[str]) -> None:
-        """These groups are drained, and no others; whether they are present or not."""
-        self._drained = set(names)
+    def use_model(self, name: str, model: str | None) -> None:
+        """The group loads the model in that folder when it starts; None: the configured one."""
+        others = {each: folder for each, folder in self.orders.models.items() if each != name}
+        self.keep_orders(replace(self.orders, models=others if model is None else {**others, name: model}))
+
+    def stand_in(self, name: str) -> str:
+        """Another group like that of this name is to be there for a while; its name. Raises NotFoundError as `drain`,
+        UnavailableError when nobody starts workers here."""
+        self._require(name)
+        if self._kept is None:
+            raise UnavailableError(f"nothing can stand in for {name}, as no supervisor starts workers here")
+        kind = name.rpartition("-")[0]
+        taken = {*self._names(), *self.orders.stand_ins}
+        made = next(f"{kind}-{number}" for number in itertools.count() if f"{kind}-{number}" not in taken)
+        self.use_model(made, self.orders.models.get(name))
+        self.keep_orders(replace(self.orders, stand_ins=self.orders.stand_ins | {made}))
+        return made
+
+    def keep_orders(self, orders: Orders) -> None:
+        """These are in force, and no others; whether their groups are present or not."""
+        self.orders = orders
         self.on_update()
         self._tell()
 
-    def hear_kept(self, names: Collection[str]) -> None:
-        """The supervisor has these drains for the orchestrator's next life."""
-        self._kept = frozenset(names)
+    def hear_kept(self, orders: Orders) -> None:
+        """The supervisor has these orders for the orchestrator's next life."""
+        self._kept = orders
         self._tell()
 
     def is_kept(self, name: str) -> bool:
         """Whether the group's drain outlives this orchestrator, as far as any does here."""
-        return self._kept is None or name in self._kept
+        return self._kept is None or name in self._kept.drained
+
+    def is_present(self, name: str) -> bool:
+        """Whether the group of that name has workers."""
+        return any(group.name == name for group in self.present.groups)
+
+    def absence(self, name: str) -> AbsentGroup | None:
+        """Of the group of that name; None when it is present, or unknown."""
+        return next((group for group in self.present.absent if group.name == name), None)
 
     def is_drained(self, group: Group) -> bool:
         """Whether it gets no new work because somebody said so."""
-        return group.name in self._drained
+        return group.name in self.orders.drained
 
     def is_broken(self, group: Group) -> bool:
         """Whether it gets none for a while because attempts there failed again and again."""
@@ -221,8 +307,12 @@ class Members:
     def _is_admitted(self, group: Group) -> bool:
         return self.breakers is None or self.breakers.admits(group.life)
 
+    def _names(self) -> list[str]:
+        """Of all groups that are known."""
+        return sorted(group.name for group in (*self.present.groups, *self.present.absent))
+
     def _require(self, name: str) -> None:
-        names = sorted(group.name for group in self.present.groups)
+        names = self._names()
         if name not in names:
             raise NotFoundError(f"there is no group {name}: name one of {', '.join(names) or 'none, as none is there'}")
 

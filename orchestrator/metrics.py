@@ -63,8 +63,8 @@ class Metrics:
         """An attempt has failed; another may follow."""
         self._failures.labels(type(error).__name__).inc()
 
-    def ended(self, record: RequestRecord, finished: Finished, *, has_chains: bool) -> None:
-        """A request has ended. `has_chains`: whether there are prefill groups that may have work."""
+    def ended(self, record: RequestRecord, finished: Finished) -> None:
+        """A request has ended."""
         timings, usage = finished.timings, finished.usage
         self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
         for reason in finished.reasons:
@@ -82,9 +82,11 @@ class Metrics:
         if num_between > 0:
             span_s = (record.last_token_ns - record.first_token_ns) / 1e9
             self._token.observe(max(span_s, 0.0) * record.num_slots / num_between)
-        if timings.leased_ns and not record.num_given:
-            self._decisions.labels(decision(record, has_chains=has_chains)).inc()
+        if timings.placement is not None and timings.leased_ns and not record.num_given:
+            self._decisions.labels(timings.placement.reason).inc()
         self._prefilled(timings)
+        if usage.num_attempts == 1:
+            self._prefilled_locally(timings)
 
     def predicted(self, prediction: str, predicted_s: float, measured_s: float) -> None:
         """What was predicted has been measured."""
@@ -104,21 +106,17 @@ class Metrics:
                 measured_s = (max(rank.end_ns for rank in timings.ranks) - timings.leased_ns) / 1e9
                 self.predicted("prefill", timings.width.predicted_s, measured_s)
 
+    def _prefilled_locally(self, timings: Timings) -> None:
+        """What the generation group took, where it prefilled and somebody had predicted it."""
+        placement, took_ns = timings.placement, timings.first_token_ns - timings.leased_ns
+        if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
+            self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)
+
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
-
-
-def decision(record: RequestRecord, *, has_chains: bool) -> str:
-    """Why a request that got a slot was prefilled where it was; the first is by a chain, all others by the generation
-    group itself: chain, prompt_scores (which a chain does not compute), no_prefill_groups, none_ready."""
-    if record.width is not None:
-        return "chain"
-    if record.params.prompt_logprobs is not None:
-        return "prompt_scores"
-    return "none_ready" if has_chains else "no_prefill_groups"
 
 
 def stages(timings: Timings) -> Iterator[tuple[str, float]]:

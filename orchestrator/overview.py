@@ -9,6 +9,7 @@ from functools import partial
 
 from baton import __version__
 from baton.clock import Clock
+from baton.errors import NotFoundError, UnavailableError
 from baton.results import ClusterState, GroupState
 from orchestrator.admission import Admission
 from orchestrator.census import Census
@@ -18,8 +19,8 @@ from orchestrator.membership import Members
 
 logger = logging.getLogger(__name__)
 
-_DRAIN_POLL_S = 0.5
-"""Between two looks at what a drained group's workers hold, unless its requests change meanwhile."""
+_POLL_S = 0.5
+"""Between two looks at a group that is drained or started, unless something of it changes meanwhile."""
 
 
 class Overview:
@@ -61,7 +62,7 @@ class Overview:
             version=__version__,
             num_queued_tokens=self._admission.num_queued_tokens,
             why_not_serving=self._why_not_serving(groups),
-            why_degraded=why_degraded(groups),
+            why_degraded=why_degraded(groups, self._members.present.absent),
             metrics_endpoint=self.metrics_endpoint,
         )
 
@@ -69,10 +70,11 @@ class Overview:
         """What health says: whether a request has a way to go, and the workers' books are in order."""
         return not self._why_not_serving(self._census.groups())
 
-    async def drain(self, name: str) -> AsyncGenerator[GroupState, None]:
-        """Keeps new work from the group from now on, and tells how it stands, now and whenever that changes; ends when
-        it has nothing left to do and the supervisor knows, when it is wanted again, or is gone. Raises NotFoundError
-        when there is none of that name."""
+    async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
+        """Keeps new work from the group from now on, and tells how it stands, now and whenever that changes. Ends when
+        it has nothing left to do and the supervisor knows, or, if it is to `leave`, when its workers are gone then; and
+        when it is wanted again. Raises NotFoundError when there is none of that name, UnavailableError when nobody
+        here ends workers."""
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -80,26 +82,72 @@ class Overview:
             await self._census.ask()
             state = self._census.group(name)
             if state is None:
+                if leave and self._is_starting(name) and name in self._members.orders.drained:
+                    self._members.dismiss(name)
+                    await self._members.until(lambda: None if self._is_starting(name) else True, _POLL_S)
+                    continue
                 logger.info("drained group=%s: it is gone", name)
                 return
             if state != told:
                 yield state
                 told = state
-            if not state.is_drained or (is_idle(state) and self._members.is_kept(name)):
-                logger.info("group=%s is %s", name, "drained" if state.is_drained else "wanted again")
+            if not state.is_drained:
+                logger.info("group=%s is wanted again", name)
                 return
-            await self._members.until(partial(self._moved, name, state.num_requests), _DRAIN_POLL_S)
+            if is_idle(state) and self._members.is_kept(name):
+                if not leave:
+                    logger.info("group=%s is drained", name)
+                    return
+                self._members.dismiss(name)
+            await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
 
-    def undrain(self, name: str) -> GroupState:
-        """The group may get work again; how it stands, as last asked. Raises NotFoundError as `drain`."""
-        self._members.undrain(name)
+    async def undrain(self, name: str, model: str = "") -> GroupState:
+        """The group may get work again; one that has left is started first, with the model in the folder `model`, if
+        one is named. How it stands then. Raises as `Members.undrain`, and UnavailableError when it cannot be started:
+        it is tried again then, with the model that it had."""
+        before = self._members.orders.models.get(name)
+        self._members.undrain(name, model)
         logger.info("no longer drained group=%s", name)
-        state = self._census.group(name)
-        assert state is not None, f"{name} is present and not in the census"
+        try:
+            return await self._until_there(name)
+        except UnavailableError:
+            self._members.use_model(name, before)
+            raise
+
+    async def stand_in(self, name: str) -> GroupState:
+        """Starts another group like that of this name; how it stands then. It leaves for good when it is drained.
+        Raises NotFoundError as `drain`, UnavailableError when it cannot be started: it is given up then, and so when
+        the caller is gone."""
+        made = self._members.stand_in(name)
+        logger.info("group=%s is to stand in for group=%s", made, name)
+        try:
+            return await self._until_there(made)
+        except BaseException:
+            self._members.keep_orders(self._members.orders.without({made}))
+            raise
+
+    async def _until_there(self, name: str) -> GroupState:
+        """Returns when the group has workers. Raises UnavailableError when it cannot be started."""
+        while (state := self._census.group(name)) is None:
+            absence = self._members.absence(name)
+            if absence is not None and absence.error:
+                raise UnavailableError(f"{name} did not start: {absence.error}")
+            if absence is None and name not in self._members.orders.stand_ins:
+                raise NotFoundError(f"{name} is gone")
+            await self._members.until(partial(self._settled, name), _POLL_S)
         return state
 
     def _moved(self, name: str, num_requests: int) -> bool | None:
-        return True if self._members.load(name).num_requests != num_requests else None
+        is_as_before = self._members.load(name).num_requests == num_requests and self._members.is_present(name)
+        return None if is_as_before else True
+
+    def _is_starting(self, name: str) -> bool:
+        absence = self._members.absence(name)
+        return absence is not None and absence.starts
+
+    def _settled(self, name: str) -> bool | None:
+        absence = self._members.absence(name)
+        return True if self._members.is_present(name) or (absence is not None and absence.error) else None
 
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:
         return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)

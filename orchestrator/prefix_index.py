@@ -1,11 +1,11 @@
-"""Which prefix store holds which blocks, as far as the ranks that use it have said: so how much of a prompt is cached.
+"""Which prefix store holds which blocks, as far as its workers have said: so how much of a prompt is cached.
 
 A tree over blocks of tokens, in which each store has its nodes. A block's name says the way to it (`prefix_blocks`), so
 a node is found by its name alone, and the longest prefix by asking for one name after the other from the root, until
 one is missing: a lookup a block, however much is held. Edges would say the same once more, and have to be kept right.
 
 What is here are hints. A store is asked what it holds when it comes into view (`prefix_stores`); from then on it evicts
-by itself and says so with the next report, and reports are lost with their ranks: a block that is not there after all
+by itself and says so with the next report, and reports are lost with their workers: a block that is not there after all
 costs a second try, one that nobody knows of is found when it is to be kept again. Nodes that were used longest ago are
 forgotten beyond a number; a prompt uses its blocks from the last to the first, so these are leaves.
 
@@ -20,7 +20,7 @@ MAX_BLOCKS = 1 << 17
 
 
 class PrefixIndex:
-    """Stores by their names, as `PrefillGroup.prefix_store` has them; an empty one is none, and holds nothing."""
+    """Stores by their names, as groups of either role have them; an empty one is none, and holds nothing."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks

@@ -9,7 +9,7 @@ import logging
 
 from baton.errors import BatonError
 from orchestrator.clients import Clients
-from orchestrator.membership import Members, PrefillGroup
+from orchestrator.membership import Group, Members, PrefillGroup
 from orchestrator.prefix_index import PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -27,13 +27,14 @@ class PrefixStores:
 
     def look(self) -> None:
         """At the view as it is now; to be called for every request."""
-        groups = {group.prefix_store: group for group in self._members.view.prefill if group.prefix_store}
-        self._index.keep_only(groups)
-        for store in self._asked.keys() - groups.keys():
+        groups = [group for group in self._members.view.groups if group.prefix_store]
+        stores = {group.prefix_store for group in groups}
+        self._index.keep_only(stores)
+        for store in self._asked.keys() - stores:
             self._asked.pop(store).cancel()
-        for store, group in groups.items():
-            if store not in self._asked and group.ready:
-                self._asked[store] = asyncio.create_task(self._ask(group))
+        for group in groups:
+            if group.prefix_store not in self._asked and group.ready:
+                self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
 
     async def close(self) -> None:
         """Asks no more."""
@@ -41,11 +42,12 @@ class PrefixStores:
             asking.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
-    async def _ask(self, group: PrefillGroup) -> None:
-        """Any rank knows."""
+    async def _ask(self, group: Group) -> None:
+        """Any of those who share it knows."""
+        is_prefill = isinstance(group, PrefillGroup)
         try:
-            with self._clients.use(group.endpoints[0]) as worker:
-                names = await worker.prefix_blocks()
+            with self._clients.use(group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint) as worker:
+                names = await worker.prefix_blocks(is_prefill=is_prefill)
         except BatonError as error:
             logger.info("%s does not say what it has cached: %s", group.name, error)
         else:

@@ -89,6 +89,18 @@ def _of_generation_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
     yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
     preemptions = [((group.name,), float(group.num_preemptions)) for group in groups]
     yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
+    stores = [group for group in groups if group.prefixes.max_bytes]
+    read = [
+        ((group.name, tier), float(num_bytes))
+        for group in stores
+        for tier, num_bytes in (
+            ("memory", group.prefixes.num_bytes_read - group.prefixes.num_disk_bytes_read),
+            ("disk", group.prefixes.num_disk_bytes_read),
+        )
+    ]
+    yield _counter("baton_prefix_read_bytes", "KV that slots got from their node's store", read, "group", "tier")
+    stored = [((group.name,), float(group.prefixes.num_bytes_stored)) for group in stores]
+    yield _counter("baton_prefix_stored_bytes", "KV that answers brought to their node's store", stored, "group")
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:

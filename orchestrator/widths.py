@@ -46,6 +46,8 @@ class ChainPlan:
     """What it puts before its ranks."""
     choice: WidthChoice
     """What was predicted for it, and for other widths."""
+    ttft_s: float
+    """Predicted seconds of the chain on idle ranks."""
 
     @property
     def num_cached_tokens(self) -> int:
@@ -129,6 +131,7 @@ class PromptChains:
                 num_jobs=len(pending),
                 options=tuple(WidthOption(len(each.ranks), each.own_s, each.others_s) for each in places),
             ),
+            ttft_s=best.chain.ttft_s,
         )
 
     def _chain(self, width: int) -> _Chain:

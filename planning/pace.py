@@ -1,4 +1,5 @@
-"""How much slower ranks are than nominal rates say, by the jobs that they have done.
+"""How much slower ranks are than nominal rates say, by the jobs that they have done; likewise whatever else is only
+guessed until it has been seen.
 
 Nominal costs know a processor by its name at best: they can be off by a factor, which is nearly the same for all of a
 model's prompts. So one number corrects them: the median, by predicted seconds, of what recent jobs took over what
@@ -60,5 +61,12 @@ class Pace:
             place = (group, rank.rank)
             self._latest_ns[place] = max(self._latest_ns.get(place, 0), rank.start_ns)
         if ratios:
-            ratio, seconds = min(ratios)
-            self._recent.append((min(max(ratio, 1 / _MOST), _MOST), seconds))
+            self._note(*min(ratios))
+
+    def note(self, observed_s: float, predicted_s: float) -> None:
+        """Takes in something that took so long, and was predicted to, uncorrected."""
+        if predicted_s > 0:
+            self._note(observed_s / predicted_s, predicted_s)
+
+    def _note(self, ratio: float, seconds: float) -> None:
+        self._recent.append((min(max(ratio, 1 / _MOST), _MOST), seconds))

@@ -21,6 +21,7 @@ from baton.results import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration
 from planning.cost_model import BATON, CostModel, Protocol
+from planning.local_prefill import LocalPrefill
 from planning.pace import Pace
 from planning.partition import check_partition_request
 from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table
@@ -57,18 +58,22 @@ class ChainPlanner:
         max_ranks: int,
         max_tokens: int,
         steps: StepTimes | None = None,
+        local: LocalPrefill | None = None,
     ) -> None:
         """Searches knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
-        `steps` there is no answer to `step_s`. Raises InvalidArgumentError for less than one rank or token."""
+        `steps` there is no answer to `step_s`, without `local` none to `local_s`. Raises InvalidArgumentError for less
+        than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
+        self.local = local
+        """How generation groups prefill; None: nobody has said."""
         self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
-        self._pace = Pace()
+        self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = self.search(calibration)
 
     @property
@@ -117,9 +122,16 @@ class ChainPlanner:
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """A chain of that group has done a job, and this is what its ranks took: nominal costs are scaled accordingly
-        from here on. Where they were measured, nothing changes."""
+        from here on. Where they were measured, only what pushing KV takes changes."""
         basis = self._basis
-        if basis.calibration.is_measured or not ranks:
+        if not ranks:
+            return
+        run_ns = max(rank.end_ns for rank in ranks) - min(rank.start_ns for rank in ranks)
+        tail_ns = max(rank.push_end_ns for rank in ranks) - max(rank.end_ns for rank in ranks)
+        num_bytes = sum(rank.num_bytes_pushed for rank in ranks)
+        if num_bytes:
+            self._push_pace.note(max(tail_ns, 0) / 1e9, self._push_s(num_bytes, run_ns / 1e9))
+        if basis.calibration.is_measured:
             return
         nominal = basis.calibration.cost
         self._pace.observe(group, ranks, lambda chunks: self._rank_s(chunks, nominal))
@@ -161,6 +173,39 @@ class ChainPlanner:
         if self._steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
         return self._steps.step_s(batch, context)
+
+    def push_s(self, num_tokens: int, prefill_s: float) -> float:
+        """Seconds until the KV of so many tokens is where it is to be, after the chain that computes in `prefill_s` is
+        done: the last layer's, and whatever did not fit in between. By nominal bandwidth, scaled by what jobs took."""
+        if self.cost.push is not None:
+            return 0.0  # ttft_s has it
+        num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
+        return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
+
+    def local_s(self, tokens: TokenRange, num_rows: int, context: float) -> tuple[float, float] | None:
+        """Seconds that a generation group computes to prefill `tokens` by itself, the earlier ones cached, and that it
+        decodes `num_rows` rows of `context` tokens in between. None when nobody has said how such groups work. Scaled
+        by what `observe_local` was told."""
+        if self.local is None or self._steps is None:
+            return None
+        prefill_s = self._local_pace.factor * sum(self.rank_s((tokens,))) / self.local.speed
+        step_s = self._steps.step_s(num_rows, context) if num_rows else 0.0
+        return prefill_s, self.local.steps_s(prefill_s, len(tokens), step_s)
+
+    @property
+    def local_factor(self) -> float:
+        """What `local_s` is scaled by."""
+        return self._local_pace.factor
+
+    def observe_local(self, observed_s: float, predicted_s: float) -> None:
+        """A generation group has prefilled; `predicted_s`: unscaled."""
+        self._local_pace.note(observed_s, predicted_s)
+
+    def _push_s(self, num_bytes: int, prefill_s: float) -> float:
+        """By nominal rates, beyond what overlaps."""
+        link = self._basis.calibration.cost.link
+        last_s = num_bytes / self.cost.num_layers / link.bandwidth
+        return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
         """Seconds of the longest step of one layer anywhere: a rank's computation, or a message on a link. A chain

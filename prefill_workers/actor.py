@@ -4,20 +4,17 @@ deploy makes it in a child process or in a Ray actor; it knows of neither. Runs 
 """
 
 import asyncio
-import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from baton.clock import SystemClock
 from modeling.decoder import Decoder
+from modeling.node_store import disk_place
+from modeling.store_folder import allow_files, node_folder, share_bytes, sweep
 from modeling.threads import use_cores
 from modeling.weights import load_decoder
 from prefill_workers.servicer import PrefillServer
-from prefill_workers.store_folder import node_folder, share_bytes, sweep
-
-_MAX_FILES = 16_384
-"""A job holds one open for each cached block that it begins behind, as long as it runs."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +38,17 @@ class PrefillHost:
     """Whose prefixes are kept on the node, and shared by all of its ranks there."""
     prefix_share: float = 0.0
     """Part of the node's memory file system that they may take; 0: none are kept."""
+    prefix_disk: str = ""
+    """Folder of the node for what has no room there."""
+    prefix_disk_bytes: int = 0
+    """That they may take there; 0: nothing is kept there."""
 
     async def start(self) -> PrefillServer:
         """Returns the rank's server, which serves. Raises ModelError or ConfigError, one line."""
-        allow_files(_MAX_FILES)
+        allow_files()
         decoder = await asyncio.to_thread(self._load)
         keeps = self.prefix_share > 0
+        disk = disk_place(self.cluster, self.prefix_disk, self.prefix_disk_bytes)
         server = await PrefillServer.start(
             decoder,
             clock=SystemClock(),
@@ -54,18 +56,13 @@ class PrefillHost:
             watchdog_floor_s=self.watchdog_floor_s,
             prefix_folder=node_folder(self.cluster) if keeps else None,
             prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
+            prefix_disk=disk if keeps else None,
         )
         await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
+        if disk is not None:
+            await asyncio.to_thread(sweep, disk.folder.parent)
         return server
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)
         return load_decoder(self.model_folder, dtype=self.dtype, quantization=self.quantization)
-
-
-def allow_files(number: int) -> None:
-    """Lets this process have so many files open, or as many as it may be allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = number if hard == resource.RLIM_INFINITY else min(number, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

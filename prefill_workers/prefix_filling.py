@@ -12,23 +12,12 @@ Off step 6 of a request's way (DESIGN.md, sections 4 and 5). `write` and `hold` 
 import logging
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.types import TokenRange
-from prefill_workers.prefix_store import PrefixStore, Room
+from modeling.prefix_store import Filled, PrefixStore, Room
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Filled:
-    """What became of a store, by blocks' names."""
-
-    stored: tuple[str, ...] = ()
-    """Of those that were to be kept: they are there now. The prompt's first ones, without a gap."""
-    evicted: tuple[str, ...] = ()
-    """They had to go for it."""
 
 
 class PrefixFilling:
@@ -84,13 +73,14 @@ class PrefixFilling:
             for piece in held:
                 self._copy(room, *piece)
             room.seal()
+            filled = room.filled(self._names)
+            sunk = self._store.sink(filled.stored, self._tokens(len(filled.stored)), self._block_tokens)
+            return Filled(filled.stored, (*filled.evicted, *sunk))
         except (BatonError, OSError) as error:  # the folder is gone
             logger.warning("nothing is kept of a prompt: %s", error)
             return Filled()
         finally:
             room.drop()
-        stored = {*room.present, *(writer.name for writer in room.writers)}
-        return Filled(tuple(name for name in self._names if name in stored), tuple(room.evicted))
 
     def drop(self) -> None:
         """Leaves nothing of what is not about to be sealed. Idempotent."""
@@ -102,12 +92,14 @@ class PrefixFilling:
 
     def _taken(self) -> Room | None:
         """Without a folder nothing is kept, and no job fails."""
-        tokens = TokenRange(self._start, self._start + len(self._names) * self._block_tokens)
         try:
-            return self._store.take(self._names, tokens, self._block_tokens)
+            return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except BatonError as error:
             logger.warning("nothing is kept of a prompt: %s", error)
             return None
+
+    def _tokens(self, num_blocks: int) -> TokenRange:
+        return TokenRange(self._start, self._start + num_blocks * self._block_tokens)
 
     def _copy(self, room: Room, layer: int, tokens: TokenRange, data: memoryview) -> None:
         for writer in room.writers:

@@ -17,14 +17,14 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import Lease, SampledToken, TokenRange
-from baton.v1 import prefill_pb2, prefill_pb2_grpc
+from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
+from modeling.node_store import DiskPlace, NodeStore
+from modeling.prefix_store import Filled, Holdings, PrefixStore
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, TimeSpan
-from prefill_workers.prefix_filling import Filled, PrefixFilling
-from prefill_workers.prefix_store import Holdings, PrefixStore
-from prefill_workers.store_folder import StoreFolder
+from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_sender import KvPushClient, PushSession, PushSummary
@@ -34,16 +34,20 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushOutlet:
-    """A KvOutlet into a push session and, on a rank that keeps the prompt, the prefix store. Called on the engine's
-    thread; `firsts` is read once the job is computed."""
+    """A KvOutlet into a push session and, on a rank that keeps the prompt, the prefix store. The slot has the first
+    `num_present` tokens already: only what lies beyond is pushed. Called on the engine's thread; `firsts` is read once
+    the job is computed."""
 
-    def __init__(self, session: PushSession, filling: PrefixFilling | None = None) -> None:
+    def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.firsts: tuple[SampledToken, ...] = ()
         self._session = session
+        self._num_present = num_present
         self._filling = filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        self._session.offer(layer, tokens, data)
+        missing = TokenRange(min(max(tokens.start, self._num_present), tokens.end), tokens.end)
+        if len(missing):
+            self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
         if self._filling is not None:
             self._filling.hold(layer, tokens, data)
 
@@ -85,7 +89,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
         client = KvPushClient(self._channel(lease), self._engine.decoder.layout)
         session = client.open_push(lease)
-        outlet = PushOutlet(session, filling)
+        outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
             if filling is not None and len(job.ranks) > 1:
@@ -122,11 +126,11 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         )
 
     async def ListPrefixBlocks(
-        self, request: prefill_pb2.ListPrefixBlocksRequest, context: Context
-    ) -> prefill_pb2.ListPrefixBlocksReply:
+        self, request: common_pb2.ListPrefixBlocksRequest, context: Context
+    ) -> common_pb2.ListPrefixBlocksReply:
         """All that the node's store holds."""
         blocks = await asyncio.to_thread(self.prefixes.names) if self.prefixes is not None else []
-        return prefill_pb2.ListPrefixBlocksReply(blocks=blocks)
+        return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
         """Closes the channels to all receivers of KV; once no call runs."""
@@ -184,13 +188,13 @@ class PrefillServer:
         engine: PrefillEngine,
         servicer: PrefillRankServicer,
         port: int,
-        folder: StoreFolder | None = None,
+        store: NodeStore | None = None,
     ) -> None:
         self.engine = engine
         self.port = port
         self._server = server
         self._servicer = servicer
-        self._folder = folder
+        self._store = store
 
     @property
     def prefixes(self) -> PrefixStore | None:
@@ -208,32 +212,31 @@ class PrefillServer:
         watchdog_floor_s: float = 2.0,
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
+        prefix_disk: DiskPlace | None = None,
     ) -> Self:
         """Serves on host:port, and links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
-        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there.
-        Raises ConfigError when it cannot listen there, or make that folder."""
+        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there,
+        and more on disk, if there is a place. Raises ConfigError when it cannot listen there, or make that folder."""
         server = make_server()
         bound = bind(server, host, port)
-        folder = StoreFolder(prefix_folder) if prefix_folder is not None else None
-        prefixes = (
-            PrefixStore(folder.path, decoder.layout, bound_bytes=prefix_bytes, clock=clock)
-            if folder is not None
-            else None
-        )
+        store = None
+        if prefix_folder is not None:
+            layout = decoder.layout
+            store = NodeStore(prefix_folder, layout, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
-        servicer = PrefillRankServicer(engine, host, prefixes)
+        servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return cls(server, engine, servicer, bound, folder)
+        return cls(server, engine, servicer, bound, store)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more calls, gives running ones `grace_s` seconds, then ends them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         await asyncio.to_thread(self.engine.close)
         await self._servicer.close()
-        folder, self._folder = self._folder, None
-        if folder is not None:
-            await asyncio.to_thread(folder.close)
+        store, self._store = self._store, None
+        if store is not None:
+            await asyncio.to_thread(store.close)
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:

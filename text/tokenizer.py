@@ -7,7 +7,9 @@ A Tokenizer is read-only after `load`, so any thread may use it. `transformers.A
 `TokenizersBackend`, the class that it chooses in the end, does not, and takes no code from the folder.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Self
 
@@ -59,6 +61,12 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether `encode_chat` can work."""
         return bool(self._hf.chat_template)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Sixteen hex digits that are equal when two tokenizers and their chat templates are."""
+        content = f"{self._core.to_str()}/{self._hf.chat_template}"
+        return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with a beginning-of-sequence token iff the tokenizer's own post-processor adds one.

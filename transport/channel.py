@@ -13,6 +13,9 @@ from transport.status import StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
 """Calls that may wait for the loop to accept them: beyond, gRPC refuses. Its own default cancels calls from 1,000."""
+MAX_PENDING_S = 3600
+"""Seconds that a call may wait so: gRPC's own default cancels it after 30, and nobody asks again for what was
+cancelled."""
 
 
 def make_server(keepalive: Keepalive | None = None) -> grpc.aio.Server:
@@ -24,6 +27,7 @@ def make_server(keepalive: Keepalive | None = None) -> grpc.aio.Server:
             ("grpc.so_reuseport", 0),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
+            ("grpc.server_max_unrequested_time_in_server", MAX_PENDING_S),
             # Clients may ping as often as `make_channel` tells them to, with and without calls.
             ("grpc.http2.min_ping_interval_without_data_ms", 500),
             ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),

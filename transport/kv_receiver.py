@@ -22,10 +22,10 @@ from baton.ids import RequestId
 from baton.types import KvLayout, LeaseRef
 from baton.v1 import common_pb2, kv_pb2
 from transport.kv_frame import Piece, decode_piece
-from transport.kv_sink import KvSink, PushTarget, ReserveSpec
+from transport.kv_sink import KvPrefixes, KvSink, PushTarget, ReserveSpec
 from transport.proto_types import lease_ref_from_proto, lease_to_proto, range_from_proto, sampled_from_proto
 
-__all__ = ["KvReceiverServicer", "KvSink", "PushTarget", "ReserveSpec"]
+__all__ = ["KvPrefixes", "KvReceiverServicer", "KvSink", "PushTarget", "ReserveSpec"]
 
 _NamesLease = kv_pb2.RenewRequest | kv_pb2.KvPieceHeader | kv_pb2.CommitRequest | kv_pb2.AbortRequest
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -39,10 +39,12 @@ MAX_REPLY_S = 0.5
 
 class KvReceiverServicer:
     """Serves baton.v1.KvReceiver over a sink; register it with `add_to`, on a server made by transport.channel (which
-    turns the errors raised here into statuses). Holds no state of its own beyond the running calls."""
+    turns the errors raised here into statuses). Holds no state of its own beyond the running calls. `prefixes`: of the
+    sink's node, if it has any."""
 
-    def __init__(self, sink: KvSink) -> None:
+    def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None) -> None:
         self._sink = sink
+        self._prefixes = prefixes
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the five methods, Push with the codec that does not copy payloads. Before the server starts."""
@@ -66,7 +68,12 @@ class KvReceiverServicer:
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
         """Claims a slot for KV of the sink's own layout."""
         self._check_layout(request.layout_fingerprint)
-        return lease_to_proto(self._sink.reserve(_reserve_spec(request)))
+        spec = _reserve_spec(request)
+        if self._prefixes is not None and (spec.prefix_blocks or spec.prefills_locally):
+            return lease_to_proto(await self._prefixes.reserve(spec))
+        if spec.prefills_locally:
+            raise InvalidArgumentError("prefills_locally: nothing is cached here: open a stream without a lease")
+        return lease_to_proto(self._sink.reserve(spec))
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
         """Extends a lease."""
@@ -146,6 +153,7 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
             f"num_tokens = {request.num_tokens} with capacity_tokens = {request.capacity_tokens}: "
             "reserve at least 1 token, and capacity for all of them"
         )
+    _check_blocks(request)
     return ReserveSpec(
         request_id=RequestId(request.request_id),
         attempt=request.attempt,
@@ -153,7 +161,20 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
         capacity_tokens=request.capacity_tokens,
         ttl_s=_checked_ttl(request.ttl_s),
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
+        prefix_blocks=tuple(request.prefix_blocks),
+        block_tokens=request.block_tokens,
+        prefills_locally=request.prefills_locally,
     )
+
+
+def _check_blocks(request: kv_pb2.ReserveRequest) -> None:
+    """Of a stream's own tokens it computes one at least."""
+    num_blocks, most = len(request.prefix_blocks), request.num_tokens - request.prefills_locally
+    if num_blocks and not 1 <= request.block_tokens <= most // num_blocks:
+        raise InvalidArgumentError(
+            f"prefix_blocks: {num_blocks} blocks of block_tokens = {request.block_tokens}: "
+            f"name whole blocks of the first {most} tokens"
+        )
 
 
 def _checked_ttl(ttl_s: float) -> float:

@@ -28,6 +28,12 @@ class ReserveSpec:
     """Seconds without a push or renewal after which the slot is freed; > 0."""
     num_choices: int = 1
     """Slots: the lease's own, and one for each further choice, which gets its KV from there."""
+    prefix_blocks: tuple[str, ...] = ()
+    """Names of the first blocks of those tokens, for a KvPrefixes; a sink by itself has none of them."""
+    block_tokens: int = 0
+    """Tokens of each of them."""
+    prefills_locally: bool = False
+    """Nobody pushes: the lease's stream computes what those blocks do not have. For a KvPrefixes."""
 
 
 class PushTarget(Protocol):
@@ -40,6 +46,16 @@ class PushTarget(Protocol):
         LeaseExpiredError when the lease ended meanwhile, RangeError for a layer that does not exist and for a range
         that is empty, outside the lease, or overlaps another piece in part; then nothing is changed.
         """
+        ...
+
+
+class KvPrefixes(Protocol):
+    """Leases that begin with KV that is at hand: blocks of earlier prompts, on the sink's own node."""
+
+    async def reserve(self, request: ReserveSpec) -> Lease:
+        """As KvSink.reserve. The lease says how many of the first tokens need not be pushed: those of as many leading
+        blocks as there are, which a writer like any other copies into the slot. Raises InvalidArgumentError for a
+        block's name that is none."""
         ...
 
 

@@ -52,6 +52,7 @@ def lease_to_proto(lease: Lease) -> common_pb2.Lease:
         num_tokens=lease.num_tokens,
         endpoint=lease.endpoint,
         ttl_s=lease.ttl_s,
+        num_present_tokens=lease.num_present_tokens,
     )
 
 
@@ -66,6 +67,7 @@ def lease_from_proto(message: common_pb2.Lease) -> Lease:
         num_tokens=message.num_tokens,
         endpoint=message.endpoint,
         ttl_s=message.ttl_s,
+        num_present_tokens=message.num_present_tokens,
     )
 
 

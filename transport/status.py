@@ -30,7 +30,7 @@ async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: Baton
     raise AssertionError("abort returned")
 
 
-_FAILED_WRITE = "Internal error from Core"
+FAILED_WRITE = "Internal error from Core"
 """The text of the status that grpc.aio makes of a failed write."""
 
 
@@ -47,7 +47,7 @@ class SentStatus:
 
     def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
         """The true status of a call that raised this one; its code may be OK."""
-        return raised if self._first is None or self._first.details() == _FAILED_WRITE else self._first
+        return raised if self._first is None or self._first.details() == FAILED_WRITE else self._first
 
     def _keep(self, call: grpc.aio.Call) -> None:
         code, text = _present(call.code()), _present(call.details())

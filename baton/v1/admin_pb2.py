@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from baton.v1 import orchestrator_pb2 as baton_dot_v1_dot_orchestrator__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/v1/orchestrator.proto\"\x1d\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\"\x1f\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t2{\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/admin.proto\x12\x08\x62\x61ton.v1\x1a\x1b\x62\x61ton/v1/orchestrator.proto\",\n\x0c\x44rainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05leave\x18\x02 \x01(\x08\".\n\x0eUndrainRequest\x12\r\n\x05group\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"\x1f\n\x0eStandInRequest\x12\r\n\x05group\x18\x01 \x01(\t2\xb6\x01\n\x05\x41\x64min\x12\x37\n\x05\x44rain\x12\x16.baton.v1.DrainRequest\x1a\x14.baton.v1.GroupState0\x01\x12\x39\n\x07Undrain\x12\x18.baton.v1.UndrainRequest\x1a\x14.baton.v1.GroupState\x12\x39\n\x07StandIn\x12\x18.baton.v1.StandInRequest\x1a\x14.baton.v1.GroupStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,9 +33,11 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'baton.v1.admin_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DRAINREQUEST']._serialized_start=63
-  _globals['_DRAINREQUEST']._serialized_end=92
-  _globals['_UNDRAINREQUEST']._serialized_start=94
-  _globals['_UNDRAINREQUEST']._serialized_end=125
-  _globals['_ADMIN']._serialized_start=127
-  _globals['_ADMIN']._serialized_end=250
+  _globals['_DRAINREQUEST']._serialized_end=107
+  _globals['_UNDRAINREQUEST']._serialized_start=109
+  _globals['_UNDRAINREQUEST']._serialized_end=155
+  _globals['_STANDINREQUEST']._serialized_start=157
+  _globals['_STANDINREQUEST']._serialized_end=188
+  _globals['_ADMIN']._serialized_start=191
+  _globals['_ADMIN']._serialized_end=373
 # @@protoc_insertion_point(module_scope)

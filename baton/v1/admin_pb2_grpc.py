@@ -45,6 +45,11 @@ class AdminStub:
                 request_serializer=baton_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
                 _registered_method=True)
+        self.StandIn = channel.unary_unary(
+                '/baton.v1.Admin/StandIn',
+                request_serializer=baton_dot_v1_dot_admin__pb2.StandInRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -52,14 +57,24 @@ class AdminServicer:
 
     def Drain(self, request, context):
         """Keeps new work from a group, and tells how it stands, now and whenever that changes; the stream ends when the group
-        has nothing left to do. The group stays drained, however the call ends. NOT_FOUND for a group that there is not.
+        has nothing left to do, or has left, if it is to. The group stays drained, however the call ends. NOT_FOUND for a
+        group that there is not, UNAVAILABLE where nobody ends workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Lets the group have work again. Idempotent.
+        """Lets the group have work again; one that has left is started first, and the answer comes when it serves, UNAVAILABLE
+        when it cannot be started: it is tried again then, with the model that it had. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StandIn(self, request, context):
+        """Starts another group like that one, which answers when it serves; UNAVAILABLE when it cannot be started. It leaves
+        for good when it is drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -76,6 +91,11 @@ def add_AdminServicer_to_server(servicer, server):
             'Undrain': grpc.unary_unary_rpc_method_handler(
                     servicer.Undrain,
                     request_deserializer=baton_dot_v1_dot_admin__pb2.UndrainRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.SerializeToString,
+            ),
+            'StandIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.StandIn,
+                    request_deserializer=baton_dot_v1_dot_admin__pb2.StandInRequest.FromString,
                     response_serializer=baton_dot_v1_dot_orchestrator__pb2.GroupState.SerializeToString,
             ),
     }
@@ -132,6 +152,33 @@ class Admin:
             target,
             '/baton.v1.Admin/Undrain',
             baton_dot_v1_dot_admin__pb2.UndrainRequest.SerializeToString,
+            baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StandIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.Admin/StandIn',
+            baton_dot_v1_dot_admin__pb2.StandInRequest.SerializeToString,
             baton_dot_v1_dot_orchestrator__pb2.GroupState.FromString,
             options,
             channel_credentials,

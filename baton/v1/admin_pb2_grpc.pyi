@@ -34,20 +34,34 @@ class AdminStub:
     def __new__(cls, channel: _aio.Channel) -> AdminAsyncStub: ...
     Drain: _grpc.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _orchestrator_pb2.GroupState]
     """Keeps new work from a group, and tells how it stands, now and whenever that changes; the stream ends when the group
-    has nothing left to do. The group stays drained, however the call ends. NOT_FOUND for a group that there is not.
+    has nothing left to do, or has left, if it is to. The group stays drained, however the call ends. NOT_FOUND for a
+    group that there is not, UNAVAILABLE where nobody ends workers.
     """
     Undrain: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _orchestrator_pb2.GroupState]
-    """Lets the group have work again. Idempotent."""
+    """Lets the group have work again; one that has left is started first, and the answer comes when it serves, UNAVAILABLE
+    when it cannot be started: it is tried again then, with the model that it had. Idempotent.
+    """
+    StandIn: _grpc.UnaryUnaryMultiCallable[_admin_pb2.StandInRequest, _orchestrator_pb2.GroupState]
+    """Starts another group like that one, which answers when it serves; UNAVAILABLE when it cannot be started. It leaves
+    for good when it is drained.
+    """
 
 @_typing.type_check_only
 class AdminAsyncStub(AdminStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Drain: _aio.UnaryStreamMultiCallable[_admin_pb2.DrainRequest, _orchestrator_pb2.GroupState]  # type: ignore[assignment]
     """Keeps new work from a group, and tells how it stands, now and whenever that changes; the stream ends when the group
-    has nothing left to do. The group stays drained, however the call ends. NOT_FOUND for a group that there is not.
+    has nothing left to do, or has left, if it is to. The group stays drained, however the call ends. NOT_FOUND for a
+    group that there is not, UNAVAILABLE where nobody ends workers.
     """
     Undrain: _aio.UnaryUnaryMultiCallable[_admin_pb2.UndrainRequest, _orchestrator_pb2.GroupState]  # type: ignore[assignment]
-    """Lets the group have work again. Idempotent."""
+    """Lets the group have work again; one that has left is started first, and the answer comes when it serves, UNAVAILABLE
+    when it cannot be started: it is tried again then, with the model that it had. Idempotent.
+    """
+    StandIn: _aio.UnaryUnaryMultiCallable[_admin_pb2.StandInRequest, _orchestrator_pb2.GroupState]  # type: ignore[assignment]
+    """Starts another group like that one, which answers when it serves; UNAVAILABLE when it cannot be started. It leaves
+    for good when it is drained.
+    """
 
 class AdminServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -57,7 +71,8 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_orchestrator_pb2.GroupState], _abc.AsyncIterator[_orchestrator_pb2.GroupState]]:
         """Keeps new work from a group, and tells how it stands, now and whenever that changes; the stream ends when the group
-        has nothing left to do. The group stays drained, however the call ends. NOT_FOUND for a group that there is not.
+        has nothing left to do, or has left, if it is to. The group stays drained, however the call ends. NOT_FOUND for a
+        group that there is not, UNAVAILABLE where nobody ends workers.
         """
 
     @_abc_1.abstractmethod
@@ -66,6 +81,18 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UndrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_orchestrator_pb2.GroupState, _abc.Awaitable[_orchestrator_pb2.GroupState]]:
-        """Lets the group have work again. Idempotent."""
+        """Lets the group have work again; one that has left is started first, and the answer comes when it serves, UNAVAILABLE
+        when it cannot be started: it is tried again then, with the model that it had. Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def StandIn(
+        self,
+        request: _admin_pb2.StandInRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_orchestrator_pb2.GroupState, _abc.Awaitable[_orchestrator_pb2.GroupState]]:
+        """Starts another group like that one, which answers when it serves; UNAVAILABLE when it cannot be started. It leaves
+        for good when it is drained.
+        """
 
 def add_AdminServicer_to_server(servicer: AdminServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -307,13 +307,16 @@ class Lease(_message.Message):
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    NUM_PRESENT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_tokens: _builtins.int
-    """Positions [0, num_tokens) are to be pushed before commit."""
+    """Positions [0, num_tokens) are to be there before commit."""
     endpoint: _builtins.str
     """host:port of the KvReceiver that granted it."""
     ttl_s: _builtins.float
+    num_present_tokens: _builtins.int
+    """The first tokens, whose KV the receiver puts there by itself: they are not to be pushed."""
     @_builtins.property
     def ref(self) -> Global___LeaseRef: ...
     def __init__(
@@ -325,11 +328,49 @@ class Lease(_message.Message):
         num_tokens: _builtins.int = ...,
         endpoint: _builtins.str = ...,
         ttl_s: _builtins.float = ...,
+        num_present_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ref", b"ref"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "endpoint", b"endpoint", "num_tokens", b"num_tokens", "ref", b"ref", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "endpoint", b"endpoint", "num_present_tokens", b"num_present_tokens", "num_tokens", b"num_tokens", "ref", b"ref", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Lease: _TypeAlias = Lease  # noqa: Y015
+
+@_typing.final
+class ListPrefixBlocksRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixBlocksRequest: _TypeAlias = ListPrefixBlocksRequest  # noqa: Y015
+
+@_typing.final
+class ListPrefixBlocksReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names, those first that were used longest ago. Empty where there is no store."""
+
+    def __init__(
+        self,
+        *,
+        blocks: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListPrefixBlocksReply: _TypeAlias = ListPrefixBlocksReply  # noqa: Y015

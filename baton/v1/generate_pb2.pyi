@@ -53,10 +53,11 @@ class StreamRequest(_message.Message):
     KEEP_S_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
     TAKEOVER_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     keep_s: _builtins.float
-    """Seconds that the stream outlives its call, unless it is cancelled: what an orchestrator that died leaves behind can
-    be taken over by the next. 0: it ends with its call.
+    """Seconds that the stream outlives its reader, unless it is cancelled: what an orchestrator that died leaves behind can
+    be taken over by the next. 0: it ends with its reader.
     """
     number: _builtins.int
     """The sender's number of this stream, unique over all lives of the orchestrator. Cancel names it."""
@@ -72,6 +73,12 @@ class StreamRequest(_message.Message):
         these tokens. `lease` is unset then, `history.output_ids` empty.
         """
 
+    @_builtins.property
+    def store(self) -> Global___BlockNaming:
+        """Set: when a choice has ended by itself, whole blocks of its prompt and output that the node's prefix store lacks are
+        put there, before its slot is freed. A group without a store takes no notice.
+        """
+
     def __init__(
         self,
         *,
@@ -81,14 +88,40 @@ class StreamRequest(_message.Message):
         keep_s: _builtins.float = ...,
         number: _builtins.int = ...,
         takeover: Global___Takeover | None = ...,
+        store: Global___BlockNaming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "lease", b"lease", "takeover", b"takeover"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "lease", b"lease", "store", b"store", "takeover", b"takeover"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "keep_s", b"keep_s", "lease", b"lease", "number", b"number", "request_id", b"request_id", "takeover", b"takeover"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "keep_s", b"keep_s", "lease", b"lease", "number", b"number", "request_id", b"request_id", "store", b"store", "takeover", b"takeover"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
+
+@_typing.final
+class BlockNaming(_message.Message):
+    """What the names of a prompt's blocks rest on, beside its tokens and the layout of KV."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    block_tokens: _builtins.int
+    salt: _builtins.str
+    """Who has another salt shares nothing."""
+    def __init__(
+        self,
+        *,
+        block_tokens: _builtins.int = ...,
+        salt: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_tokens", b"block_tokens", "salt", b"salt"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BlockNaming: _TypeAlias = BlockNaming  # noqa: Y015
 
 @_typing.final
 class Takeover(_message.Message):
@@ -160,6 +193,7 @@ class TokenEvent(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Output position, from 0; for a bare end, the number of output tokens."""
     text: _builtins.str
@@ -175,6 +209,10 @@ class TokenEvent(_message.Message):
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]:
         """The prompt's tokens with their logprobs, if these were asked for: with position 0 of choice 0."""
 
+    @_builtins.property
+    def stored(self) -> Global___StoredBlocks:
+        """Alone in a message that follows the last choice's end, where StreamRequest.store was set. Never sent to clients."""
+
     def __init__(
         self,
         *,
@@ -186,14 +224,45 @@ class TokenEvent(_message.Message):
         error: _builtins.str = ...,
         choice: _builtins.int = ...,
         prompt: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
+        stored: Global___StoredBlocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish", b"finish", "index", b"index", "prompt", b"prompt", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish", b"finish", "index", b"index", "prompt", b"prompt", "stored", b"stored", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
+
+@_typing.final
+class StoredBlocks(_message.Message):
+    """What became of the node's prefix store, by blocks' names."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of the answers' blocks, those that are there now: of each, the first ones, without a gap."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Blocks of any prompt that had to go for them."""
+
+    def __init__(
+        self,
+        *,
+        stored: _abc.Iterable[_builtins.str] | None = ...,
+        evicted: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted", b"evicted", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredBlocks: _TypeAlias = StoredBlocks  # noqa: Y015
 
 @_typing.final
 class GenerationStatusRequest(_message.Message):
@@ -228,6 +297,13 @@ class GenerationStatus(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
+    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
+    PREFIX_STORE_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     num_free: _builtins.int
     num_leased: _builtins.int
@@ -242,6 +318,17 @@ class GenerationStatus(_message.Message):
     """Rows so far that gave their memory to older ones, and were prefilled again later."""
     imbalance: _builtins.str
     """What does not balance in the group's own books, for people; empty when they do."""
+    prefix_bytes: _builtins.int
+    """What the prefix store of the node holds, and how many bytes it may; 0 where there is none."""
+    num_prefix_blocks: _builtins.int
+    prefix_room_bytes: _builtins.int
+    prefix_store: _builtins.str
+    """Equal for workers of either role that share a prefix store, and for no others; empty where there is none."""
+    num_prefix_bytes_read: _builtins.int
+    """Bytes of KV so far that slots got from there, and that went there from slots."""
+    num_prefix_bytes_stored: _builtins.int
+    num_prefix_disk_bytes_read: _builtins.int
+    """Of the bytes that slots got, those that came from disk."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call."""
@@ -269,10 +356,17 @@ class GenerationStatus(_message.Message):
         num_preemptions: _builtins.int = ...,
         imbalance: _builtins.str = ...,
         last_step: Global___StepSample | None = ...,
+        prefix_bytes: _builtins.int = ...,
+        num_prefix_blocks: _builtins.int = ...,
+        prefix_room_bytes: _builtins.int = ...,
+        prefix_store: _builtins.str = ...,
+        num_prefix_bytes_read: _builtins.int = ...,
+        num_prefix_bytes_stored: _builtins.int = ...,
+        num_prefix_disk_bytes_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "last_step", b"last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "kept", b"kept", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "kept", b"kept", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -366,3 +460,110 @@ class KeptStream(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KeptStream: _TypeAlias = KeptStream  # noqa: Y015
+
+@_typing.final
+class StreamCommand(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPEN_FIELD_NUMBER: _builtins.int
+    LEAVE_FIELD_NUMBER: _builtins.int
+    leave: _builtins.int
+    """The number of a stream that nobody reads any more, as when the call ends."""
+    @_builtins.property
+    def open(self) -> Global___StreamRequest:
+        """Answered by events of its number."""
+
+    def __init__(
+        self,
+        *,
+        open: Global___StreamRequest | None = ...,
+        leave: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "leave", b"leave", "open", b"open"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "leave", b"leave", "open", b"open"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["open", "leave"]  # noqa: Y015
+    _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
+
+Global___StreamCommand: _TypeAlias = StreamCommand  # noqa: Y015
+
+@_typing.final
+class StreamEvents(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamEvent]:
+        """In order, for each number."""
+
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___StreamEvent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamEvents: _TypeAlias = StreamEvents  # noqa: Y015
+
+@_typing.final
+class StreamEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    EVENT_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """Of the StreamRequest."""
+    @_builtins.property
+    def event(self) -> Global___TokenEvent: ...
+    @_builtins.property
+    def end(self) -> Global___StreamEnd:
+        """Nothing follows of this number."""
+
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        event: Global___TokenEvent | None = ...,
+        end: Global___StreamEnd | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "event", b"event", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamEvent: _TypeAlias = StreamEvent  # noqa: Y015
+
+@_typing.final
+class StreamEnd(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ERROR_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
+    error: _builtins.str
+    """The name of the error's class, as in a status's metadata; empty after the last event."""
+    text: _builtins.str
+    retry_after_s: _builtins.float
+    """When to try again, in seconds; 0 where that is not said."""
+    def __init__(
+        self,
+        *,
+        error: _builtins.str = ...,
+        text: _builtins.str = ...,
+        retry_after_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "retry_after_s", b"retry_after_s", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StreamEnd: _TypeAlias = StreamEnd  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import generate_pb2 as baton_dot_v1_dot_generate__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -34,10 +35,10 @@ class GenerationGroupStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Stream = channel.unary_stream(
-                '/baton.v1.GenerationGroup/Stream',
-                request_serializer=baton_dot_v1_dot_generate__pb2.StreamRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_generate__pb2.TokenEvent.FromString,
+        self.Streams = channel.stream_stream(
+                '/baton.v1.GenerationGroup/Streams',
+                request_serializer=baton_dot_v1_dot_generate__pb2.StreamCommand.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_generate__pb2.StreamEvents.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/baton.v1.GenerationGroup/Cancel',
@@ -49,15 +50,23 @@ class GenerationGroupStub:
                 request_serializer=baton_dot_v1_dot_generate__pb2.GenerationStatusRequest.SerializeToString,
                 response_deserializer=baton_dot_v1_dot_generate__pb2.GenerationStatus.FromString,
                 _registered_method=True)
+        self.ListPrefixBlocks = channel.unary_unary(
+                '/baton.v1.GenerationGroup/ListPrefixBlocks',
+                request_serializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.FromString,
+                _registered_method=True)
 
 
 class GenerationGroupServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Stream(self, request, context):
-        """Streams a request's tokens. With a lease, its rows join the batch when their KV is committed; without, the group
-        prefills locally, in chunks between decode steps. When the call ends, the stream ends with it, slots and all,
-        unless keep_s says otherwise. NOT_FOUND for a stream to be taken over that is not kept here.
+    def Streams(self, request_iterator, context):
+        """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
+        lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
+        decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
+        that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
+        otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
+        be taken over that is not kept here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -77,13 +86,20 @@ class GenerationGroupServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListPrefixBlocks(self, request, context):
+        """What the prefix store of the group's node holds: for an orchestrator that has not seen it before.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationGroupServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Stream': grpc.unary_stream_rpc_method_handler(
-                    servicer.Stream,
-                    request_deserializer=baton_dot_v1_dot_generate__pb2.StreamRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_generate__pb2.TokenEvent.SerializeToString,
+            'Streams': grpc.stream_stream_rpc_method_handler(
+                    servicer.Streams,
+                    request_deserializer=baton_dot_v1_dot_generate__pb2.StreamCommand.FromString,
+                    response_serializer=baton_dot_v1_dot_generate__pb2.StreamEvents.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
@@ -94,6 +110,11 @@ def add_GenerationGroupServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=baton_dot_v1_dot_generate__pb2.GenerationStatusRequest.FromString,
                     response_serializer=baton_dot_v1_dot_generate__pb2.GenerationStatus.SerializeToString,
+            ),
+            'ListPrefixBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixBlocks,
+                    request_deserializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -107,7 +128,7 @@ class GenerationGroup:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Stream(request,
+    def Streams(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -117,12 +138,12 @@ class GenerationGroup:
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
-            '/baton.v1.GenerationGroup/Stream',
-            baton_dot_v1_dot_generate__pb2.StreamRequest.SerializeToString,
-            baton_dot_v1_dot_generate__pb2.TokenEvent.FromString,
+            '/baton.v1.GenerationGroup/Streams',
+            baton_dot_v1_dot_generate__pb2.StreamCommand.SerializeToString,
+            baton_dot_v1_dot_generate__pb2.StreamEvents.FromString,
             options,
             channel_credentials,
             insecure,
@@ -177,6 +198,33 @@ class GenerationGroup:
             '/baton.v1.GenerationGroup/GetStatus',
             baton_dot_v1_dot_generate__pb2.GenerationStatusRequest.SerializeToString,
             baton_dot_v1_dot_generate__pb2.GenerationStatus.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListPrefixBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/baton.v1.GenerationGroup/ListPrefixBlocks',
+            baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 isort:skip_file
 A generation group: slots, continuous batching, and the one writer of each stream."""
 
+from baton.v1 import common_pb2 as _common_pb2
 from baton.v1 import generate_pb2 as _generate_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
@@ -31,39 +32,52 @@ class GenerationGroupStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationGroupAsyncStub: ...
-    Stream: _grpc.UnaryStreamMultiCallable[_generate_pb2.StreamRequest, _generate_pb2.TokenEvent]
-    """Streams a request's tokens. With a lease, its rows join the batch when their KV is committed; without, the group
-    prefills locally, in chunks between decode steps. When the call ends, the stream ends with it, slots and all,
-    unless keep_s says otherwise. NOT_FOUND for a stream to be taken over that is not kept here.
+    Streams: _grpc.StreamStreamMultiCallable[_generate_pb2.StreamCommand, _generate_pb2.StreamEvents]
+    """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
+    lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
+    decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
+    that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
+    otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
+    be taken over that is not kept here.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generate_pb2.CancelRequest, _generate_pb2.CancelReply]
     """Ends a stream, kept or not. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GenerationStatusRequest, _generate_pb2.GenerationStatus]
     """The supervisor's heartbeat."""
+    ListPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]
+    """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
 
 @_typing.type_check_only
 class GenerationGroupAsyncStub(GenerationGroupStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Stream: _aio.UnaryStreamMultiCallable[_generate_pb2.StreamRequest, _generate_pb2.TokenEvent]  # type: ignore[assignment]
-    """Streams a request's tokens. With a lease, its rows join the batch when their KV is committed; without, the group
-    prefills locally, in chunks between decode steps. When the call ends, the stream ends with it, slots and all,
-    unless keep_s says otherwise. NOT_FOUND for a stream to be taken over that is not kept here.
+    Streams: _aio.StreamStreamMultiCallable[_generate_pb2.StreamCommand, _generate_pb2.StreamEvents]  # type: ignore[assignment]
+    """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
+    lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
+    decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
+    that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
+    otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
+    be taken over that is not kept here.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generate_pb2.CancelRequest, _generate_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a stream, kept or not. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_generate_pb2.GenerationStatusRequest, _generate_pb2.GenerationStatus]  # type: ignore[assignment]
     """The supervisor's heartbeat."""
+    ListPrefixBlocks: _aio.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]  # type: ignore[assignment]
+    """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
 
 class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Stream(
+    def Streams(
         self,
-        request: _generate_pb2.StreamRequest,
+        request_iterator: _MaybeAsyncIterator[_generate_pb2.StreamCommand],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_generate_pb2.TokenEvent], _abc.AsyncIterator[_generate_pb2.TokenEvent]]:
-        """Streams a request's tokens. With a lease, its rows join the batch when their KV is committed; without, the group
-        prefills locally, in chunks between decode steps. When the call ends, the stream ends with it, slots and all,
-        unless keep_s says otherwise. NOT_FOUND for a stream to be taken over that is not kept here.
+    ) -> _typing.Union[_abc.Iterator[_generate_pb2.StreamEvents], _abc.AsyncIterator[_generate_pb2.StreamEvents]]:
+        """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
+        lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
+        decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
+        that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
+        otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
+        be taken over that is not kept here.
         """
 
     @_abc_1.abstractmethod
@@ -81,5 +95,13 @@ class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.GenerationStatus, _abc.Awaitable[_generate_pb2.GenerationStatus]]:
         """The supervisor's heartbeat."""
+
+    @_abc_1.abstractmethod
+    def ListPrefixBlocks(
+        self,
+        request: _common_pb2.ListPrefixBlocksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_common_pb2.ListPrefixBlocksReply, _abc.Awaitable[_common_pb2.ListPrefixBlocksReply]]:
+        """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
 
 def add_GenerationGroupServicer_to_server(servicer: GenerationGroupServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

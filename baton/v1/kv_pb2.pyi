@@ -30,6 +30,9 @@ class ReserveRequest(_message.Message):
     TTL_S_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_CHOICES_FIELD_NUMBER: _builtins.int
+    PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILLS_LOCALLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_tokens: _builtins.int
@@ -41,6 +44,17 @@ class ReserveRequest(_message.Message):
     """Layout of the KV that the sender makes (hex)."""
     num_choices: _builtins.int
     """Slots: one a choice. KV is pushed once, into the first, and copied by the receiver. Unset is 1."""
+    block_tokens: _builtins.int
+    prefills_locally: _builtins.bool
+    """Nobody pushes: the lease is complete, without first tokens, once those blocks are copied, and its stream computes the
+    KV of all other tokens. The last token is never among the present ones. A receiver that has no blocks refuses.
+    """
+    @_builtins.property
+    def prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the first blocks of those tokens, all of `block_tokens` tokens. As many as the receiver's node has, without a
+        gap, it copies into the slot by itself: Lease.num_present_tokens. One that is not there is no error.
+        """
+
     def __init__(
         self,
         *,
@@ -51,10 +65,13 @@ class ReserveRequest(_message.Message):
         ttl_s: _builtins.float = ...,
         layout_fingerprint: _builtins.str = ...,
         num_choices: _builtins.int | None = ...,
+        prefix_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        block_tokens: _builtins.int = ...,
+        prefills_locally: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "num_choices", b"num_choices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "attempt", b"attempt", "capacity_tokens", b"capacity_tokens", "layout_fingerprint", b"layout_fingerprint", "num_choices", b"num_choices", "num_tokens", b"num_tokens", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "attempt", b"attempt", "block_tokens", b"block_tokens", "capacity_tokens", b"capacity_tokens", "layout_fingerprint", b"layout_fingerprint", "num_choices", b"num_choices", "num_tokens", b"num_tokens", "prefills_locally", b"prefills_locally", "prefix_blocks", b"prefix_blocks", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015

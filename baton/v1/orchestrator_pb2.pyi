@@ -304,6 +304,7 @@ class Timings(_message.Message):
     FINISHED_NS_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """Left the queue."""
@@ -317,6 +318,10 @@ class Timings(_message.Message):
     def width(self) -> Global___WidthChoice:
         """Unset when the generation group prefilled by itself."""
 
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Unset when the request was not placed."""
+
     def __init__(
         self,
         *,
@@ -327,14 +332,87 @@ class Timings(_message.Message):
         finished_ns: _builtins.int = ...,
         ranks: _abc.Iterable[Global___RankTiming] | None = ...,
         width: Global___WidthChoice | None = ...,
+        placement: Global___Placement | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "ranks", b"ranks", "received_ns", b"received_ns", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "placement", b"placement", "ranks", b"ranks", "received_ns", b"received_ns", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class Placement(_message.Message):
+    """Where a request was prefilled, by a chain or by its generation group itself, and why."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    LOCAL_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """By a chain: chain_faster, always, not_predicted. By the group: local_faster, never, prompt_scores,
+    no_prefill_groups, none_ready.
+    """
+    @_builtins.property
+    def chain(self) -> Global___PlacementTerms:
+        """What was predicted; unset where it was not asked."""
+
+    @_builtins.property
+    def local(self) -> Global___PlacementTerms: ...
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        chain: Global___PlacementTerms | None = ...,
+        local: Global___PlacementTerms | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "local", b"local"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "local", b"local", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class PlacementTerms(_message.Message):
+    """Seconds to the first token from when the request was placed, by what takes them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUE_S_FIELD_NUMBER: _builtins.int
+    PREFILL_S_FIELD_NUMBER: _builtins.int
+    STEPS_S_FIELD_NUMBER: _builtins.int
+    TRANSFER_S_FIELD_NUMBER: _builtins.int
+    OTHERS_S_FIELD_NUMBER: _builtins.int
+    queue_s: _builtins.float
+    """Others are served before it."""
+    prefill_s: _builtins.float
+    """Its own prompt."""
+    steps_s: _builtins.float
+    """The generation group decodes in between."""
+    transfer_s: _builtins.float
+    """KV is on its way, beyond what overlaps."""
+    others_s: _builtins.float
+    """What it costs other prompts, in sum; no part of its own time."""
+    def __init__(
+        self,
+        *,
+        queue_s: _builtins.float = ...,
+        prefill_s: _builtins.float = ...,
+        steps_s: _builtins.float = ...,
+        transfer_s: _builtins.float = ...,
+        others_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["others_s", b"others_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "steps_s", b"steps_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacementTerms: _TypeAlias = PlacementTerms  # noqa: Y015
 
 @_typing.final
 class WidthChoice(_message.Message):
@@ -485,6 +563,7 @@ class Model(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     HAS_CHAT_TEMPLATE_FIELD_NUMBER: _builtins.int
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    TOKENIZER_FINGERPRINT_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_tokens: _builtins.int
     """Prompt and output together, at most."""
@@ -492,6 +571,8 @@ class Model(_message.Message):
     dtype: _builtins.str
     has_chat_template: _builtins.bool
     layout_fingerprint: _builtins.str
+    tokenizer_fingerprint: _builtins.str
+    """Of the tokenizer and chat template: whoever tokenizes for this server must have the same."""
     def __init__(
         self,
         *,
@@ -501,10 +582,11 @@ class Model(_message.Message):
         dtype: _builtins.str = ...,
         has_chat_template: _builtins.bool = ...,
         layout_fingerprint: _builtins.str = ...,
+        tokenizer_fingerprint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_chat_template", b"has_chat_template", "layout_fingerprint", b"layout_fingerprint", "max_tokens", b"max_tokens", "name", b"name", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dtype", b"dtype", "has_chat_template", b"has_chat_template", "layout_fingerprint", b"layout_fingerprint", "max_tokens", b"max_tokens", "name", b"name", "tokenizer_fingerprint", b"tokenizer_fingerprint", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -603,6 +685,9 @@ class GroupState(_message.Message):
     NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
     MAX_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
@@ -627,9 +712,14 @@ class GroupState(_message.Message):
     is_broken: _builtins.bool
     """It gets no new work for a while: attempts there failed again and again."""
     num_prefix_blocks: _builtins.int
-    """What the prefix store of a prefill group's node holds, and may; 0 where there is none."""
+    """What the prefix store of the group's node holds, and may; 0 where there is none."""
     num_prefix_bytes: _builtins.int
     max_prefix_bytes: _builtins.int
+    num_prefix_bytes_read: _builtins.int
+    """Of a generation group: bytes so far that its slots got from there, and that its answers brought there."""
+    num_prefix_bytes_stored: _builtins.int
+    num_prefix_disk_bytes_read: _builtins.int
+    """Of the bytes that slots got, those that came from disk."""
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -658,10 +748,13 @@ class GroupState(_message.Message):
         num_prefix_blocks: _builtins.int = ...,
         num_prefix_bytes: _builtins.int = ...,
         max_prefix_bytes: _builtins.int = ...,
+        num_prefix_bytes_read: _builtins.int = ...,
+        num_prefix_bytes_stored: _builtins.int = ...,
+        num_prefix_disk_bytes_read: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

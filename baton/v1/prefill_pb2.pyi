@@ -286,7 +286,7 @@ class PrefillStatus(_message.Message):
     num_prefix_blocks: _builtins.int
     prefix_room_bytes: _builtins.int
     prefix_store: _builtins.str
-    """Equal for ranks that share a prefix store, and for no others; empty where there is none."""
+    """Equal for workers of either role that share a prefix store, and for no others; empty where there is none."""
     def __init__(
         self,
         *,
@@ -310,40 +310,3 @@ class PrefillStatus(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillStatus: _TypeAlias = PrefillStatus  # noqa: Y015
-
-@_typing.final
-class ListPrefixBlocksRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    def __init__(
-        self,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListPrefixBlocksRequest: _TypeAlias = ListPrefixBlocksRequest  # noqa: Y015
-
-@_typing.final
-class ListPrefixBlocksReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BLOCKS_FIELD_NUMBER: _builtins.int
-    @_builtins.property
-    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names, those first that were used longest ago. Empty where there is no store."""
-
-    def __init__(
-        self,
-        *,
-        blocks: _abc.Iterable[_builtins.str] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ListPrefixBlocksReply: _TypeAlias = ListPrefixBlocksReply  # noqa: Y015

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from baton.v1 import common_pb2 as baton_dot_v1_dot_common__pb2
 from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
@@ -51,8 +52,8 @@ class PrefillRankStub:
                 _registered_method=True)
         self.ListPrefixBlocks = channel.unary_unary(
                 '/baton.v1.PrefillRank/ListPrefixBlocks',
-                request_serializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.FromString,
+                request_serializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.FromString,
                 _registered_method=True)
 
 
@@ -108,8 +109,8 @@ def add_PrefillRankServicer_to_server(servicer, server):
             ),
             'ListPrefixBlocks': grpc.unary_unary_rpc_method_handler(
                     servicer.ListPrefixBlocks,
-                    request_deserializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.SerializeToString,
+                    request_deserializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.FromString,
+                    response_serializer=baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -218,8 +219,8 @@ class PrefillRank:
             request,
             target,
             '/baton.v1.PrefillRank/ListPrefixBlocks',
-            baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksRequest.SerializeToString,
-            baton_dot_v1_dot_prefill__pb2.ListPrefixBlocksReply.FromString,
+            baton_dot_v1_dot_common__pb2.ListPrefixBlocksRequest.SerializeToString,
+            baton_dot_v1_dot_common__pb2.ListPrefixBlocksReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,6 +3,7 @@
 isort:skip_file
 A rank of a prefill group: one link of a KV-Runahead chain."""
 
+from baton.v1 import common_pb2 as _common_pb2
 from baton.v1 import prefill_pb2 as _prefill_pb2
 from collections import abc as _abc
 from grpc import aio as _aio
@@ -39,7 +40,7 @@ class PrefillRankStub:
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatusRequest, _prefill_pb2.PrefillStatus]
     """The supervisor's heartbeat."""
-    ListPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.ListPrefixBlocksRequest, _prefill_pb2.ListPrefixBlocksReply]
+    ListPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]
     """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 @_typing.type_check_only
@@ -53,7 +54,7 @@ class PrefillRankAsyncStub(PrefillRankStub):
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillStatusRequest, _prefill_pb2.PrefillStatus]  # type: ignore[assignment]
     """The supervisor's heartbeat."""
-    ListPrefixBlocks: _aio.UnaryUnaryMultiCallable[_prefill_pb2.ListPrefixBlocksRequest, _prefill_pb2.ListPrefixBlocksReply]  # type: ignore[assignment]
+    ListPrefixBlocks: _aio.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]  # type: ignore[assignment]
     """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 class PrefillRankServicer(metaclass=_abc_1.ABCMeta):
@@ -86,9 +87,9 @@ class PrefillRankServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ListPrefixBlocks(
         self,
-        request: _prefill_pb2.ListPrefixBlocksRequest,
+        request: _common_pb2.ListPrefixBlocksRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_prefill_pb2.ListPrefixBlocksReply, _abc.Awaitable[_prefill_pb2.ListPrefixBlocksReply]]:
+    ) -> _typing.Union[_common_pb2.ListPrefixBlocksReply, _abc.Awaitable[_common_pb2.ListPrefixBlocksReply]]:
         """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before."""
 
 def add_PrefillRankServicer_to_server(servicer: PrefillRankServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -13,6 +13,10 @@ answers each, until the input ends:
     {"tokens": 6000}             the `ttft_s` of one new prompt
     {"rows": [180, 192, 204]}    prefills prompts of these lengths, which then stay in the batch, in the place of what
                                  was there; says how many `rows` there are
+    {"beside": [6000, 6000], "every_s": 20, "idle_s": 10, "seconds": 60}
+                                 goes on with the rows, for idle_s alone and then for the given seconds, in which new
+                                 prompts of these lengths come, one every so often, for one token each; says `idle_ms`
+                                 and `loaded_ms`, from a token to the next of its row, and `ttft_s` of each prompt
     {"steps": 8}                 the `step_ms` of each of so many steps of the engine, all rows together: one token for
                                  each, chosen greedily, not turned into text
 
@@ -55,13 +59,36 @@ class Rows:
             raise RuntimeError(f"a step of {len(outputs)} rows, not of {len(self.ids)}")
         return elapsed
 
+    def run_beside(self, prompts, params, asked):
+        """Steps of all rows, while prompts come; the gaps between a row's tokens, and the prompts' times."""
+        last, gaps, came, ttft_s = {}, {"idle_ms": [], "loaded_ms": []}, {}, {}
+        start = time.perf_counter()
+        loaded = start + asked["idle_s"]
+        while (now := time.perf_counter()) < loaded + asked["seconds"]:
+            if len(came) < len(prompts) and now >= loaded + len(came) * asked["every_s"]:
+                name = f"beside-{len(came)}"
+                self.engine.add_request(name, prompts[len(came)], params)
+                came[name] = now
+            outputs = self.engine.step()
+            now = time.perf_counter()
+            for output in outputs:
+                name = output.request_id
+                if name in came:
+                    ttft_s.setdefault(name, now - came[name])
+                    continue
+                if name in last:
+                    gaps["loaded_ms" if now > loaded else "idle_ms"].append((now - last[name]) * 1e3)
+                last[name] = now
+        self.engine.abort_request([name for name in came if name not in ttft_s])
+        return {**gaps, "ttft_s": list(ttft_s.values())}
+
     def end(self) -> None:
         self.engine.abort_request(self.ids)
         while self.engine.has_unfinished_requests():
             self.engine.step()
 
 
-def serve(version, ttft_s, make_rows) -> None:
+def serve(version, ttft_s, make_rows, run_beside) -> None:
     print(json.dumps({"ready": version}), flush=True)
     rows = None
     for line in sys.stdin:
@@ -73,6 +100,8 @@ def serve(version, ttft_s, make_rows) -> None:
                 rows.end()
             rows = make_rows(asked["rows"])
             answer = {"rows": len(rows.ids)}
+        elif "beside" in asked:
+            answer = run_beside(rows, asked)
         else:
             answer = {"step_ms": [rows.step_ms() for _ in range(asked["steps"])]}
         print(json.dumps(answer), flush=True)
@@ -85,6 +114,7 @@ def parse_args():
     parser.add_argument("--prefill", default="512,2048,6000")
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--batched-tokens", type=int, default=8192, help="of a step, over all rows")
     parser.add_argument("--serve", action="store_true")
     return parser.parse_args()
 
@@ -100,7 +130,7 @@ def main() -> None:
         dtype=args.dtype,
         max_model_len=8192,
         max_num_seqs=64,
-        max_num_batched_tokens=8192,
+        max_num_batched_tokens=args.batched_tokens,
         enable_prefix_caching=False,
     )
     rng = random.Random(0)
@@ -117,10 +147,12 @@ def main() -> None:
     run(prompts(1, 16), 4)
     if args.serve:
         greedy = SamplingParams(max_tokens=4096, temperature=0, ignore_eos=True, detokenize=False)
+        one = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False)
         serve(
             vllm.__version__,
             lambda tokens: run(prompts(1, tokens), 1),
             lambda lengths: Rows(llm.llm_engine, [prompts(1, length)[0] for length in lengths], greedy),
+            lambda rows, asked: rows.run_beside([prompts(1, length)[0] for length in asked["beside"]], one, asked),
         )
         return
     for tokens in (int(t) for t in args.prefill.split(",") if t):

@@ -20,6 +20,8 @@ from baton.results import (
     GroupState,
     KvLedger,
     ModelInfo,
+    Placement,
+    PlacementTerms,
     PrefixHoldings,
     RankTiming,
     Timings,
@@ -49,7 +51,9 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width placement",
+    Placement: "reason chain local",
+    PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
     WidthChoice: "width num_ranks num_ahead num_jobs options",
     WidthOption: "width own_s others_s",
     RankTiming: (
@@ -62,7 +66,7 @@ FIELDS = {
     GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests"
     " num_leased num_active num_quarantined kv num_preemptions imbalance is_drained is_broken"
     " prefixes",
-    PrefixHoldings: "num_blocks num_bytes max_bytes",
+    PrefixHoldings: "num_blocks num_bytes max_bytes num_bytes_read num_disk_bytes_read num_bytes_stored",
     KvLedger: "num_bytes num_bytes_free num_bytes_leased num_bytes_active num_bytes_quarantined",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt",
     baton.SampledToken: "token_id logprob top",
@@ -77,14 +81,17 @@ CONFIGURATION = "--config --set"
 COMMANDS = {
     "calibrate": "name --anyway --batches --checks --contexts --dry-run --generate --lengths --output --repeats"
     " --target",
+    "chaos": "--blows --cache --log --model --requests --seed --seeds",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
-    "drain": "group name --target --timeout --undo",
+    "drain": "group name --keep --target --timeout --undo",
+    "gateway": "--cache --grace --host --model --orchestrator --port",
     "generate": f"prompt --api-key-env --chat --deadline --echo --n --no-usage --priority --target --tenant {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
     " --threads --weights",
+    "reload": "name --group --model --target --timeout",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from baton.sampling_params import SamplingParams
+from modeling.prefix_store import PrefixStore
 from orchestrator.config import OrchestratorConfig
-from prefill_workers.prefix_store import PrefixStore
 from tests.support.generation import prompt, reference_ids
 from tests.support.orchestrators import Relay, relay
 from tests.support.prefixes import blocks_in, file_bytes, prefix_folder
@@ -67,7 +67,7 @@ async def test_churn() -> None:
     bound_bytes = NUM_BLOCKS * file_bytes(random_decoder().layout, BLOCK)
     num_cached = num_asked = 0
     with prefix_folder() as folder:
-        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=bound_bytes) as made:
+        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=bound_bytes, group_folder=folder) as made:
             store = made.ranks[0].prefixes
             assert store is not None
             watching = asyncio.create_task(watch(store, bound_bytes))

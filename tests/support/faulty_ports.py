@@ -7,11 +7,11 @@ from baton.clock import Clock
 from baton.errors import ChainError, LinkBrokenError, TransferError
 from baton.ids import Epoch, Rank
 from baton.types import SampledToken, TokenRange
+from deploy.chaos_faults import Fault, FaultPlan
 from modeling.decoder import Decoder
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
-from tests.support.fault_plans import Fault, FaultPlan
 
 SLOW_S = 0.05
 """A slow call's delay, at most."""
@@ -54,13 +54,15 @@ class FaultyLinks:
 class FaultyOutlet:
     """An outlet that is slow, refuses, or pushes twice. Implements KvOutlet."""
 
-    def __init__(self, inner: KvOutlet, plan: FaultPlan) -> None:
+    def __init__(self, inner: KvOutlet, plan: FaultPlan, *, repeats: bool) -> None:
+        """`repeats`: whether it may push twice, which an outlet that also keeps what is pushed does not take."""
         self._inner = inner
         self._plan = plan
         self._pause = threading.Event()
+        self._faults = (Fault.SLOW, Fault.REFUSE, *([Fault.TWICE] if repeats else []))
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        strike = self._plan.next("outlet", (Fault.SLOW, Fault.REFUSE, Fault.TWICE))
+        strike = self._plan.next("outlet", self._faults)
         if strike is not None and strike.fault is Fault.SLOW:
             self._pause.wait(strike.amount * SLOW_S)
         elif strike is not None and strike.fault is Fault.REFUSE:
@@ -82,9 +84,12 @@ class FaultyOutlet:
 class FaultyEngine(PrefillEngine):
     """Wraps what it is given."""
 
-    def __init__(self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float) -> None:
+    def __init__(
+        self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float, repeats: bool = True
+    ) -> None:
         super().__init__(decoder, clock, watchdog_floor_s=watchdog_floor_s)
         self._plan = plan
+        self._repeats = repeats
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
         def connect_faulty(handler: LinkHandler) -> Links:
@@ -93,4 +98,4 @@ class FaultyEngine(PrefillEngine):
         super().start_epoch(epoch, rank, num_ranks, connect_faulty)
 
     def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
-        return super().submit(job, FaultyOutlet(outlet, self._plan))
+        return super().submit(job, FaultyOutlet(outlet, self._plan, repeats=self._repeats))

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from baton.clock import Clock, ManualClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.answer_saving import AnswerSaver
 from generate_workers.engine import EngineConfig, GenerationEngine
 from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.host_link import CopyTensor, copy_tensor
@@ -22,6 +24,7 @@ from generate_workers.rows import GenerationRequest, Ticket
 from generate_workers.slots import SlotTable
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.prefix_store import PrefixStore
 from modeling.sampling import SamplerState, sample
 from tests.support.slot_tables import UNLIMITED, ends_empty, make_residency, push_buffer
 from tests.support.tiny_models import random_decoder
@@ -158,9 +161,11 @@ def harness(
     max_waiting: int = 8,
     limits: MemoryLimits = UNLIMITED,
     growth_tokens: int = 256,
+    max_step_stretch: float = math.inf,
     policy: str = "device",
     copy: CopyTensor = copy_tensor,
     poison: bool = True,
+    store: PrefixStore | None = None,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
@@ -168,8 +173,11 @@ def harness(
     shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens)
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
-    config = EngineConfig(num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting)
-    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config)
+    config = EngineConfig(
+        num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting, max_step_stretch=max_step_stretch
+    )
+    saver = AnswerSaver(store) if store is not None else None
+    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, saver=saver)
     made = Harness(decoder, slots, engine, clock)
     try:
         with ends_empty(slots):

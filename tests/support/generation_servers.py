@@ -1,5 +1,6 @@
 """A generation group's server, and what a controller does to it, over real gRPC in one process."""
 
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -15,6 +16,7 @@ from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
+from orchestrator.shared_streams import SharedCall, SharedStreams
 from tests.support.eventually import eventually
 from tests.support.generation import eos_decoder, prefilled, sampled_next
 from tests.support.tiny_tokenizer import letter_tokenizer
@@ -36,6 +38,8 @@ class Client:
         self.server = server
         self.decoder = decoder
         self.kv = KvPushClient(channel, decoder.layout)
+        self.streams = SharedStreams(channel)
+        self._numbers = itertools.count(1)
         self.stub: generate_pb2_grpc.GenerationGroupAsyncStub = generate_pb2_grpc.GenerationGroupStub(channel)
 
     def open(
@@ -44,10 +48,15 @@ class Client:
         params: SamplingParams = SHORT,
         ref: LeaseRef | None = None,
         output_ids: tuple[int, ...] = (),
-    ) -> "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]":
+    ) -> SharedCall:
         history = history_to_proto(prompt_ids, output_ids, params)
         lease = None if ref is None else lease_ref_to_proto(ref)
-        return self.stub.Stream(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
+        return self.send(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
+
+    def send(self, request: generate_pb2.StreamRequest) -> SharedCall:
+        """Opens the stream under a number of its own."""
+        request.number = next(self._numbers)
+        return self.streams.open(request)
 
     async def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 30.0) -> Lease:
         return await self.kv.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
@@ -83,12 +92,12 @@ class Client:
         assert status.num_bytes_held == 0
 
 
-async def read(
-    call: "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]",
-) -> list[TokenEvent]:
+async def read(call: SharedCall) -> list[TokenEvent]:
     """A stream to its end."""
-    with translate_rpc_errors():
-        return [event_from_proto(message) async for message in call]
+    events = []
+    while (message := await call.read()) is not None:
+        events.append(event_from_proto(message))
+    return events
 
 
 def ids_in(events: list[TokenEvent]) -> list[int]:
@@ -106,7 +115,9 @@ async def serving(
     server = await GenerationServer.start(decoder, tokenizer, config, clock=SystemClock(), host="127.0.0.1")
     try:
         async with make_channel(f"127.0.0.1:{server.port}") as channel:
-            yield Client(server, channel, decoder)
+            client = Client(server, channel, decoder)
+            yield client
+            await client.streams.close()
     finally:
         await server.stop()
     assert server.slots.ledger().num_active == 0

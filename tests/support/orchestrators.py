@@ -31,6 +31,7 @@ from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.attention import Kernel
 from modeling.decoder import Decoder
+from modeling.node_store import DiskPlace
 from orchestrator.config import OrchestratorConfig
 from orchestrator.frontend import OrchestratorServer
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
@@ -159,6 +160,12 @@ class Relay:
     prefix_folder: Path | None = None
     """Where the ranks keep prefixes, at most `prefix_bytes` of them; None: nowhere."""
     prefix_bytes: int = 0
+    group_folder: Path | None = None
+    """Where the generation groups do, up to as much; the same one for those of the same node."""
+    prefix_disk: DiskPlace | None = None
+    """Of all of them."""
+    fronts: dict[int, str] = field(default_factory=dict)
+    """By a worker's port, what the orchestrator is told instead of it: host:port of what stands before it."""
     channel: grpc.aio.Channel = field(init=False)
     stub: "OrchestratorAsyncStub" = field(init=False)
     server: OrchestratorServer = field(init=False)
@@ -167,7 +174,12 @@ class Relay:
         decoder, gate = self._gated()
         self.ranks.append(
             await PrefillServer.start(
-                decoder, clock=CLOCK, host=HOST, prefix_folder=self.prefix_folder, prefix_bytes=self.prefix_bytes
+                decoder,
+                clock=CLOCK,
+                host=HOST,
+                prefix_folder=self.prefix_folder,
+                prefix_bytes=self.prefix_bytes,
+                prefix_disk=self.prefix_disk,
             )
         )
         self.rank_gates.append(gate)
@@ -175,7 +187,17 @@ class Relay:
     async def add_group(self) -> None:
         decoder, gate = self._gated()
         config = EngineConfig(num_slots=self.num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=self.num_slots)
-        self.groups.append(await GenerationServer.start(decoder, letter_tokenizer(), config, clock=CLOCK, host=HOST))
+        server = await GenerationServer.start(
+            decoder,
+            letter_tokenizer(),
+            config,
+            clock=CLOCK,
+            host=HOST,
+            prefix_folder=self.group_folder,
+            prefix_bytes=self.prefix_bytes,
+            prefix_disk=self.prefix_disk,
+        )
+        self.groups.append(server)
         self.group_gates.append(gate)
 
     async def start_epoch(self) -> None:
@@ -201,17 +223,27 @@ class Relay:
 
     def view(self, *, prefill_ready: bool = True) -> ClusterView:
         """What a supervisor would say now."""
-        endpoints = tuple(f"{HOST}:{rank.port}" for rank in self.ranks)
+        endpoints = tuple(self._endpoint(rank.port) for rank in self.ranks)
         layout = self.decoder.layout.fingerprint
         prefixes = self.ranks[0].prefixes if self.ranks else None
         store = prefixes.identity if prefixes is not None else ""
         return ClusterView(
             prefill=(PrefillGroup("chain", endpoints, Epoch(self.epoch), prefill_ready, store),) if endpoints else (),
             generation=tuple(
-                GenerationGroup(f"group-{index}", f"{HOST}:{server.port}", layout, self.num_slots, MAX_TOKENS)
+                GenerationGroup(
+                    f"group-{index}",
+                    self._endpoint(server.port),
+                    layout,
+                    self.num_slots,
+                    MAX_TOKENS,
+                    prefix_store=server.prefixes.identity if server.prefixes is not None else "",
+                )
                 for index, server in enumerate(self.groups)
             ),
         )
+
+    def _endpoint(self, port: int) -> str:
+        return self.fronts.get(port, f"{HOST}:{port}")
 
     def request(self, prompt_ids: Sequence[int], params: SamplingParams, **fields: Any) -> pb.GenerateRequest:
         """A request for token ids."""
@@ -304,12 +336,15 @@ async def relay(
     planner: ChainPlanner | None = None,
     prefix_folder: Path | None = None,
     prefix_bytes: int = 1 << 30,
+    group_folder: Path | None = None,
+    prefix_disk: DiskPlace | None = None,
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
-    made.prefix_folder, made.prefix_bytes = prefix_folder, prefix_bytes
+    made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
+    made.prefix_disk = prefix_disk
     try:
         for _ in range(num_ranks):
             await made.add_rank()

@@ -4,19 +4,37 @@ import functools
 
 from planning.calibration import Calibration
 from planning.cost_model import CostModel, Kernel
+from planning.local_prefill import LocalPrefill
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
+from planning.step_times import StepCost, StepTimes
 
 _SHAPE = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
 
+_LINEAR = CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0)
 
-def planner_of(cost: CostModel, *, max_ranks: int = 4, max_tokens: int = 8192) -> ChainPlanner:
+
+def planner_of(
+    cost: CostModel,
+    *,
+    max_ranks: int = 4,
+    max_tokens: int = 8192,
+    steps: StepTimes | None = None,
+    local: LocalPrefill | None = None,
+) -> ChainPlanner:
     """By a cost model alone, which counts as measured: what jobs take changes nothing."""
     calibration = Calibration("by hand", "none", Kernel.CAUSAL, _SHAPE, ((1.0, 1.0),), (), cost)
-    return ChainPlanner(calibration, max_ranks=max_ranks, max_tokens=max_tokens)
+    return ChainPlanner(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps, local=local)
 
 
 @functools.cache
 def linear_planner() -> ChainPlanner:
     """A layer takes a token 0.1 ms, on any rank, and nothing else takes time: more ranks are always worth it."""
-    return planner_of(CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0))
+    return planner_of(_LINEAR)
+
+
+def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 1.0) -> ChainPlanner:
+    """The same, so many times slower, and a generation group that computes at `speed` times a rank's: steps without
+    prefill take it 20 ms, those with prefill at most twice that."""
+    steps = StepTimes("by hand", "none", _SHAPE, StepCost(0.02, 0.0, 0.0))
+    return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))

@@ -7,8 +7,9 @@ from tempfile import TemporaryDirectory
 
 from baton.clock import Clock, ManualClock
 from baton.types import KvLayout, TokenRange
+from modeling.block_files import HEADER_BYTES
 from modeling.kv_buffers import KvBuffer
-from prefill_workers.prefix_store import HEADER_BYTES, PrefixStore, Room
+from modeling.prefix_store import PrefixStore, Room
 from tests.support.chains import until
 
 PLENTY = 1 << 30

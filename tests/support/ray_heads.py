@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from deploy.cluster_record import kill_ray
 from tests.support.ray_clusters import until
@@ -46,11 +47,18 @@ class RayHead:
     def is_empty(self) -> bool:
         """It runs, and holds no named actor and no placement group; all of the pools is free."""
         assert self.process.poll() is None, "that Ray has ended"
-        command = [sys.executable, "-c", _LOOK, self.address]
-        environment = {**os.environ, **_ENVIRONMENT}
-        told = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60, check=True)
-        held = json.loads(told.stdout.splitlines()[-1])
+        held = held_of(self.address)
         return not held["actors"] and not held["places"] and held["free"] == self.pools
+
+
+def held_of(address: str) -> dict[str, Any]:
+    """What the Ray at host:port holds: named actors, names of placement groups ("places"), and what of the pools is
+    free."""
+    command = [sys.executable, "-c", _LOOK, address]
+    environment = {**os.environ, **_ENVIRONMENT}
+    told = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60, check=True)
+    held: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return held
 
 
 @contextlib.contextmanager

@@ -39,7 +39,7 @@ class InProcessWorker:
         self.config = config
         self.endpoint = f"{HOST}:{server.port}"
         self.pid = 0
-        self._server = server
+        self.server = server
         self._ending: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
@@ -60,7 +60,7 @@ class InProcessWorker:
         await self.wait()
 
     async def _end(self) -> None:
-        await self._server.stop()
+        await self.server.stop()
         self._over.set()
 
 
@@ -73,14 +73,14 @@ class InProcessSpawner:
         self.failures: list[Exception] = []
         """Raised instead of making a worker, one for each start."""
         self.decoders: dict[str, Decoder] = {}
-        """For workers that are to have another model, by name."""
+        """For workers that are to have another model, by name or model folder."""
         self.prefix_folder: Path | None = None
         """Where prefill ranks keep prefixes."""
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         if self.failures:
             raise self.failures.pop(0)
-        decoder = self.decoders.get(config.name) or random_decoder()
+        decoder = self.decoders.get(config.name) or self.decoders.get(config.model_folder) or random_decoder()
         server: PrefillServer | GenerationServer
         if config.role == "prefill":
             server = await PrefillServer.start(

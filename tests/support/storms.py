@@ -4,11 +4,11 @@ Real servers, engines, chains over gloo, orchestrator and supervision; a supervi
 is made anew. Calm until the plan is switched on.
 """
 
-import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,9 +18,11 @@ from baton.proto_types import params_to_proto
 from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
-from baton.v1 import prefill_pb2_grpc
+from baton.v1 import prefill_pb2, prefill_pb2_grpc
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.chain_links import ChainLinks
+from deploy.chaos_faults import FaultPlan
+from deploy.chaos_network import HOST, NetworkedSpawner
 from deploy.cluster import Cluster
 from deploy.config import WorkerConfig
 from deploy.groups import Heartbeat, Surroundings, WorkerGroup
@@ -28,18 +30,17 @@ from deploy.restarts import Backoff
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder
+from modeling.node_store import NodeStore
 from orchestrator.config import OrchestratorConfig
 from orchestrator.frontend import OrchestratorServer
 from orchestrator.membership import Members
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
 from tests.support.eventually import eventually
-from tests.support.fault_plans import FaultPlan
-from tests.support.faulty_network import HOST, FaultyNetwork
 from tests.support.faulty_ports import FaultyEngine
 from tests.support.generation import eos_decoder
 from tests.support.orchestrators import Answer
 from tests.support.planners import linear_planner
-from tests.support.spawners import tiny_worker
+from tests.support.spawners import InProcessWorker, tiny_worker
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.channel import bind, make_channel, make_server
 
@@ -53,80 +54,57 @@ CLOCK = SystemClock()
 HEARTBEAT = Heartbeat(interval_s=0.2, dead_after_s=1.5)
 TTL_S = 1.0
 CONFIG = OrchestratorConfig(
-    avoid_s=0.3, prefill_wait_s=3.0, generation_wait_s=20.0, max_attempts=8, lease_ttl_s=TTL_S, poll_s=0.2
+    avoid_s=0.3,
+    prefill_wait_s=3.0,
+    generation_wait_s=20.0,
+    max_attempts=8,
+    lease_ttl_s=TTL_S,
+    poll_s=0.2,
+    disaggregation="always",
 )
 
 
-class FaultyWorker:
-    """One server behind its network. Implements WorkerHandle."""
-
-    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer, network: FaultyNetwork) -> None:
-        self.config = config
-        self.endpoint = network.endpoint
-        self.pid = 0
-        self.server = server
-        self._network = network
-        self._ending: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-
-    @property
-    def ended(self) -> bool:
-        return self._over.is_set()
-
-    async def wait(self) -> str:
-        await self._over.wait()
-        return "a word"
-
-    def freeze(self) -> None:
-        """As SIGSTOP: no call is answered, and none ends."""
-        self._network.freeze()
-
-    def kill(self) -> None:
-        if self._ending is None:
-            self._ending = asyncio.create_task(self._end())
-
-    async def close(self) -> None:
-        self.kill()
-        await self.wait()
-
-    async def _end(self) -> None:
-        await self._network.close()
-        await self.server.stop()
-        self._over.set()
-
-
 class FaultySpawner:
-    """Makes workers of one tiny model. Implements Spawner."""
+    """Makes workers of one tiny model that are servers in this process, links and outlets wrapped. Implements
+    Spawner."""
 
-    def __init__(self, decoder: Decoder, plan: FaultPlan) -> None:
+    def __init__(
+        self, decoder: Decoder, plan: FaultPlan, prefix_folder: Path | None = None, prefix_bytes: int = 0
+    ) -> None:
+        """All of them keep prefixes in that folder, at most so many bytes; None: nowhere."""
         self._decoder = decoder
         self._plan = plan
-        self._made: dict[str, FaultyWorker] = {}
+        self._prefix_folder = prefix_folder
+        self._prefix_bytes = prefix_bytes
 
-    @property
-    def living(self) -> list[FaultyWorker]:
-        """By name, in order."""
-        return [self._made[name] for name in sorted(self._made) if not self._made[name].ended]
-
-    async def start(self, config: WorkerConfig) -> FaultyWorker:
-        server = await (self._rank() if config.role == "prefill" else self._group())
-        network = FaultyNetwork(self._plan)
-        await network.open(f"{HOST}:{server.port}")
-        self._made[config.name] = FaultyWorker(config, server, network)
-        return self._made[config.name]
+    async def start(self, config: WorkerConfig) -> InProcessWorker:
+        return InProcessWorker(config, await (self._rank() if config.role == "prefill" else self._group()))
 
     async def _rank(self) -> PrefillServer:
         server = make_server()
         bound = bind(server, HOST)
-        engine = FaultyEngine(self._decoder, CLOCK, self._plan, watchdog_floor_s=1.0)
-        servicer = PrefillRankServicer(engine, HOST)
+        repeats = self._prefix_folder is None
+        engine = FaultyEngine(self._decoder, CLOCK, self._plan, watchdog_floor_s=1.0, repeats=repeats)
+        store = None
+        if self._prefix_folder is not None:
+            layout = self._decoder.layout
+            store = NodeStore(self._prefix_folder, layout, bound_bytes=self._prefix_bytes, clock=CLOCK)
+        servicer = PrefillRankServicer(engine, HOST, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return PrefillServer(server, engine, servicer, bound)
+        return PrefillServer(server, engine, servicer, bound, store)
 
     async def _group(self) -> GenerationServer:
         config = EngineConfig(num_slots=NUM_SLOTS, max_slot_tokens=MAX_TOKENS, max_waiting=NUM_SLOTS)
-        return await GenerationServer.start(self._decoder, letter_tokenizer(), config, clock=CLOCK, host=HOST)
+        return await GenerationServer.start(
+            self._decoder,
+            letter_tokenizer(),
+            config,
+            clock=CLOCK,
+            host=HOST,
+            prefix_folder=self._prefix_folder,
+            prefix_bytes=self._prefix_bytes,
+        )
 
 
 @dataclass
@@ -134,7 +112,6 @@ class Storm:
     """The running relay, and a client's stub."""
 
     decoder: Decoder
-    spawner: FaultySpawner
     cluster: Cluster
     stub: "OrchestratorAsyncStub"
 
@@ -160,8 +137,8 @@ class Storm:
         counts = [state.num_queued, state.num_running]
         for group in state.groups:
             counts += [group.num_slots - group.num_free, group.num_bytes_held, group.num_requests, group.num_leaked]
-        servers = [worker.server for worker in self.spawner.living]
-        return counts + [each.engine.status().num_jobs for each in servers if isinstance(each, PrefillServer)]
+        ranks = [await worker.status(10) for group in self.cluster.prefill for worker in group.workers.values()]
+        return counts + [rank.num_jobs for rank in ranks if isinstance(rank, prefill_pb2.PrefillStatus)]
 
 
 @asynccontextmanager
@@ -169,7 +146,7 @@ async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
     """Everything up, and everything down again."""
     torch.set_num_threads(1)
     decoder, members = eos_decoder(), Members()
-    spawner = FaultySpawner(decoder, plan)
+    spawner = NetworkedSpawner(FaultySpawner(decoder, plan), plan)
 
     def tell() -> None:
         members.update(cluster.view(NUM_SLOTS, MAX_TOKENS))
@@ -184,7 +161,7 @@ async def stormy(plan: FaultPlan, num_groups: int = 2) -> AsyncIterator[Storm]:
     await cluster.start()
     try:
         async with orchestrator_over(decoder, members) as server, make_channel(f"{HOST}:{server.port}") as channel:
-            yield Storm(decoder, spawner, cluster, OrchestratorStub(channel))
+            yield Storm(decoder, cluster, OrchestratorStub(channel))
     finally:
         await cluster.close()
 

@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 
-import grpc
 import pytest
 
 from baton import __version__
@@ -96,13 +95,11 @@ async def test_a_client_that_cancels_before_the_commit_frees_its_lease(client: C
         await client.push(lease, prompt(10))
 
 
-async def test_a_deadline_frees_the_slot(client: Client) -> None:
-    history = history_to_proto(prompt(10), (), LONG)
-    call = client.stub.Stream(generate_pb2.StreamRequest(request_id="r", history=history), timeout=0.05)
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async for _ in call:
-            pass
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+async def test_a_lost_call_frees_the_slots_of_all_its_streams(client: Client) -> None:
+    calls = [client.open(prompt(10), LONG) for _ in range(2)]
+    for call in calls:
+        await call.read()
+    await client.streams.close()
     await client.until_empty()
 
 
@@ -150,13 +147,13 @@ async def test_a_bad_sampling_field_is_refused(client: Client) -> None:
     message = generate_pb2.StreamRequest(request_id="r", history=history_to_proto((1,), (), SHORT))
     message.history.sampling.temperature = -1
     with pytest.raises(InvalidArgumentError, match=r"sampling.temperature = -1.0"):
-        await read(client.stub.Stream(message))
+        await read(client.send(message))
 
 
 async def test_a_request_without_a_name_is_refused(client: Client) -> None:
     message = generate_pb2.StreamRequest(history=history_to_proto((1,), (), SHORT))
     with pytest.raises(InvalidArgumentError, match="request_id is empty"):
-        await read(client.stub.Stream(message))
+        await read(client.send(message))
 
 
 async def test_a_lease_that_never_was_is_stale(client: Client) -> None:

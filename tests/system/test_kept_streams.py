@@ -1,5 +1,6 @@
 """What an orchestrator that died leaves behind: streams run on for a while, and the next one takes them over."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -14,13 +15,13 @@ from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from generate_workers.servicer import GenerationServer
+from orchestrator.shared_streams import SharedCall, SharedStreams
 from tests.support.eventually import eventually
 from tests.support.generation import prompt, reference_ids
 from tests.support.orchestrators import HOST, Relay, relay
 from tests.support.tiny_tokenizer import text_of
 from transport.channel import make_channel
 from transport.proto_types import event_from_proto, history_to_proto
-from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
     from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub
@@ -31,6 +32,7 @@ LONG = replace(PARAMS, max_tokens=360)
 CHOICES = replace(PARAMS, n=3)
 IDS = prompt(30)
 KEEP_S = 30.0
+TIMEOUT_S = 60.0
 
 
 class Group:
@@ -38,6 +40,7 @@ class Group:
 
     def __init__(self, channel: grpc.aio.Channel, server: GenerationServer) -> None:
         self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
+        self._streams = SharedStreams(channel)
         self._receiver: KvReceiverAsyncStub = KvReceiverStub(channel)
         self._server = server
 
@@ -45,7 +48,10 @@ class Group:
         history = history_to_proto(IDS, (), params)
         fields.setdefault("request_id", "r")
         request = generate_pb2.StreamRequest(history=history, keep_s=keep_s, number=number, **fields)
-        return Reader(self._stub.Stream(request, timeout=60))
+        return Reader(self._streams.open(request))
+
+    async def close(self) -> None:
+        await self._streams.close()
 
     async def reserve(self, layout_fingerprint: str) -> common_pb2.LeaseRef:
         request = kv_pb2.ReserveRequest(
@@ -72,7 +78,7 @@ class Group:
         history = history_to_proto(prompt_ids, (), params)
         takeover = generate_pb2.Takeover(outputs=known)
         request = generate_pb2.StreamRequest(request_id=name, history=history, number=number, takeover=takeover)
-        return Reader(self._stub.Stream(request, timeout=60))
+        return Reader(self._streams.open(request))
 
     async def cancel(self, number: int) -> None:
         await self._stub.Cancel(generate_pb2.CancelRequest(number=number))
@@ -93,23 +99,21 @@ class Group:
 
 
 class Reader:
-    """One call's events."""
+    """One stream's events."""
 
-    def __init__(self, call: "grpc.aio.UnaryStreamCall[generate_pb2.StreamRequest, generate_pb2.TokenEvent]") -> None:
+    def __init__(self, call: SharedCall) -> None:
         self._call = call
         self.events: list[TokenEvent] = []
 
     async def read(self, num_events: int) -> None:
-        with translate_rpc_errors():
-            while len(self.events) < num_events:
-                message = await self._call.read()
-                assert isinstance(message, generate_pb2.TokenEvent)
-                self.events.append(event_from_proto(message))
+        while len(self.events) < num_events:
+            message = await asyncio.wait_for(self._call.read(), TIMEOUT_S)
+            assert message is not None
+            self.events.append(event_from_proto(message))
 
     async def drain(self) -> None:
-        with translate_rpc_errors():
-            while isinstance(message := await self._call.read(), generate_pb2.TokenEvent):
-                self.events.append(event_from_proto(message))
+        while (message := await asyncio.wait_for(self._call.read(), TIMEOUT_S)) is not None:
+            self.events.append(event_from_proto(message))
 
     def lose(self) -> None:
         """As the death of its reader does."""
@@ -134,7 +138,9 @@ async def running() -> AsyncIterator[Relay]:
 @pytest.fixture
 async def group(running: Relay) -> AsyncIterator[Group]:
     async with make_channel(f"{HOST}:{running.groups[0].port}") as channel:
-        yield Group(channel, running.groups[0])
+        made = Group(channel, running.groups[0])
+        yield made
+        await made.close()
 
 
 async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Group) -> None:
@@ -150,6 +156,19 @@ async def test_a_lost_stream_runs_on_and_is_taken_over(running: Relay, group: Gr
     assert [event.index for event in second.events] == list(range(5, 40))
     assert first.text + second.text == text_of(whole)
     assert await group.kept() == {}
+
+
+async def test_a_lost_call_loses_all_its_streams_and_each_is_taken_over(running: Relay, group: Group) -> None:
+    asked = [replace(PARAMS, seed=seed, max_tokens=300) for seed in range(3)]
+    lost = [group.open(params, number, request_id=f"r{number}") for number, params in enumerate(asked)]
+    for each in lost:
+        await each.read(2)
+    await group.close()  # the call ends, as by its orchestrator's death
+    await eventually(group.num_kept, lambda number: number == 3, within_s=5)
+    for number, (params, first) in enumerate(zip(asked, lost, strict=True)):
+        rest = group.take_over(params, [first.output()], 10 + number, name=f"r{number}")
+        await rest.drain()
+        assert first.output() + rest.output() == reference_ids(running.decoder, IDS, params)
 
 
 async def test_a_kept_stream_ends_and_waits_for_its_reader_without_a_slot(running: Relay, group: Group) -> None:

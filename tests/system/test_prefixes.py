@@ -13,12 +13,12 @@ import pytest_asyncio
 
 from baton.sampling_params import SamplingParams
 from modeling.decoder import Decoder
+from modeling.store_folder import node_folder
 from modeling.weights import load_decoder
-from prefill_workers.store_folder import node_folder
 from tests.support.eventually import eventually
 from tests.support.prefixes import blocks_in
 from tests.support.reference import check_equal_tokens
-from tests.support.relays import Relay, ask, local_relay
+from tests.support.relays import Relay, ask, local_relay, slots_in_use
 from tests.support.texts import passage_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,6 +54,20 @@ async def test_a_prompt_that_begins_alike_computes_what_is_missing(
         ranks = answer.timings.ranks
         assert (ranks[0].tokens.start, ranks[-1].tokens.end) == (cached, len(prompt))
         check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
+
+
+async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
+    asked = passage_ids(smollm2, 200, start=1300)
+    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    first = await ask(relay, asked, params)
+    prompt = (*asked, *first.token_ids, *passage_ids(smollm2, 30, start=1600))
+    second = await ask(relay, prompt, GREEDY)
+    cached = (200 + 149) // BLOCK * BLOCK
+    assert (second.finished.usage.num_cached_tokens, second.num_attempts) == (cached, 1)
+    pushed = sum(rank.num_bytes_pushed for rank in second.timings.ranks)
+    assert pushed == (len(prompt) - cached) * decoder.layout.token_bytes
+    check_equal_tokens(decoder, prompt, second.token_ids, GREEDY)
+    await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0), within_s=5)
 
 
 async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2: Path) -> None:

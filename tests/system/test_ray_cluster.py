@@ -148,7 +148,7 @@ def test_a_drained_group_stays_so_in_the_orchestrators_next_life_and_metrics_whe
     cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:
     metrics = client.cluster_state().metrics_endpoint
-    drained = cluster.command("drain", "prefill-0")
+    drained = cluster.command("drain", "prefill-0", "--keep")
     assert (drained.returncode, drained.stdout) == (0, "prefill-0 is drained: it has nothing left to do\n")
     assert "prefill-0 drained" in " ".join(cluster.command("status").stdout.split())
     os.kill(listener(cluster.target), signal.SIGKILL)

@@ -21,6 +21,8 @@ from baton.results import (
     GroupState,
     Interval,
     KvLedger,
+    Placement,
+    PlacementTerms,
     PrefixHoldings,
     RankTiming,
     Timings,
@@ -35,7 +37,17 @@ RANK = RankTiming(1, TokenRange(3, 9), 10, 20, 0.5, 11, 21, 300, 200, (Interval(
 WIDTH = WidthChoice(1, 2, 3, 4, (WidthOption(1, 0.5, 0.25), WidthOption(2, 0.375, 1.0)))
 
 
-@pytest.mark.parametrize("timings", [Timings(1, 2, 3, 4, 5, (RANK,), WIDTH), Timings(1, 2, 3, 4, 5, (), None)])
+PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTerms(0.5, 0.25, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    "timings",
+    [
+        Timings(1, 2, 3, 4, 5, (RANK,), WIDTH),
+        Timings(1, 2, 3, 4, 5, (), None, PLACEMENT),
+        Timings(1, 2, 3, 4, 5, (), None, Placement("never")),
+    ],
+)
 def test_timings_round_trip(timings: Timings) -> None:
     assert timings_from_proto(timings_to_proto(timings)) == timings
 
@@ -78,7 +90,7 @@ def test_a_cluster_s_state_round_trips() -> None:
         imbalance="1 is not 2",
         is_drained=True,
         is_broken=True,
-        prefixes=PrefixHoldings(num_blocks=12, num_bytes=2**33, max_bytes=2**34),
+        prefixes=PrefixHoldings(12, 2**33, 2**34, num_bytes_read=2**35, num_disk_bytes_read=7, num_bytes_stored=2**36),
     )
     state = ClusterState(
         groups=(group, replace(group, name="h", kv=KvLedger())),

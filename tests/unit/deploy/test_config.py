@@ -41,10 +41,13 @@ def test_worker_config_survives_json() -> None:
     assert worker.num_threads == 3
 
 
-def test_ranks_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
-    cluster = ClusterConfig.model_validate({"name": "c", "prefill": {"num_groups": 2, "prefix_share": 0.25}})
+def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
+    prefill = {"num_groups": 2, "prefix_share": 0.25, "prefix_disk_bytes": "2GiB"}
+    cluster = ClusterConfig.model_validate({"name": "c", "prefill": prefill, "model": {"cache": "/disk"}})
     workers = [cluster.worker(Path("model"), "prefill", group, rank) for group in range(2) for rank in range(2)]
+    workers.append(cluster.worker(Path("model"), "generate", 0, 0))
     assert {(worker.cluster, worker.prefix_share) for worker in workers} == {("c", 0.25)}
+    assert {(worker.prefix_disk, worker.prefix_disk_bytes) for worker in workers} == {("/disk", 2 << 30)}
     assert LocalConfig(Path("model")).worker("prefill", 0).cluster != "c"
 
 
@@ -58,7 +61,7 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
     engine, local = EngineConfig(), LocalConfig(Path("model"))
     assert (engine.num_slots, engine.max_slot_tokens) == (local.num_slots, local.max_slot_tokens)
     assert engine.max_prefill_tokens_per_step == local.max_prefill_tokens_per_step
-    for name in ("residency", "kv_memory_bytes", "device_memory_bytes", "growth_tokens"):
+    for name in ("residency", "kv_memory_bytes", "device_memory_bytes", "growth_tokens", "max_step_stretch"):
         assert getattr(engine, name) == getattr(local, name)
 
 

@@ -70,12 +70,13 @@ async def shell(
 
 
 async def test_a_group_is_drained_and_has_work_again(shell: Shell) -> None:
-    assert await shell.run("drain", "group-0", "mine") == Run(0, "group-0 is drained: it has nothing left to do\n", "")
-    assert shell.cluster.members.drained == {"group-0"}
+    drained = Run(0, "group-0 is drained: it has nothing left to do\n", "")
+    assert await shell.run("drain", "group-0", "mine", "--keep") == drained
+    assert shell.cluster.members.orders.drained == {"group-0"}
     assert await shell.run("drain", "group-0", "--undo", "--target", shell.target) == Run(
         0, "group-0 may get work again\n", ""
     )
-    assert not shell.cluster.members.drained
+    assert not shell.cluster.members.orders.drained
 
 
 async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) -> None:
@@ -90,7 +91,7 @@ async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) ->
     )
     shown = await shell.run("status", "mine")
     assert f"{busy}  draining" in shown.out and f"degraded: {busy} is drained" in shown.out
-    waiting = asyncio.create_task(shell.run("drain", busy, "mine"))
+    waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
     shell.cluster.group_gates[int(busy[-1])].open()
     await answer.drain(call)
     assert (await waiting).out == f"{busy} is drained: it has nothing left to do\n"
@@ -101,7 +102,7 @@ async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shel
     call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
     await answer.read(call, 3)
     (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
-    waiting = asyncio.create_task(shell.run("drain", busy, "mine"))
+    waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
     await eventually(lambda: drained(shell), lambda names: busy in names, within_s=10)
     shell.cluster.members.undrain(busy)
     undone = await waiting
@@ -110,12 +111,13 @@ async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shel
 
 
 async def drained(shell: Shell) -> frozenset[str]:
-    return shell.cluster.members.drained
+    return shell.cluster.members.orders.drained
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "text"),
     [
+        (("group-0", "mine"), 1, "group-0 cannot leave, as no supervisor ends its workers: drain it with --keep"),
         (("group-9", "mine"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
         (("group-9", "mine", "--undo"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
         (("group-0", "yours"), 2, "cluster yours is not running here: start it with `baton serve`, or give --target"),

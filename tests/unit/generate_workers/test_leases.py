@@ -14,7 +14,7 @@ def claimed_slot(move: SlotMove) -> Slot:
     memory = make_memory()
     slot = Slot(SlotId(0), memory)
     [promise] = memory.promise([slot.number], 4, 8)
-    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), promise, Coverage(2, 4), 4, 5.0, 5.0), move)
+    slot.begin(Claim(LeaseRef(SlotId(0), Stamp(1)), promise, Coverage(2, 4), 4, 4, 5.0, 5.0), move)
     return slot
 
 
@@ -47,7 +47,7 @@ def test_a_claim_without_writers_ends_at_once() -> None:
 
 def test_memory_is_held_until_the_last_writer_leaves() -> None:
     slot = claimed_slot(SlotMove.LEASE)
-    slot.num_writers = 2
+    slot.num_inside = 2
     slot.end()
     assert not slot.leave()
     assert (slot.state.value, slot.claim is None) == ("quarantined", False)
@@ -57,7 +57,7 @@ def test_memory_is_held_until_the_last_writer_leaves() -> None:
 
 def test_a_writer_that_leaves_a_living_claim_frees_nothing() -> None:
     slot = claimed_slot(SlotMove.LEASE)
-    slot.num_writers = 1
+    slot.num_inside = 1
     assert not slot.leave()
     assert slot.state is SlotState.LEASED
 

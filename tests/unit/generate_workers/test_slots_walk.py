@@ -11,19 +11,23 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from hypothesis.strategies import integers, sampled_from
 
 from baton.clock import ManualClock
-from baton.errors import IncompletePushError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.ids import RequestId
 from baton.results import KvLedger
 from baton.types import LeaseRef, TokenRange
 from generate_workers.leases import SlotLedger, Standing
 from generate_workers.memory import MemoryLimits
-from generate_workers.slots import SlotTable, SlotWriter
+from generate_workers.slot_access import SlotReader, SlotWriter
+from generate_workers.slots import SlotTable
 from tests.support.slot_tables import FIRST, lease, make_slots, page_bytes
 from tests.support.slot_tables import LAYOUT as SMALL
+from transport.kv_sink import ReserveSpec
 
 LAYOUT = dataclasses.replace(SMALL, num_kv_heads=2, head_dim=128)
 """2048 bytes a token and layer: two tokens fill a page."""
 NUM_SLOTS = 4
 NUM_TOKENS = 4
+NUM_PRESENT = 2
 CAPACITY = 8
 GROWTH = 2
 LIMIT = 3 * page_bytes(NUM_TOKENS + GROWTH, LAYOUT) + page_bytes(1, LAYOUT)
@@ -52,6 +56,10 @@ class Life:
     """Tokens of a row."""
     num_promised: int = NUM_TOKENS + GROWTH
     writers: list[tuple[AbstractContextManager[SlotWriter], SlotWriter]] = field(default_factory=list)
+    readers: list[SlotReader] = field(default_factory=list)
+    """That copy the row's KV away; it grows no more from the first of them on."""
+    is_local: bool = False
+    """Leased to begin with what is at hand: the first NUM_PRESENT tokens."""
 
     @property
     def is_present(self) -> bool:
@@ -62,9 +70,24 @@ class Life:
         return self.state in ("active", "abandoned")
 
     @property
+    def has_anybody(self) -> bool:
+        """Inside."""
+        return bool(self.writers or self.readers)
+
+    @property
+    def tokens(self) -> TokenRange:
+        """That are written."""
+        return TokenRange(0, NUM_PRESENT if self.is_local else NUM_TOKENS)
+
+    @property
+    def piece(self) -> memoryview:
+        """Of one layer."""
+        return PIECE[: len(self.tokens) * LAYOUT.row_bytes]
+
+    @property
     def num_bytes(self) -> int:
         """Held."""
-        pushed = len(self.layers) * page_bytes(NUM_TOKENS, LAYOUT) // LAYOUT.num_layers
+        pushed = len(self.layers) * page_bytes(self.tokens.end, LAYOUT) // LAYOUT.num_layers
         return max(page_bytes(self.num_cached, LAYOUT), pushed)
 
 
@@ -95,6 +118,8 @@ class SlotWalk(RuleBasedStateMachine):
             self.slots.abort(life.ref)
             while life.writers:
                 life.writers.pop()[0].__exit__(None, None, None)
+            while life.readers:
+                life.readers.pop().close()
         self.loop.close()
         assert self.slots.ledger().is_empty
 
@@ -105,6 +130,17 @@ class SlotWalk(RuleBasedStateMachine):
                 lease(self.slots, NUM_TOKENS, CAPACITY, ttl_s)
             return multiple()
         return self._born(lease(self.slots, NUM_TOKENS, CAPACITY, ttl_s).ref, "leased", ttl_s)
+
+    @rule(target=lives)
+    def reserve_for_local_prefill(self) -> object:
+        spec = ReserveSpec(RequestId("r"), 1, NUM_TOKENS, CAPACITY, 5.0, prefills_locally=True)
+        if not self._has_room():
+            with pytest.raises(ResourceExhaustedError):
+                self.slots.reserve(spec, NUM_PRESENT)
+            return multiple()
+        life = self._born(self.slots.reserve(spec, NUM_PRESENT).ref, "leased", 5.0)
+        life.is_local = True
+        return life
 
     @rule(target=lives)
     def occupy(self) -> object:
@@ -135,9 +171,9 @@ class SlotWalk(RuleBasedStateMachine):
         write = life.writers[0][1].write
         if self._refused(life):
             with pytest.raises(self._refusal(life)):
-                write(layer, TokenRange(0, NUM_TOKENS), PIECE)
+                write(layer, life.tokens, life.piece)
         else:
-            assert write(layer, TokenRange(0, NUM_TOKENS), PIECE) is (layer not in life.layers)
+            assert write(layer, life.tokens, life.piece) is (layer not in life.layers)
             life.layers.add(layer)
             self._touch(life)
 
@@ -164,6 +200,9 @@ class SlotWalk(RuleBasedStateMachine):
         elif len(life.layers) < LAYOUT.num_layers:
             with pytest.raises(IncompletePushError):
                 self.loop.run_until_complete(committing)
+        elif life.is_local:
+            with pytest.raises(LeaseError, match="prefilled by its own stream"):
+                self.loop.run_until_complete(committing)
         else:
             assert self.loop.run_until_complete(committing) == NUM_TOKENS * LAYOUT.token_bytes
             if life.state == "leased":
@@ -171,11 +210,41 @@ class SlotWalk(RuleBasedStateMachine):
                 self._touch(life)
 
     @rule(life=lives)
+    def complete_locally(self, life: Life) -> None:
+        self._expire()
+        if life.is_local and life.state == "leased" and len(life.layers) == LAYOUT.num_layers:
+            self.slots.complete_locally(life.ref)
+            life.state = "committed"
+            self._touch(life)
+
+    @rule(life=lives)
     def activate(self, life: Life) -> None:
         self._expire()
         if life.state == "committed":
-            assert [seat.first for seat in self.slots.activate(life.ref)] == [FIRST]
-            life.state, life.num_cached = "active", NUM_TOKENS
+            [seat] = self.slots.activate(life.ref)
+            assert (seat.first, seat.num_cached) == (None if life.is_local else FIRST, life.tokens.end)
+            life.state, life.num_cached = "active", life.tokens.end
+
+    @rule(life=lives)
+    def open_reader(self, life: Life) -> None:
+        if life.is_row:
+            life.readers.append(self.slots.open_read(life.ref))
+
+    @rule(life=lives)
+    def read(self, life: Life) -> None:
+        if not life.readers or not life.num_cached:
+            return
+        if self._refused(life):
+            with pytest.raises(self._refusal(life)):
+                life.readers[0].export(0, TokenRange(0, life.num_cached))
+        else:
+            data = life.readers[0].export(0, TokenRange(0, life.num_cached))
+            assert bytes(data) == bytes(life.num_cached * LAYOUT.row_bytes)
+
+    @rule(life=lives)
+    def close_reader(self, life: Life) -> None:
+        if life.readers:
+            life.readers.pop(0).close()
 
     @rule(life=lives, num_tokens=integers(1, CAPACITY))
     def extend(self, life: Life, num_tokens: int) -> None:
@@ -190,7 +259,7 @@ class SlotWalk(RuleBasedStateMachine):
 
     @rule(life=lives)
     def run(self, life: Life) -> None:
-        if life.is_row and life.num_cached < life.num_promised:
+        if life.is_row and life.num_cached < life.num_promised and not life.readers:
             new = TokenRange(life.num_cached, life.num_cached + 1)
             with self.slots.memory.residency.step([(life.ref.slot, new)]) as step:
                 for layer in range(LAYOUT.num_layers):
@@ -222,7 +291,7 @@ class SlotWalk(RuleBasedStateMachine):
         self.slots.expire()
         self._expire()
         states = [life.state for life in self.all]
-        num_quarantined = sum(not life.is_present and bool(life.writers) for life in self.all)
+        num_quarantined = sum(not life.is_present and life.has_anybody for life in self.all)
         num_leased = states.count("leased") + states.count("committed")
         num_active = sum(life.is_row for life in self.all)
         num_free = NUM_SLOTS - num_leased - num_active - num_quarantined
@@ -247,7 +316,7 @@ class SlotWalk(RuleBasedStateMachine):
     @invariant()
     def no_two_lives_share_a_stamp_or_a_taken_slot(self) -> None:
         assert len({life.ref.stamp for life in self.all}) == len(self.all)
-        taken = [life.ref.slot for life in self.all if life.is_present or life.writers]
+        taken = [life.ref.slot for life in self.all if life.is_present or life.has_anybody]
         assert len(set(taken)) == len(taken)
 
     def _born(self, ref: LeaseRef, state: str, ttl_s: float) -> Life:
@@ -268,10 +337,10 @@ class SlotWalk(RuleBasedStateMachine):
 
     def _num_free(self) -> int:
         self._expire()
-        return NUM_SLOTS - sum(life.is_present or bool(life.writers) for life in self.all)
+        return NUM_SLOTS - sum(life.is_present or life.has_anybody for life in self.all)
 
     def _holding(self) -> list[Life]:
-        return [life for life in self.all if life.is_present or life.writers]
+        return [life for life in self.all if life.is_present or life.has_anybody]
 
     def _promised_bytes(self, *states: str) -> int:
         """To claims in these states; in all, if none is named."""

@@ -9,8 +9,9 @@ import pytest
 from baton.errors import UnavailableError
 from baton.ids import RequestId, StreamNumber
 from baton.sampling_params import SamplingParams
-from baton.v1 import generate_pb2, generate_pb2_grpc
+from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from orchestrator.clients import Clients
+from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
 from transport.channel import bind, make_server
 
@@ -24,11 +25,17 @@ class Group(generate_pb2_grpc.GenerationGroupServicer):
     def __init__(self) -> None:
         self.released = asyncio.Event()
 
-    async def Stream(
-        self, request: generate_pb2.StreamRequest, context: "grpc.aio.ServicerContext[object, object]"
-    ) -> AsyncIterator[generate_pb2.TokenEvent]:
-        yield generate_pb2.TokenEvent(index=0, text=request.request_id)
+    async def Streams(
+        self,
+        commands: AsyncIterator[generate_pb2.StreamCommand],
+        context: "grpc.aio.ServicerContext[object, object]",
+    ) -> AsyncIterator[generate_pb2.StreamEvents]:
+        opened = (await anext(commands)).open
+        event = generate_pb2.TokenEvent(index=0, text=opened.request_id)
+        yield generate_pb2.StreamEvents(events=[generate_pb2.StreamEvent(number=opened.number, event=event)])
         await self.released.wait()
+        end = generate_pb2.StreamEvent(number=opened.number, end=generate_pb2.StreamEnd())
+        yield generate_pb2.StreamEvents(events=[end])
 
     async def Cancel(
         self, request: generate_pb2.CancelRequest, context: "grpc.aio.ServicerContext[object, object]"
@@ -39,6 +46,11 @@ class Group(generate_pb2_grpc.GenerationGroupServicer):
         self, request: generate_pb2.GenerationStatusRequest, context: "grpc.aio.ServicerContext[object, object]"
     ) -> generate_pb2.GenerationStatus:
         return generate_pb2.GenerationStatus(num_slots=4, num_free=3, num_bytes_held=100)
+
+    async def ListPrefixBlocks(
+        self, request: common_pb2.ListPrefixBlocksRequest, context: "grpc.aio.ServicerContext[object, object]"
+    ) -> common_pb2.ListPrefixBlocksReply:
+        return common_pb2.ListPrefixBlocksReply()
 
 
 class Served:
@@ -70,7 +82,7 @@ async def test_a_worker_is_connected_to_once(served: Served) -> None:
 
 async def test_a_connection_in_use_survives_its_worker_s_absence(served: Served) -> None:
     with served.clients.use(served.endpoint) as worker:
-        stream = worker.stream(RECORD, NUMBER, 0.0, None)
+        stream = worker.stream(RECORD, NUMBER, OrchestratorConfig(), None)
         assert (await stream.read()).text == "r"
         await served.clients.prune(())
         assert (await worker.generation_holdings(5)).num_slots == 4
@@ -89,7 +101,7 @@ async def test_a_connection_to_a_worker_that_is_gone_is_closed(served: Served) -
 
 async def test_a_stream_that_just_ends_is_the_worker_s_failure(served: Served) -> None:
     with served.clients.use(served.endpoint) as worker:
-        stream = worker.stream(RECORD, NUMBER, 0.0, None)
+        stream = worker.stream(RECORD, NUMBER, OrchestratorConfig(), None)
         await stream.read()
         served.group.released.set()
         with pytest.raises(UnavailableError, match="without a last event"):
@@ -98,7 +110,7 @@ async def test_a_stream_that_just_ends_is_the_worker_s_failure(served: Served) -
 
 async def test_a_worker_that_stops_is_unavailable(served: Served) -> None:
     with served.clients.use(served.endpoint) as worker:
-        stream = worker.stream(RECORD, NUMBER, 0.0, None)
+        stream = worker.stream(RECORD, NUMBER, OrchestratorConfig(), None)
         await stream.read()
         reading = asyncio.create_task(stream.read())
         await served.server.stop(0)
@@ -108,7 +120,7 @@ async def test_a_worker_that_stops_is_unavailable(served: Served) -> None:
 
 async def test_a_cancelled_read_is_cancelled(served: Served) -> None:
     with served.clients.use(served.endpoint) as worker:
-        stream = worker.stream(RECORD, NUMBER, 0.0, None)
+        stream = worker.stream(RECORD, NUMBER, OrchestratorConfig(), None)
         await stream.read()
         reading = asyncio.create_task(stream.read())
         await asyncio.sleep(0)

@@ -6,6 +6,7 @@ import pytest
 
 from baton.clock import ManualClock
 from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from orchestrator.backlog import Pending
 from orchestrator.choosing import Chooser
@@ -13,7 +14,6 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.forecast import ChainForecast, Turnover, predict_wait_s
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
-from orchestrator.prefix_blocks import PromptBlocks
 from tests.support.planners import linear_planner
 
 STATIC = OrchestratorConfig(elastic=False, block_tokens=32)
@@ -79,7 +79,7 @@ class Cluster:
         self.chooser = Chooser(self.members, linear_planner(), ManualClock(100.0), self.config)
 
     def chain_s(self, record: RequestRecord) -> float:
-        return ChainForecast(self.members, self.chooser, self.config).chain_s(record)
+        return ChainForecast(self.members, self.chooser).chain_s(record)
 
     def book(self, job: Pending) -> None:
         self.members.backlogs.add(GROUP.life, JobId(1), job, 100.0)

@@ -11,6 +11,7 @@ from baton.types import Lease
 from generate_workers.leases import SlotState
 from orchestrator.config import OrchestratorConfig
 from orchestrator.health import why_degraded, why_not_serving
+from orchestrator.membership import AbsentGroup
 from tests.support.eventually import eventually
 from tests.support.orchestrators import HASTY, Relay, relay
 from transport.kv_sink import ReserveSpec
@@ -55,6 +56,16 @@ def test_an_absent_chain_degrades_and_it_is_said_why(group: GroupState, absence:
     assert first.startswith(absence)
     assert second == "no prefill group is ready: generation groups prefill by themselves"
     assert len(why_degraded([group, replace(CHAIN, name="q"), GROUP])) == 1
+
+
+def test_a_group_without_workers_is_said_to_have_left_or_to_start() -> None:
+    absent = [AbsentGroup("p", "prefill"), AbsentGroup("x", "generate", starts=True)]
+    assert why_degraded([GROUP], [*absent, replace(absent[1], name="y", error="no room")]) == (
+        "p has left: `baton drain p --undo` starts it again",
+        "x starts",
+        "y did not start, and is tried again: no room",
+        "no prefill group is ready: generation groups prefill by themselves",
+    )
 
 
 def test_without_chains_configured_nothing_is_degraded() -> None:

@@ -9,7 +9,16 @@ from baton.clock import ManualClock, SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
 from orchestrator.breakers import BreakerPolicy, Breakers
-from orchestrator.membership import ClusterView, GenerationGroup, JobNumbers, Load, Members, PrefillGroup
+from orchestrator.membership import (
+    AbsentGroup,
+    ClusterView,
+    GenerationGroup,
+    JobNumbers,
+    Load,
+    Members,
+    Orders,
+    PrefillGroup,
+)
 
 GROUP = GenerationGroup("g", "h:1", "layout", num_slots=4, max_slot_tokens=100)
 OTHER = GenerationGroup("o", "h:4", "layout", num_slots=4, max_slot_tokens=100)
@@ -86,7 +95,7 @@ async def test_a_drained_group_gets_no_work_in_any_life_until_that_is_undone() -
     assert (members.view.generation, members.present.generation) == ((OTHER,), (GROUP, OTHER))
     members.update(ClusterView(generation=(replace(GROUP, endpoint="h:9"), OTHER)))
     assert members.view.generation == (OTHER,)
-    assert members.drained == {"g"} and members.is_drained(GROUP)
+    assert members.orders.drained == {"g"} and members.is_drained(GROUP)
     members.undrain("g")
     assert [group.name for group in members.view.generation] == ["g", "o"]
     assert told == [4, 4, 8]
@@ -99,6 +108,58 @@ def test_only_a_group_that_is_there_can_be_drained() -> None:
             act("x")
     with pytest.raises(NotFoundError, match="none is there"):
         Members().drain("g")
+
+
+def test_a_drained_group_leaves_where_somebody_ends_workers_and_comes_back_with_its_work() -> None:
+    members = members_of(GROUP, OTHER)
+    members.drain("g")
+    with pytest.raises(UnavailableError, match="g cannot leave, as no supervisor ends its workers: drain it with --"):
+        members.dismiss("g")
+    members.hear_kept(members.orders)
+    members.dismiss("g")
+    assert members.orders == Orders(drained=frozenset({"g"}), leaving=frozenset({"g"}))
+    away = AbsentGroup("g", "generate")
+    members.update(ClusterView(generation=(OTHER,), absent=(away,)))
+    assert (members.is_present("g"), members.absence("g"), members.absence("o")) == (False, away, None)
+    members.undrain("g")
+    assert members.orders == Orders()
+
+
+def test_a_stand_in_has_a_free_number_and_is_forgotten_when_it_has_left() -> None:
+    members = members_of(replace(GROUP, name="g-0"), replace(GROUP, name="g-2"))
+    with pytest.raises(UnavailableError, match="nothing can stand in for g-0, as no supervisor starts workers here"):
+        members.stand_in("g-0")
+    members.hear_kept(Orders())
+    members.use_model("g-0", "/new")
+    assert members.stand_in("g-0") == "g-1"
+    assert members.stand_in("g-0") == "g-3"
+    assert members.orders.stand_ins == {"g-1", "g-3"}
+    assert members.orders.models == dict.fromkeys(("g-0", "g-1", "g-3"), "/new")
+    view = replace(members.present, generation=(*members.present.generation, replace(GROUP, name="g-1")))
+    members.update(view)
+    members.drain("g-1")
+    members.dismiss("g-1")
+    assert members.orders.leaving == {"g-1"}  # as long as it is there
+    members.update(replace(members.present, generation=view.generation[:2], absent=(AbsentGroup("g-1", "generate"),)))
+    assert members.orders == Orders(stand_ins=frozenset({"g-3"}), models=dict.fromkeys(("g-0", "g-3"), "/new"))
+
+
+def test_a_group_loads_another_model_when_it_comes_back_and_not_while_it_is_there() -> None:
+    members = members_of(GROUP)
+    with pytest.raises(UnavailableError, match="g has workers, which keep their model: drain it first, without --keep"):
+        members.undrain("g", "/new")
+    members.update(ClusterView(absent=(AbsentGroup("g", "generate"),)))
+    members.undrain("g", "/new")
+    assert members.orders == Orders(models={"g": "/new"})
+    members.use_model("g", None)
+    assert members.orders == Orders()
+
+
+def test_a_chain_is_for_groups_that_take_its_kv() -> None:
+    chains = (CHAIN, replace(CHAIN, name="q", layout_fingerprint="layout"), replace(CHAIN, layout_fingerprint="new"))
+    view = ClusterView(chains, (GROUP,))
+    assert view.chains_for(GROUP) == ClusterView(chains[:2], (GROUP,))
+    assert view.chains_for(replace(GROUP, layout_fingerprint="new")).prefill == (chains[0], chains[2])
 
 
 async def test_whoever_waits_hears_of_a_drain_and_of_its_end() -> None:

@@ -87,7 +87,7 @@ async def test_requests_are_counted_with_their_tokens_times_and_decisions() -> N
     assert seen['baton_tokens_total{type="input"}'] == 90
     assert seen['baton_tokens_total{type="output"}'] == 24
     assert seen["baton_attempts_total"] == 3
-    assert seen['baton_disagg_decisions_total{reason="chain"}'] == 3
+    assert seen['baton_disagg_decisions_total{reason="not_predicted"}'] == 3
     for name in ("time_to_first_token", "time_per_output_token", "request_duration"):
         assert seen[f"baton_{name}_seconds_count"] == 3
     assert seen["baton_request_duration_seconds_sum"] > seen["baton_time_to_first_token_seconds_sum"] > 0
@@ -107,10 +107,12 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
     planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
     name = 'baton_predicted_over_measured_ratio_count{prediction="generation_step"}'
     async with relay(planner=planner) as made:
-        call = made.open(made.request(prompt(40), LONG))
-        await eventually(made.metrics, lambda seen: seen.get(name, 0) > 0, within_s=10)
-        call.cancel()
-        await made.until_empty()
+
+        async def after_another() -> dict[str, float]:
+            await made.ask(made.request(prompt(40), PARAMS))  # steps between two looks at the group
+            return await made.metrics()
+
+        await eventually(after_another, lambda seen: seen.get(name, 0) > 0, within_s=10)
 
 
 async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:

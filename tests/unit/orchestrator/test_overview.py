@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.errors import BatonError, NotFoundError
+from baton.errors import BatonError, NotFoundError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.status import translate_rpc_errors
 from baton.v1 import admin_pb2, orchestrator_pb2
@@ -132,6 +132,13 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
     assert {state.num_requests for state in [first, *[state async for state in told]]} == {1}
     pair.members.update(view)
     call.cancel()
+
+
+async def test_without_a_supervisor_no_group_leaves(pair: Relay) -> None:
+    leaving = admin(pair).Drain(admin_pb2.DrainRequest(group="group-0", leave=True), timeout=60)
+    with pytest.raises(UnavailableError, match="group-0 cannot leave"), translate_rpc_errors():
+        _ = [state async for state in leaving]
+    assert await held(pair) == {"group-0"}
 
 
 async def test_an_unknown_group_is_refused_and_those_that_exist_are_named(pair: Relay) -> None:

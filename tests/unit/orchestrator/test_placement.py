@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from baton.ids import Epoch, Rank, RequestId
+from baton.results import PlacementTerms
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.backlog import Pending
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Load, PrefillGroup
-from orchestrator.placement import LoadOf, choose_generation, choose_prefill
-from orchestrator.widths import ChainPlan, WidthPolicy
+from orchestrator.placement import Chain, LoadOf, choose_generation, choose_prefill, compare
+from orchestrator.widths import WidthPolicy
 from tests.support.planners import linear_planner
 
 A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
@@ -19,6 +20,12 @@ P = PrefillGroup("p", ("h:3",), Epoch(1))
 Q = PrefillGroup("q", ("h:4",), Epoch(1))
 WIDE = PrefillGroup("w", ("h:5", "h:6"), Epoch(1))
 REQUEST = RequestRecord.of(RequestId("r"), tuple(range(90)), SamplingParams(max_tokens=10), received_ns=0)
+
+
+def terms(
+    queue_s: float = 0.0, prefill_s: float = 0.0, steps_s: float = 0.0, transfer_s: float = 0.0, others_s: float = 0.0
+) -> PlacementTerms:
+    return PlacementTerms(queue_s, prefill_s, steps_s, transfer_s, others_s)
 
 
 def loads(given: Mapping[str, Load]) -> LoadOf:
@@ -33,12 +40,13 @@ def generation(*groups: GenerationGroup, avoid: frozenset[object] = frozenset(),
 def prefill(*groups: PrefillGroup, avoid: frozenset[object] = frozenset(), **busy_s: float) -> PrefillGroup | None:
     policy, now_s = WidthPolicy(linear_planner(), elastic=True, overtaking=0.15), 1000.0
 
-    def plan_for(group: PrefillGroup) -> ChainPlan:
+    def chain_for(group: PrefillGroup) -> Chain:
         left_s = {Rank(rank): busy_s.get(group.name, 0.0) for rank in range(len(group.endpoints))}
         pending = [Pending(now_s, now_s, left_s)] if group.name in busy_s else []
-        return policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
+        plan = policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
+        return plan, terms(prefill_s=plan.cost_s)
 
-    found = choose_prefill(ClusterView(prefill=groups), plan_for, avoid)
+    found = choose_prefill(ClusterView(prefill=groups), chain_for, avoid)
     return None if found is None else found[0]
 
 
@@ -89,3 +97,36 @@ def test_the_prompt_goes_where_it_is_done_first() -> None:
 
 def test_of_equal_chains_the_first() -> None:
     assert prefill(Q, P) == Q
+
+
+def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:
+    view, costs = ClusterView(generation=(A, B)), {"a": 0.3, "b": 0.2}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+    costs = {"a": 0.2, "b": 0.3}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == A
+    costs = {"a": 0.2000, "b": 0.2001}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+
+
+def test_a_group_is_not_asked_for_its_cost_where_there_is_no_choice() -> None:
+    def asked(group: GenerationGroup) -> float:
+        raise AssertionError(group.name)
+
+    assert choose_generation(ClusterView(generation=(A,)), loads({}), REQUEST, (), asked) == A
+
+
+def test_who_is_faster_prefills_and_of_equals_the_chain() -> None:
+    chain = terms(queue_s=0.2, prefill_s=0.1, transfer_s=0.05, others_s=0.05)
+    assert compare(chain, terms(prefill_s=0.39)).reason == "local_faster"
+    assert compare(chain, terms(prefill_s=0.30, steps_s=0.1)).reason == "chain_faster"
+    assert compare(chain, terms(queue_s=0.1, prefill_s=0.30, steps_s=0.1)).reason == "chain_faster"
+    assert compare(chain, None).reason == "not_predicted"
+
+
+def test_a_placement_is_explained_in_one_line() -> None:
+    placement = compare(terms(queue_s=0.2, prefill_s=0.1), terms(prefill_s=0.25))
+    assert placement.is_local
+    assert placement.text == (
+        "local_faster; predicted seconds: chain 0.300 (queue 0.200, prefill 0.100), local 0.250 (prefill 0.250)"
+    )
+    assert not compare(terms(), None).is_local

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from orchestrator.prefix_blocks import PromptBlocks
+from baton.prefix_blocks import PromptBlocks
 from orchestrator.prefix_index import PrefixIndex
 
 BLOCK = 2

@@ -1,5 +1,6 @@
 """A store is asked once what it holds, when it comes into view; what it does not say is no harm."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from orchestrator.prefix_index import PrefixIndex
 from orchestrator.prefix_stores import PrefixStores
 from prefill_workers.servicer import PrefillServer
 from tests.support.eventually import eventually
+from tests.support.orchestrators import relay
 from tests.support.prefixes import PLENTY, keep, prefix_folder
 from tests.support.tiny_models import random_decoder
 
@@ -83,6 +85,21 @@ async def test_a_store_is_asked_once_and_forgotten_when_it_is_gone() -> None:
             assert bench.index.num_held("s", NAMES) == 1
             bench.see("t")
             assert (bench.index.num_held("s", NAMES), len(bench.index)) == (0, 3)
+
+
+async def test_a_generation_group_is_asked_where_no_rank_shares_its_store() -> None:
+    with prefix_folder() as folder:
+        async with relay(num_ranks=0, group_folder=folder) as made:
+            store = made.groups[0].prefixes
+            assert store is not None
+            keep(store, KvBuffer(random_decoder().layout, TokenRange(0, 12)), NAMES)
+            index, clients = PrefixIndex(), Clients()
+            stores = PrefixStores(made.members, clients, index)
+            stores.look()
+            await eventually(lambda: asyncio.sleep(0, len(index)), lambda number: number == 3, within_s=10)
+            assert index.num_held(store.identity, NAMES) == 3
+            await stores.close()
+            await clients.prune(())
 
 
 async def test_who_has_no_store_or_does_not_answer_has_nothing_cached() -> None:

@@ -17,6 +17,7 @@ from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
 from planning.search import search
 from planning.wavefront import chain_ttft, reference
+from tests.support.planners import deciding_planner, planner_of
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))
@@ -177,3 +178,37 @@ def test_what_was_searched_counts_when_it_is_adopted() -> None:
     assert planner.calibration is ASSUMED
     planner.adopt(basis)
     assert planner.calibration is slow
+
+
+def pushed(end_ns: int, push_end_ns: int, num_bytes: int) -> RankTiming:
+    return RankTiming(0, TokenRange(0, 10), 0, end_ns, 0.0, 0, push_end_ns, num_bytes, 0, ())
+
+
+def test_kv_that_does_not_fit_beside_the_chain_takes_longer_than_its_last_layer() -> None:
+    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+    planner = planner_of(cost, max_ranks=1)
+    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(0.5 + 1.0)  # the last layer's 1,000 bytes
+    assert planner.push_s(10, prefill_s=2.0) == pytest.approx(0.5 + 8.0)
+    assert planner_of(dataclasses.replace(cost, push=Link()), max_ranks=1).push_s(10, 2.0) == 0.0  # in ttft_s
+
+
+def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> None:
+    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+    planner = planner_of(cost, max_ranks=1)
+    planner.observe("group", [pushed(end_ns=100 * 10**9, push_end_ns=103 * 10**9, num_bytes=10_000)])
+    assert planner.push_s(10, prefill_s=100.0) == pytest.approx(3.0)
+
+
+def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -> None:
+    planner = deciding_planner(speed=2.0)
+    alone_s = sum(planner.rank_s((TokenRange(0, 100),)))
+    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((alone_s / 2, 0.0))
+    found = planner.local_s(TokenRange(0, 100), 3, 50)
+    assert found is not None and found[1] == pytest.approx((0.5 + 3) * 0.02)
+    planner.observe_local(observed_s=3.0, predicted_s=1.0)
+    assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((1.5 * alone_s, 0.0))
+    assert planner.local_factor == pytest.approx(3.0)
+
+
+def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:
+    assert PLANNER.local_s(TokenRange(0, 100), 0, 0) is None

@@ -8,8 +8,8 @@ import torch
 
 from baton.types import KvLayout, TokenRange
 from modeling.kv_buffers import KvBuffer
-from prefill_workers.prefix_filling import Filled, PrefixFilling
-from prefill_workers.prefix_store import PrefixStore
+from modeling.prefix_store import Filled, PrefixStore
+from prefill_workers.prefix_filling import PrefixFilling
 from tests.support.prefixes import blocks_in, file_bytes, keep, prefix_folder, store_in
 
 LAYOUT = KvLayout("model", 2, 1, 4, "float32")

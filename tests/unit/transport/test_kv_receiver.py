@@ -233,12 +233,31 @@ RESERVE = {"num_tokens": 8, "capacity_tokens": 8, "ttl_s": 5.0, "layout_fingerpr
         ("ttl_s", math.inf, InvalidArgumentError),
         ("layout_fingerprint", "", LayoutMismatchError),
         ("layout_fingerprint", "x" * 100_000, LayoutMismatchError),
+        ("prefix_blocks", ["a"], InvalidArgumentError),
+        ("prefills_locally", True, InvalidArgumentError),
     ],
 )
 async def test_bad_reserve_is_refused(loop: Loopback, field: str, value: object, error: type[BatonError]) -> None:
     request = kv_pb2.ReserveRequest(**(RESERVE | {field: value}))  # type: ignore[arg-type]
     with pytest.raises(error), translate_rpc_errors():
         await KvReceiverStub(loop.channel).Reserve(request)
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "block_tokens", "prefills_locally"), [(1, 9, False), (3, 3, False), (2**20, 1, False), (2, 4, True)]
+)
+async def test_blocks_beyond_the_tokens_are_refused(
+    loop: Loopback, num_blocks: int, block_tokens: int, prefills_locally: bool
+) -> None:
+    fields = {"prefix_blocks": ["a"] * num_blocks, "block_tokens": block_tokens, "prefills_locally": prefills_locally}
+    request = kv_pb2.ReserveRequest(**(RESERVE | fields))  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgumentError, match="name whole blocks of the first"), translate_rpc_errors():
+        await KvReceiverStub(loop.channel).Reserve(request)
+
+
+async def test_a_receiver_without_blocks_has_none_present(loop: Loopback) -> None:
+    request = kv_pb2.ReserveRequest(**(RESERVE | {"prefix_blocks": ["a", "b"], "block_tokens": 4}))  # type: ignore[arg-type]
+    assert (await KvReceiverStub(loop.channel).Reserve(request)).num_present_tokens == 0
 
 
 async def test_refused_reserve_takes_no_slot(loop: Loopback) -> None:

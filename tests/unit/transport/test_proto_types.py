@@ -62,7 +62,7 @@ def test_reversed_range_is_refused() -> None:
 
 def test_lease_round_trips() -> None:
     ref = LeaseRef(SlotId(3), Stamp(2**64 - 1))
-    lease = Lease(ref, RequestId("r"), attempt=2, num_tokens=9, endpoint="127.0.0.1:1", ttl_s=0.1)
+    lease = Lease(ref, RequestId("r"), 2, num_tokens=9, endpoint="127.0.0.1:1", ttl_s=0.1, num_present_tokens=4)
     assert convert.lease_from_proto(convert.lease_to_proto(lease)) == lease
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from prefill_workers import store_folder
-from prefill_workers.store_folder import StoreFolder, node_folder, share_bytes, sweep
+from modeling import store_folder
+from modeling.store_folder import StoreFolder, node_folder, share_bytes, sweep
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def test_a_killed_user_holds_nothing(parent: Path) -> None:
     program = f"""
 import os, signal
 from pathlib import Path
-from prefill_workers.store_folder import StoreFolder
+from modeling.store_folder import StoreFolder
 folder = StoreFolder(Path({str(path)!r}))
 os.kill(os.getpid(), signal.SIGKILL)
 """

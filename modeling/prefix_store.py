@@ -1,15 +1,8 @@
 """Cached prefixes of a node: blocks of KV in files in memory, written once, read in place by every rank that needs it.
 
 A prefix is a list of blocks, and attention takes a list of segments anyway. A file holds the KV of one block's tokens
-in all layers, as KvBuffer lays it out, behind a header of one page:
-
-    magic, with the format's version     16 bytes
-    layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
-    tokens, bytes of KV                  2 x int64
-    (zeros up to HEADER_BYTES)
-    KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
-
-Names are given by whoever decides what to keep: equal names must mean equal tokens, and equal tokens before them.
+in all layers, as KvBuffer lays it out, behind a header of one page (`block_files`). Names are given by whoever
+decides what to keep: equal names must mean equal tokens, and equal tokens before them.
 
 What holds at any moment, whoever dies:
 
@@ -20,9 +13,12 @@ What holds at any moment, whoever dies:
     writers   hold the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name,
               and it never changes again. What a killed writer leaves has no lock: whoever takes room next removes it
 
+A store may have another one below it, on disk, with a folder and a bound of its own. Blocks sink there once they are
+sealed, when nobody waits for it, and not when they are evicted, when somebody does; there they are read in place, too.
+
 So locks die with their process, and nobody keeps a list of who reads what. Files are mapped copy-on-write: readers
 share their pages and cannot spoil them. Step 5 of a request's way (DESIGN.md, sections 4 and 5). No state but the
-files: any thread, any process of the node.
+files: any thread, any process of the node, of either role.
 """
 
 import contextlib
@@ -31,8 +27,6 @@ import logging
 import mmap
 import os
 import re
-import struct
-import tempfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -41,16 +35,23 @@ from pathlib import Path
 from baton.clock import Clock
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
+from modeling.block_files import (
+    HEADER_BYTES,
+    NUM_KNOWN_BYTES,
+    UNSEALED,
+    BlockWriter,
+    free_bytes,
+    header_of,
+    is_there,
+    remove_unlocked,
+)
 from modeling.kv_buffers import KvBuffer
+from modeling.store_folder import MEMORY
 
 logger = logging.getLogger(__name__)
 
-HEADER_BYTES = 4096
-_MAGIC = b"Baton prefix v2\n"
-_FORMAT = struct.Struct("<16s16sqq")
 _NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
 _LOCK = ".lock"
-_UNSEALED = ".unsealed-"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,25 @@ class Holdings:
     num_blocks: int
     num_bytes: int
     bound_bytes: int
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The first blocks of a prompt that are there."""
+
+    blocks: tuple[KvBuffer, ...]
+    num_disk_bytes: int
+    """Of KV that is below, on disk."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of a store, by blocks' names."""
+
+    stored: tuple[str, ...] = ()
+    """Of those that were to be kept: they are there now. The prompt's first ones, without a gap."""
+    evicted: tuple[str, ...] = ()
+    """They had to go for it."""
 
 
 @dataclass
@@ -90,6 +110,11 @@ class Room:
             for writer in self.writers:
                 writer.seal()
 
+    def filled(self, names: Sequence[str]) -> Filled:
+        """What came of it, once sealed, for the names that there was to be room for."""
+        stored = {*self.present, *(writer.name for writer in self.writers)}
+        return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
+
     def drop(self) -> None:
         """Gives back what was not sealed. Idempotent."""
         for writer in self.writers:
@@ -100,12 +125,17 @@ class PrefixStore:
     """The blocks in `folder`, of one layout, at most `bound_bytes` of them: for all ranks of a node the same. What was
     used when goes by `clock`'s unix time. Raises ConfigError when there is no such folder."""
 
-    def __init__(self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock) -> None:
+    def __init__(
+        self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, below: "PrefixStore | None" = None
+    ) -> None:
+        """`below`: on disk, with a bound of its own: what was sunk there is found there when it is gone here."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
         self.bound_bytes = bound_bytes
         self.layout = layout
+        self.below = below
         self._folder = folder
+        self._in_memory = folder.is_relative_to(MEMORY)
         self._clock = clock
         self.identity = _identity(folder)
         """Equal for all who share the folder, and for nobody else on any node, nor for a later folder of that name."""
@@ -117,10 +147,36 @@ class PrefixStore:
         return Holdings(len(sizes), sum(sizes), self.bound_bytes)
 
     def names(self) -> list[str]:
-        """Of all sealed blocks, those first that were used longest ago."""
+        """Of all sealed blocks, those below first, then those that were used longest ago."""
         files = self._files() if self._folder.is_dir() else ()
-        sealed = [(stat.st_mtime_ns, name) for name, stat in files if not name.startswith(_UNSEALED)]
-        return [name for _, name in sorted(sealed)]
+        sealed = sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
+        below = self.below.names() if self.below is not None else []
+        return list(dict.fromkeys([*below, *(name for _, name in sealed)]))
+
+    def has(self, name: str) -> bool:
+        """Whether the block is here or below, now."""
+        return self._path(name).exists() or (self.below is not None and self.below.has(name))
+
+    def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
+        """Copies consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one:
+        those that are here and not there, as far as there is room. The names of blocks that had to go for them.
+
+        Blocks for as long as copying takes: not on any request's way. Raises what `take` raises.
+        """
+        if self.below is None or not names:
+            return []
+        room = self.below.take(names, tokens, block_tokens)
+        try:
+            for writer in room.writers:
+                block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
+                for layer in range(self.layout.num_layers):
+                    writer.write(layer, writer.tokens, block.export(layer, writer.tokens))
+            room.seal()
+        except StalePrefixError as stale:
+            logger.debug("not all of %d blocks are there to be sunk: %s", len(names), stale)
+        finally:
+            room.drop()
+        return [name for name in room.evicted if not self.has(name)]
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -141,12 +197,23 @@ class PrefixStore:
 
         Raises StalePrefixError when any is not there, or not what it should be, InvalidArgumentError for a bad name.
         """
+        return tuple(block for block, _ in self._opening(names, block_tokens))
+
+    def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
+        """As `open`, of as many of the first blocks as are there, without a gap."""
+        found: list[tuple[KvBuffer, int]] = []
+        try:
+            found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
+        except StalePrefixError as stale:
+            logger.debug("%d of %d blocks are there: %s", len(found), len(names), stale)
+        return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
+
+    def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
+        """Each with its bytes from below."""
         now_ns = self._clock.unix_ns()
-        starts = range(0, len(names) * block_tokens, block_tokens)
-        return tuple(
-            self._open(name, TokenRange(start, start + block_tokens), now_ns - index)
-            for index, (name, start) in enumerate(zip(names, starts, strict=True))
-        )
+        for index, name in enumerate(names):
+            tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
+            yield self._open(name, tokens, now_ns - index)
 
     def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
         """Room for consecutive blocks of a prompt, which together are `tokens`. Where there is none for all, even
@@ -161,6 +228,8 @@ class PrefixStore:
             with self.locked():
                 self._claim(room, paths, tokens.split(block_tokens))
             room.allocate()
+            if self.below is not None:
+                room.evicted = [name for name in room.evicted if not self.below.has(name)]
         except BaseException:
             room.drop()
             raise
@@ -170,9 +239,12 @@ class PrefixStore:
         """Under the folder's lock: what is there already, and bytes for what is not, as far as there are any."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = self._shelf({path.name for path in paths})
-        now_ns, left_bytes = self._clock.unix_ns(), _free_bytes(self._folder) + shelf.num_bytes
+        now_ns, left_bytes = (
+            self._clock.unix_ns(),
+            free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes,
+        )
         for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
-            if _is_there(path, size):
+            if is_there(path, size):
                 os.utime(path, ns=(now_ns - index, now_ns - index))
                 room.present.append(path.name)
                 continue
@@ -182,7 +254,16 @@ class PrefixStore:
                 break
             room.writers.append(BlockWriter(path, self.layout, part, now_ns - index))
 
-    def _open(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
+    def _open(self, name: str, tokens: TokenRange, used_ns: int) -> tuple[KvBuffer, int]:
+        try:
+            return self._open_here(name, tokens, used_ns), 0
+        except StalePrefixError:
+            if self.below is None:
+                raise
+            block = self.below._open_here(name, tokens, used_ns)
+            return block, block.num_bytes
+
+    def _open_here(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
         path = self._path(name)
         try:
             file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -206,9 +287,8 @@ class PrefixStore:
         if not stat.st_nlink:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
         num_bytes = num_tokens * self.layout.token_bytes
-        header = os.pread(file, _FORMAT.size, 0)
-        expected = _FORMAT.pack(_MAGIC, self.layout.fingerprint.encode(), num_tokens, num_bytes)
-        if header != expected or stat.st_size != HEADER_BYTES + num_bytes:
+        header = os.pread(file, NUM_KNOWN_BYTES, 0)
+        if header != header_of(self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
             logger.warning("block %s in %s is not what its name says: removing it", name, self._folder)
             self._path(name).unlink(missing_ok=True)
             raise StalePrefixError(
@@ -218,13 +298,13 @@ class PrefixStore:
 
     def _shelf(self, spared: Collection[str]) -> "_Shelf":
         """What lies in the folder now. Under its lock."""
-        for unsealed in self._folder.glob(_UNSEALED + "*"):
-            if _remove_unlocked(unsealed):
+        for unsealed in self._folder.glob(UNSEALED + "*"):
+            if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)
         shelf = _Shelf(self._folder)
         for name, stat in self._files():
             shelf.num_bytes += stat.st_size
-            if not name.startswith(_UNSEALED) and name not in spared:
+            if not name.startswith(UNSEALED) and name not in spared:
                 shelf.blocks.append((stat.st_mtime_ns, name, stat.st_size))
         shelf.blocks.sort(reverse=True)
         return shelf
@@ -257,110 +337,13 @@ class _Shelf:
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()
-            if _remove_unlocked(self.folder / name):
+            if remove_unlocked(self.folder / name):
                 self.num_bytes -= size
                 gone.append(name)
         return gone
-
-
-class BlockWriter:
-    """A block that is being written: made under the folder's lock, then to be allocated. `drop` on any thread, all else
-    on one at a time."""
-
-    def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int) -> None:
-        """Claims the block's bytes. Raises ConfigError when no file can be made there."""
-        self.name = path.name
-        self.tokens = tokens
-        self._path = path
-        self._layout = layout
-        self._used_ns = used_ns
-        self._num_missing = layout.num_layers * len(tokens)
-        self._num_bytes = HEADER_BYTES + len(tokens) * layout.token_bytes
-        self._over = False
-        try:
-            self._file, unsealed = tempfile.mkstemp(prefix=_UNSEALED, dir=path.parent)
-        except OSError as error:
-            raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
-        self._unsealed = Path(unsealed)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.ftruncate(self._file, self._num_bytes)  # counts from here on
-
-    def allocate(self) -> bool:
-        """Takes the block's memory, so that nobody runs out of it while writing; whether there was any."""
-        try:
-            os.posix_fallocate(self._file, 0, self._num_bytes)
-            mapping = mmap.mmap(self._file, self._num_bytes)
-        except OSError as error:
-            logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
-            return False
-        kv_bytes = self._num_bytes - HEADER_BYTES
-        header = _FORMAT.pack(_MAGIC, self._layout.fingerprint.encode(), len(self.tokens), kv_bytes)
-        mapping[: _FORMAT.size] = header
-        self._kv = KvBuffer.over(self._layout, self.tokens, memoryview(mapping)[HEADER_BYTES:])
-        return True
-
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies the rows of `tokens`, all of them the block's, in `layer` into place; each row once."""
-        self._kv.write(layer, tokens, data)
-        self._num_missing -= len(tokens)
-
-    def seal(self) -> None:
-        """All rows were written. Under the folder's lock, so that nobody counts the file twice, or not at all."""
-        assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
-        os.fchmod(self._file, 0o400)
-        os.utime(self._file, ns=(self._used_ns, self._used_ns))
-        if not self._path.exists():
-            self._unsealed.rename(self._path)
-        self.drop()
-
-    def drop(self) -> None:
-        """Lets go of the file, which is gone unless it was sealed. Idempotent."""
-        if not self._over:
-            self._over = True
-            self._unsealed.unlink(missing_ok=True)
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
-            os.close(self._file)
-
-
-def _remove_unlocked(path: Path) -> bool:
-    """Whether the file is gone now: not while somebody holds a lock on it."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s", path, error)
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(file)
-    return True
-
-
-def _is_there(path: Path, num_bytes: int) -> bool:
-    """Whether there is a block of so many bytes; one that was cut is removed."""
-    try:
-        if path.stat(follow_symlinks=False).st_size == num_bytes:
-            return True
-    except FileNotFoundError:
-        return False
-    path.unlink(missing_ok=True)
-    return False
 
 
 def _identity(folder: Path) -> str:
     stat = folder.stat()
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{stat.st_dev}:{stat.st_ino}"
-
-
-def _free_bytes(folder: Path) -> int:
-    """What the file system has free, and the machine: in memory, the former may promise what the latter has not."""
-    disk = os.statvfs(folder)
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    memory_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    return min(disk.f_bavail * disk.f_frsize, memory_kib * 1024)

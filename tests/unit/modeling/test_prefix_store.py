@@ -19,7 +19,7 @@ from baton.clock import ManualClock, SystemClock
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv_buffers import KvBuffer
-from prefill_workers.prefix_store import Holdings, PrefixStore
+from modeling.prefix_store import Holdings, PrefixStore
 from tests.support.chains import ChainGroup, assert_right, cached_prefix, random_chunks, random_tokens
 from tests.support.prefixes import PLENTY, blocks_in, file_bytes, fill, keep, mapped, prefix_folder, store_in
 from tests.support.tiny_models import random_decoder
@@ -59,6 +59,20 @@ def test_what_was_sealed_is_read(store: PrefixStore) -> None:
     assert [each.tokens for each in read] == [TokenRange(0, 5), TokenRange(5, 10), TokenRange(10, 15)]
     assert same(read, kv)
     assert bytes(read[1].export(2, TokenRange(6, 9))) == bytes(kv.export(2, TokenRange(6, 9)))
+
+
+@pytest.mark.parametrize(("there", "num_found"), [("abc", 3), ("ab", 2), ("ac", 1), ("bc", 0), ("", 0)])
+def test_as_many_leading_blocks_are_opened_as_are_there(
+    store: PrefixStore, folder: Path, there: str, num_found: int
+) -> None:
+    kv = filled(15)
+    keep(store, kv, ["a", "b", "c"])
+    for name in set("abc") - set(there):
+        (folder / name).unlink()
+    found = store.open_leading(["a", "b", "c"], BLOCK).blocks
+    assert len(found) == num_found
+    assert not found or same(found, kv)
+    assert len(mapped(folder)) == num_found
 
 
 def test_bfloat16(folder: Path) -> None:
@@ -259,7 +273,7 @@ import os, signal, sys
 from pathlib import Path
 from baton.clock import ManualClock
 from baton.types import KvLayout, TokenRange
-from prefill_workers.prefix_store import PrefixStore
+from modeling.prefix_store import PrefixStore
 store = PrefixStore(Path({str(folder)!r}), {LAYOUT!r}, bound_bytes={3 * SIZE}, clock=ManualClock(1e9))
 room = store.take(["a", "b", "c"], TokenRange(0, 15), 5)
 assert len(room.writers) == 3

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.prefix_blocks import PromptBlocks
+from baton.prefix_blocks import PromptBlocks
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
 
@@ -40,9 +40,7 @@ def test_another_model_or_salt_shares_nothing() -> None:
 
 
 def test_names_are_the_same_in_another_process() -> None:
-    program = (
-        "from orchestrator.prefix_blocks import PromptBlocks; print(*PromptBlocks.of(range(9), 4, 'l', 's').names)"
-    )
+    program = "from baton.prefix_blocks import PromptBlocks; print(*PromptBlocks.of(range(9), 4, 'l', 's').names)"
     run = subprocess.run([sys.executable, "-c", program], text=True, capture_output=True, check=True)
     assert run.stdout.split() == names(tuple(range(9)), 4, "l", "s")
 

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -19,15 +20,18 @@ from baton.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
+_MAX_FILES = 16_384
+"""A job, or a lease, holds one open for each cached block that it begins behind."""
 MEMORY = Path("/dev/shm")
 """The file system whose files are memory."""
 _KIND = "baton-prefixes"
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
-def node_folder(cluster: str) -> Path:
-    """Where the ranks of a cluster keep prefixes on their node, by the cluster's name; one for each user."""
-    return MEMORY / f"{_KIND}-{os.getuid()}-{cluster}"
+def node_folder(cluster: str, parent: Path | None = None) -> Path:
+    """Where the workers of a cluster keep prefixes on their node, by the cluster's name; one for each user. In memory,
+    unless below another folder."""
+    return (parent or MEMORY) / f"{_KIND}-{os.getuid()}-{cluster}"
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:
@@ -37,6 +41,14 @@ def share_bytes(share: float, path: Path = MEMORY) -> int:
     except OSError as error:
         raise ConfigError(f"prefix store: {path} cannot be used ({error.strerror}): {_REMEDY}") from error
     return int(share * disk.f_blocks * disk.f_frsize)
+
+
+def allow_files() -> None:
+    """Lets this process have as many files open as blocks may need, or as many as it may be allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class StoreFolder:

@@ -4,7 +4,8 @@ The name of a prompt's block is the hash of the block's token ids and of the nam
 many names in common as they have whole blocks, and no two others. The first name comes from how KV is stored (other
 weights make other KV) and from a salt: who has another salt shares nothing. Names are equal in all processes and lives.
 
-Step 3 of a request's way (DESIGN.md, sections 4 and 5). Pure.
+The orchestrator names a prompt's blocks (step 3 of a request's way), a generation group those of its answers (step 9;
+DESIGN.md, sections 4 and 5). Pure.
 """
 
 import hashlib
@@ -13,6 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 _NAME_BYTES = 16
+
+
+@dataclass(frozen=True)
+class BlockNaming:
+    """What names rest on, beside tokens and how their KV is stored."""
+
+    block_tokens: int
+    salt: str = ""
 
 
 @dataclass(frozen=True)

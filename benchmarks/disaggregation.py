@@ -1,0 +1,133 @@
+"""Who should prefill? The faster way for each prompt, by prediction, against always a chain, and never one.
+
+A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
+streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) come at
+random times; each is asked for one token. The ways are the orchestrator's own (`orchestrator.disaggregation`), over the
+same workers and the same cost model, which is calibrated before; each serves the same arrivals, in turn. Rows: of
+`policy=auto` against each of the others, mean and 95th percentile of the time to first token, and the 99th percentile
+of the time between two tokens of the streams. Then, for which reasons prompts were prefilled where.
+`--bars`: auto is the better in mean and 95th percentile, against both.
+"""
+
+import argparse
+import asyncio
+import statistics
+import sys
+from collections import Counter
+from dataclasses import dataclass
+from time import time_ns
+from typing import get_args
+
+from rich.console import Console
+
+from baton.clock import SystemClock
+from benchmarks.elastic import calibrate
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.mixed_load import Asked, ask, controlled, mixed, p99, streaming
+from benchmarks.open_loop import percentile
+from deploy.calibrations import local_planner
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig
+from orchestrator.config import Disaggregation, OrchestratorConfig
+from planning.calibration import Calibration
+from planning.planner import ChainPlanner
+
+ROUNDS = 9
+QUICK_ROUNDS = 1
+WAYS: tuple[Disaggregation, ...] = get_args(Disaggregation)
+NUM_SHORT, NUM_LONG, SECONDS = 30, 3, 24.0
+QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
+NUM_STREAMS = 4
+BAR = 1.0
+"""How many times better auto is, at least."""
+
+
+@dataclass(frozen=True)
+class Served:
+    """One round of one way."""
+
+    asked: list[Asked]
+    gaps_ms: list[float]
+    """Between two tokens of the streams, while prompts were served."""
+
+    @property
+    def mean_s(self) -> float:
+        """Of the times to first token."""
+        return statistics.mean(each.ttft_s for each in self.asked)
+
+    @property
+    def p95_s(self) -> float:
+        """Likewise."""
+        return percentile([each.ttft_s for each in self.asked], 95)
+
+    @property
+    def p99_ms(self) -> float:
+        """Of the gaps."""
+        return p99(self.gaps_ms)
+
+
+async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
+    """One round's arrivals, beside streams."""
+    sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
+    async with (
+        controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as controller,
+        streaming(controller, NUM_STREAMS) as gaps,
+    ):
+        start_ns = time_ns()
+        asked = await asyncio.gather(*(ask(controller, arrival) for arrival in mixed(seed, *sizes)))
+        return Served(asked, gaps.between_ms(start_ns, time_ns()))
+
+
+def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
+    """Auto against the others, and the reasons."""
+    name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
+    for way in WAYS[1:]:
+        for metric, unit, attribute in (
+            ("ttft_s", "s", "mean_s"),
+            ("ttft_p95_s", "s", "p95_s"),
+            ("p99_ms", "ms", "p99_ms"),
+        ):
+            ours, theirs = ([getattr(each, attribute) for each in found[side]] for side in ("auto", way))
+            row = reporter.add(name, metric, unit, way, Pairs(ours, theirs))
+            if metric != "p99_ms":
+                bars.at_least(f"{metric}, {way} over auto", row.ratio, BAR)
+    for way, rounds in found.items():
+        reasons = Counter(each.reason for served in rounds for each in served.asked)
+        shown = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+        console.print(f"  {way}: prompts by reason: {shown}", markup=False)
+
+
+async def run(args: argparse.Namespace, calibration: Calibration) -> int:
+    """All rounds, after one that is not counted; with --bars 1 when one is missed."""
+    reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
+    config = LocalConfig(  # the same prompts come again and again: nothing is kept of them
+        resolve(args), num_ranks=1, dtype=args.dtype, generate_threads=1, prefix_share=0.0
+    )
+    found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
+    rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
+    async with LocalCluster(config, SystemClock()) as cluster:
+        planner = await asyncio.to_thread(local_planner, config)
+        await asyncio.to_thread(planner.use, calibration)
+        with progress("arrivals", rounds + 1) as advance:
+            for seed in range(rounds + 1):
+                for way in WAYS:
+                    served = await serve(cluster, planner, way, seed, args.quick or not seed)
+                    found[way] += [served] if seed else []
+                advance()
+    report(reporter, bars, console, found)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    args = parser.parse_args()
+    args.ranks = 1
+    return asyncio.run(run(args, calibrate(args)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""How many streams does one orchestrator carry, and what does it pay for each token that it passes on?
+
+The real server, over gRPC on both sides: generation groups that make tokens from a script, at a pace, without computing
+(benchmarks.gateway_engines), and clients that check each token (benchmarks.gateway_load), in processes of their own.
+Prompts are text, which the server tokenizes; nothing is prefilled.
+
+`trace=paced`: all streams at once, each at a few tokens a second, so that the processor suffices for all three. Over a
+window in which all run: the tokens passed on a second (baseline `made`: what the groups would make at their pace); the
+server's processor time a token, in microseconds; p99 of the time from the engine to the client; and the server's memory
+a stream, over what it had when a tenth of the streams had come and gone. `trace=flood`: fewer streams, whose tokens are
+made faster than they can be passed on. `trace=burst`: short requests at random times within a few seconds: p99 of the
+time to first token, and the server's processor time a request. Without a baseline of its own a number is beside
+`promised`: the bar.
+
+Any missing or misplaced token, any stream without its last message, and any status but OK is an error. `--bars`: no
+error; in `paced`, 0.95 of what is made and the promised processor time and memory. `--profile FILE` samples the server
+through `paced` and `burst` and writes where its time went; its rows are no claim then.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.gateway_brain import Brain, brain
+from benchmarks.gateway_engines import HOST, Groups, engines
+from benchmarks.gateway_load import Seen, Streams, load
+from benchmarks.gateway_process import Child, Usage, child
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, resolve
+from benchmarks.open_loop import percentile
+
+TRACES = "paced,flood,burst"
+NUM_GROUPS = 8
+KEPT_UP_BAR = 0.95
+CPU_BAR_US = 250.0
+RSS_BAR_KIB = 100.0
+BURST_TTFT_BAR_S = 2.0
+BURST_CPU_BAR_MS = 5.0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is asked."""
+
+    num_streams: int
+    stream_tokens: int
+    rate: float
+    """Tokens a second of each stream."""
+    ramp_s: float
+    """In which the streams come."""
+    window_s: float
+    num_flood: int
+    flood_tokens: int
+    num_burst: int
+    burst_s: float
+
+
+FULL = Sizes(2000, 45, 1.0, 10.0, 15.0, 500, 100, 2000, 5.0)
+QUICK = Sizes(200, 24, 4.0, 1.0, 2.0, 50, 40, 200, 1.0)
+_FLOOD_RATE = 100.0
+_BURST_TOKENS, _BURST_RATE = 4, 20.0
+
+
+@dataclass(frozen=True)
+class Looked:
+    """Two looks at the server, and what the clients saw between."""
+
+    before: Usage
+    after: Usage
+    num_tokens: int
+    late_ms: list[float]
+    seconds: float
+
+    @property
+    def cpu_us(self) -> float:
+        """Of processor time, a token."""
+        return (self.after.cpu_s - self.before.cpu_s) * 1e6 / max(self.num_tokens, 1)
+
+
+class _Bench:
+    """What is found, and where it goes."""
+
+    def __init__(self, args: argparse.Namespace, sizes: Sizes, folder: Path) -> None:
+        self._sizes, self._folder = sizes, folder
+        self._reporter, self._bars = Reporter("gateway", args.json), Bars()
+        self._console = Console(stderr=True, highlight=False)
+        self._traces: list[str] = args.traces.split(",")
+        self._profile_path: Path | None = args.profile
+        self._profiles: list[str] = []
+
+    async def run(self) -> Bars:
+        """All traces."""
+        sizes = self._sizes
+        traces = {
+            "paced": (sizes.rate, sizes.num_streams, self._paced),
+            "flood": (_FLOOD_RATE, sizes.num_flood, self._flood),
+            "burst": (_BURST_RATE, sizes.num_burst, self._burst),
+        }
+        for name in self._traces:
+            rate, num_streams, measure = traces[name]
+            async with self._sides(rate, num_streams) as (server, clients):
+                await measure(server, clients)
+        if self._profile_path is not None:
+            self._profile_path.write_text("\n".join(self._profiles))
+        self._reporter.close()
+        return self._bars
+
+    async def _paced(self, server: Child, clients: Child) -> None:
+        sizes = self._sizes
+        await clients.ask(Streams(sizes.num_streams // 10, 4, 0.1 * sizes.ramp_s))  # what is made once is made
+        await clients.ask("drain")
+        empty: Usage = await server.ask("usage")
+        await clients.ask(Streams(sizes.num_streams, sizes.stream_tokens, sizes.ramp_s))
+        async with self._profiled(server, "paced"):
+            looked = await self._look(server, clients, sizes.window_s)
+        seen: Seen = await clients.ask("drain")
+        rss_kib = (looked.after.rss_bytes - empty.rss_bytes) / 1024 / sizes.num_streams
+        made_s = sizes.num_streams * sizes.rate
+        tokens_s = looked.num_tokens / looked.seconds
+        name = case(streams=sizes.num_streams, trace="paced")
+        for metric, unit, value, baseline, its_value in (
+            ("tokens_s", "1/s", tokens_s, "made", made_s),
+            ("cpu_us", "us", looked.cpu_us, "promised", CPU_BAR_US),
+            ("p99_ms", "ms", percentile(looked.late_ms, 99), "promised", 1e3 / sizes.rate),
+            ("rss_kib", "KiB", rss_kib, "promised", RSS_BAR_KIB),
+        ):
+            self._reporter.add(name, metric, unit, baseline, Pairs([value], [its_value]))
+        self._check("paced", seen, sizes.num_streams)
+        self._bars.at_least("paced: tokens a second over those made", tokens_s / made_s, KEPT_UP_BAR)
+        self._bars.at_most("paced: processor time a token, us", looked.cpu_us, CPU_BAR_US)
+        self._bars.at_most("paced: memory a stream, KiB", rss_kib, RSS_BAR_KIB)
+
+    async def _flood(self, server: Child, clients: Child) -> None:
+        sizes = self._sizes
+        loop = asyncio.get_running_loop()
+        before: Usage = await server.ask("usage")
+        began_s = loop.time()
+        await clients.ask(Streams(sizes.num_flood, sizes.flood_tokens, 0.0))
+        seen: Seen = await clients.ask("drain")
+        seconds, after = loop.time() - began_s, await server.ask("usage")
+        name = case(streams=sizes.num_flood, trace="flood")
+        made_s = sizes.num_flood * _FLOOD_RATE
+        self._reporter.add(name, "tokens_s", "1/s", "made", Pairs([seen.num_tokens / seconds], [made_s]))
+        cpu_us = (after.cpu_s - before.cpu_s) * 1e6 / max(seen.num_tokens, 1)
+        self._reporter.add(name, "cpu_us", "us", "promised", Pairs([cpu_us], [CPU_BAR_US]))
+        self._check("flood", seen, sizes.num_flood)
+
+    async def _burst(self, server: Child, clients: Child) -> None:
+        sizes = self._sizes
+        await clients.ask(Streams(sizes.num_burst // 10, _BURST_TOKENS, 0.1 * sizes.burst_s))
+        await clients.ask("drain")
+        before: Usage = await server.ask("usage")
+        async with self._profiled(server, "burst"):
+            await clients.ask(Streams(sizes.num_burst, _BURST_TOKENS, sizes.burst_s))
+            seen: Seen = await clients.ask("drain")
+        after: Usage = await server.ask("usage")
+        name = case(streams=sizes.num_burst, trace="burst")
+        ttft_s = percentile(seen.first_s, 99)
+        cpu_ms = (after.cpu_s - before.cpu_s) * 1e3 / sizes.num_burst
+        self._reporter.add(name, "ttft_s", "s", "promised", Pairs([ttft_s], [BURST_TTFT_BAR_S]))
+        self._reporter.add(name, "cpu_ms", "ms", "promised", Pairs([cpu_ms], [BURST_CPU_BAR_MS]))
+        self._check("burst", seen, sizes.num_burst)
+        self._bars.at_most("burst: p99 of the time to first token, s", ttft_s, BURST_TTFT_BAR_S)
+
+    def _check(self, trace: str, seen: Seen, num_streams: int) -> None:
+        for text in sorted(set(seen.errors))[:3]:
+            self._console.print(f"  {trace}: {text}", markup=False, style="red")
+        name = case(streams=num_streams, trace=trace)
+        num_errors = num_streams - seen.num_done
+        self._reporter.add(name, "goodput", "streams", "asked", Pairs([seen.num_done], [num_streams]))
+        self._bars.at_most(f"{trace}: errors, of {num_streams} streams", num_errors, 0)
+
+    async def _look(self, server: Child, clients: Child, seconds: float) -> Looked:
+        """At the server, for so long."""
+        loop = asyncio.get_running_loop()
+        before: Usage = await server.ask("usage")
+        num_before, _ = await clients.ask("seen")
+        began_s = loop.time()
+        await asyncio.sleep(seconds)  # the time that is looked at
+        after: Usage = await server.ask("usage")
+        num_after, late_ms = await clients.ask("seen")
+        return Looked(before, after, num_after - num_before, late_ms, loop.time() - began_s)
+
+    @contextlib.asynccontextmanager
+    async def _sides(self, rate: float, num_streams: int) -> AsyncIterator[tuple[Child, Child]]:
+        """A server and clients, over groups whose streams get `rate` tokens a second each."""
+        groups = Groups(NUM_GROUPS, -(-num_streams // NUM_GROUPS), 1 / rate)
+        async with child(engines, groups) as made:
+            told = Brain(self._folder, tuple(made.greeting), groups.num_slots)
+            async with child(brain, told) as server, child(load, f"{HOST}:{server.greeting}") as clients:
+                yield server, clients
+
+    @contextlib.asynccontextmanager
+    async def _profiled(self, server: Child, trace: str) -> AsyncIterator[None]:
+        if self._profile_path is None:
+            yield
+            return
+        await server.ask("profile")
+        yield
+        self._profiles.append(f"{trace}: {await server.ask('profiled')}")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """All traces; with --bars 1 when one is missed."""
+    bars = await _Bench(args, QUICK if args.quick else FULL, resolve(args)).run()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--traces", default=TRACES, help="some of these")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="write where the server's time goes")
+    return asyncio.run(run(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""How much do running streams notice of long prompts that keep coming?
+
+Eight streams run; after a while alone, prompts of 6,000 tokens come one after the other, for one token each. The 99th
+percentile of the time between two tokens of a stream, while they come, over the same alone (baseline `idle`), of sides
+that are asked in turn:
+
+    disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
+                    others
+    colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
+    unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
+    vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, as it comes, or of 256, as ours (`--peer-python PATH`,
+                    of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; else absent)
+
+Rows, by `policy`: p99_ms; step_ms, the median between two tokens; ttft_s of the long prompts that had their token in
+time, against `disaggregated`'s. `--plot FILE`: all gaps as a distribution. `--bars`: disaggregated, at most 1.5 times
+idle, which is what the bound allows where prefill is colocated.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from time import time_ns
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from baton.clock import SystemClock
+from benchmarks.arrivals import Arrival
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.interference_plot import draw
+from benchmarks.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
+from benchmarks.vllm_peer import VllmPeer
+from deploy.calibrations import local_planner
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig, WorkerConfig
+from modeling.threads import use_cores
+from orchestrator.config import OrchestratorConfig
+from planning.planner import ChainPlanner
+
+BAR = 1.5
+"""The streams' p99 while prompts come, over alone, disaggregated, at most."""
+_PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
+"""Tokens of a step."""
+_PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the load."""
+
+    num_streams: int
+    num_tokens: int
+    """Of a long prompt."""
+    every_s: float
+    idle_s: float
+    loaded_s: float
+    num_rounds: int
+
+    @property
+    def arrivals(self) -> tuple[Arrival, ...]:
+        """Long prompts, from when the streams are no longer alone."""
+        count = max(1, round(self.loaded_s / self.every_s))
+        return tuple(Arrival(number * self.every_s, self.num_tokens, number) for number in range(count))
+
+
+FULL = Sizes(8, 6000, 15.0, 10.0, 45.0, 3)
+QUICK = Sizes(2, 600, 2.0, 2.0, 4.0, 1)
+
+
+@dataclass(frozen=True)
+class Felt:
+    """What the streams of one side felt in one round, and the prompts got."""
+
+    idle_ms: Sequence[float]
+    loaded_ms: Sequence[float]
+    ttft_s: Sequence[float]
+
+
+class Side(Protocol):
+    """Somebody who serves streams and prompts."""
+
+    async def measure(self, sizes: Sizes) -> Felt:
+        """One round."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pinned(LocalConfig):
+    """A relay whose engine has the first core, and whose ranks have the others."""
+
+    def worker(self, role: str, rank: int) -> WorkerConfig:
+        """On its cores."""
+        first, *others = sorted(os.sched_getaffinity(0))
+        return replace(super().worker(role, rank), cores=(first,) if role == "generate" else tuple(others or [first]))
+
+
+class RelaySide:
+    """A local relay of ours. `cores`: where this process, with the orchestrator, is meanwhile; empty: anywhere."""
+
+    def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:
+        self._cluster = cluster
+        self._planner = planner
+        self._cores = cores
+
+    async def measure(self, sizes: Sizes) -> Felt:
+        """One round. A prompt that has no token at its end has no time."""
+        before = os.sched_getaffinity(0)
+        if self._cores:
+            use_cores(self._cores, 1)
+        try:
+            config = OrchestratorConfig(disaggregation="always")
+            async with (
+                controlled(self._cluster, self._planner, config) as controller,
+                streaming(controller, sizes.num_streams) as gaps,
+            ):
+                start_ns = time_ns()
+                await asyncio.sleep(sizes.idle_s)
+                loaded_ns = time_ns()
+                asking = [asyncio.create_task(ask(controller, each)) for each in sizes.arrivals]
+                done, late = await asyncio.wait(asking, timeout=sizes.loaded_s)
+                end_ns = time_ns()
+                for task in late:
+                    task.cancel()
+                await asyncio.gather(*late, return_exceptions=True)
+                return Felt(
+                    gaps.between_ms(start_ns, loaded_ns),
+                    gaps.between_ms(loaded_ns, end_ns),
+                    [_ttft_s(task) for task in done],
+                )
+        finally:
+            use_cores(sorted(before), 1)
+
+
+class PeerSide:
+    """vLLM."""
+
+    def __init__(self, peer: VllmPeer) -> None:
+        self._peer = peer
+
+    async def measure(self, sizes: Sizes) -> Felt:
+        """One round."""
+        await asyncio.to_thread(self._peer.ask, {"rows": [STREAM_TOKENS] * sizes.num_streams})
+        question = {
+            "beside": [each.num_tokens for each in sizes.arrivals],
+            "every_s": sizes.every_s,
+            "idle_s": sizes.idle_s,
+            "seconds": sizes.loaded_s,
+        }
+        answer: dict[str, Any] = await asyncio.to_thread(self._peer.ask, question)
+        return Felt(answer["idle_ms"], answer["loaded_ms"], answer["ttft_s"])
+
+
+def _ttft_s(task: "asyncio.Task[Asked]") -> float:
+    return task.result().ttft_s
+
+
+async def _relay(stack: AsyncExitStack, config: LocalConfig, cores: Sequence[int]) -> RelaySide:
+    cluster = await stack.enter_async_context(LocalCluster(config, SystemClock()))
+    return RelaySide(cluster, await asyncio.to_thread(local_planner, config), cores)
+
+
+async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) -> dict[str, Side]:
+    """All of them, up; gone when the stack is."""
+    folder, cores = resolve(args), sorted(os.sched_getaffinity(0))
+    fields: dict[str, Any] = {"dtype": args.dtype, "prefix_share": 0.0, "num_slots": sizes.num_streams + 4}
+    chain = Pinned(folder, num_ranks=1, generate_threads=1, prefill_threads=max(1, len(cores) - 1), **fields)
+    alone = LocalConfig(folder, num_ranks=0, generate_threads=len(cores), **fields)
+    sides: dict[str, Side] = {
+        "disaggregated": await _relay(stack, chain, cores[1:]),
+        "colocated": await _relay(stack, alone, ()),
+        "unbounded": await _relay(stack, replace(alone, max_step_stretch=float("inf")), ()),
+    }
+    for name, chunk in _PEER_CHUNKS.items() if args.peer_python is not None else ():
+        running = VllmPeer.running(
+            args.peer_python,
+            args.peer_model or folder,
+            cores,
+            _PEER_SETTINGS,
+            options=("--batched-tokens", str(chunk)),
+        )
+        sides[name] = PeerSide(await asyncio.to_thread(stack.enter_context, running))
+    return sides
+
+
+def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[Felt]]) -> None:
+    """Each side against itself alone, and against ours."""
+    medians = {name: [_median(each.ttft_s) for each in rounds] for name, rounds in found.items()}
+    for name, rounds in found.items():
+        keys = case(tokens=sizes.num_tokens, streams=sizes.num_streams, policy=name, trace="steady")
+        loaded = [p99(each.loaded_ms) for each in rounds]
+        row = reporter.add(keys, "p99_ms", "ms", "idle", Pairs(loaded, [p99(each.idle_ms) for each in rounds]))
+        steps = Pairs([_median(each.loaded_ms) for each in rounds], [_median(each.idle_ms) for each in rounds])
+        reporter.add(keys, "step_ms", "ms", "idle", steps)
+        if name == "disaggregated":
+            bars.at_most("disaggregated, p99 between tokens over idle", 1 / row.ratio, BAR)
+        else:
+            reporter.add(keys, "ttft_s", "s", "disaggregated", Pairs(medians[name], medians["disaggregated"]))
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else float("nan")
+
+
+async def run(args: argparse.Namespace) -> int:
+    """All sides in turn, after a round that is not counted; with --bars 1 when one is missed."""
+    sizes = QUICK if args.quick else FULL
+    reporter, bars = Reporter("interference", args.json), Bars()
+    found: dict[str, list[Felt]] = {}
+    async with AsyncExitStack() as stack:
+        sides = await _sides(stack, args, sizes)
+        with progress("sides", (sizes.num_rounds + 1) * len(sides)) as advance:
+            for number in range(sizes.num_rounds + 1):
+                for name, side in sides.items():
+                    felt = await side.measure(sizes if number else QUICK)
+                    found.setdefault(name, []).extend([felt] if number else [])
+                    advance()
+    report(reporter, bars, sizes, found)
+    reporter.close()
+    if args.plot is not None:
+        draw({name: [(each.idle_ms, each.loaded_ms) for each in rounds] for name, rounds in found.items()}, args.plot)
+        Console(stderr=True).print(f"  plot: {args.plot}", markup=False)
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--plot", type=Path, default=None, help="PNG file of the gaps' distributions")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    with contextlib.suppress(KeyboardInterrupt):
+        return asyncio.run(run(parser.parse_args()))
+    return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Answers kept: when a row has ended, its KV goes from its slot to the node's prefix store, for a prompt that goes on.
+
+Step 9 of a request's way (DESIGN.md, sections 4 and 5). Whole blocks of prompt and output that the store lacks are
+copied, by a reader that the slot's ledger counts, on a thread of its own; the row holds its slot until then. The last
+token of an output has no KV, as nobody ran it. Output tokens' KV comes from decode steps, which do not round as a
+prefill does: in bf16 a later prompt's tokens may differ from those of a cold start, as they may after a preemption.
+
+A row that is released meanwhile (its stream was cancelled, the engine leaves), a store without room, and too many
+others that wait are reasons to give up at once. What is half-written then goes.
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.errors import BatonError
+from baton.prefix_blocks import BlockNaming, PromptBlocks
+from baton.types import TokenRange
+from generate_workers.slot_access import SlotReader
+from modeling.prefix_store import Filled, PrefixStore, Room
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 16
+"""Rows that may wait for the thread: each holds a slot that others could have."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A row's tokens whose KV is in its slot."""
+
+    reader: SlotReader
+    token_ids: tuple[int, ...]
+    naming: BlockNaming
+    on_saved: Callable[[Filled], None]
+
+
+class AnswerSaver:
+    """One group's. `save` on the engine's thread; `close` once that has ended."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self.num_bytes = 0
+        """Copied from slots so far."""
+        self._store = store
+        self._waiting: queue.Queue[Answer | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name="answer-saver", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether too many wait already for another to be worth its slot."""
+        return self._waiting.qsize() >= _MAX_WAITING
+
+    def save(self, answer: Answer) -> None:
+        """Begins; `answer.on_saved` is called once, on the saver's thread, after the reader has left."""
+        self._waiting.put(answer)
+
+    def close(self) -> None:
+        """Returns when all that was begun is over, which is at once for rows that have been released. Idempotent."""
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (answer := self._waiting.get()) is not None:
+            filled = Filled()
+            try:
+                filled = self._save(answer)
+            except (BatonError, OSError) as error:  # the row was released, or the folder is gone
+                logger.info("an answer is not kept: %s", error)
+            except Exception:
+                logger.exception("an answer is not kept")
+            finally:
+                answer.reader.close()
+            answer.on_saved(filled)
+            self._sink(filled, answer.naming.block_tokens)
+
+    def _save(self, answer: Answer) -> Filled:
+        answer.reader.check()
+        naming, layout = answer.naming, self._store.layout
+        blocks = PromptBlocks.of(answer.token_ids, naming.block_tokens, layout.fingerprint, naming.salt)
+        if not blocks.names:
+            return Filled()
+        tokens = TokenRange(0, len(blocks.names) * naming.block_tokens)
+        room = self._store.take(blocks.names, tokens, naming.block_tokens)
+        try:
+            self._fill(room, answer.reader)
+            room.seal()
+        finally:
+            room.drop()
+        return room.filled(blocks.names)
+
+    def _sink(self, filled: Filled, block_tokens: int) -> None:
+        """To disk, where blocks go there; what had to go from there is found out by who looks for it."""
+        try:
+            self._store.sink(filled.stored, TokenRange(0, len(filled.stored) * block_tokens), block_tokens)
+        except (BatonError, OSError) as error:
+            logger.warning("an answer is not kept on disk: %s", error)
+
+    def _fill(self, room: Room, reader: SlotReader) -> None:
+        for writer in room.writers:
+            for layer in range(self._store.layout.num_layers):
+                writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
+            self.num_bytes += len(writer.tokens) * self._store.layout.token_bytes

@@ -1,0 +1,67 @@
+"""Leases that begin with blocks of the node's prefix store: what is there is copied into the slot, and not pushed.
+
+Steps 3 and 6 of a request's way (DESIGN.md, sections 4 and 5). A transport.kv_sink.KvPrefixes. Blocks are opened, and
+so locked, before the lease says that they are present; copying goes on beside the prefill, on a thread of the loop's
+pool, as one more writer of the slot: commit waits for it as for any other. The engine's thread has no part in it.
+"""
+
+import asyncio
+import logging
+
+from baton.errors import LeaseError
+from baton.types import Lease
+from generate_workers.slots import SlotTable
+from modeling.kv_buffers import KvBuffer
+from modeling.prefix_store import PrefixStore
+from transport.kv_sink import ReserveSpec
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixLoader:
+    """Of one group's slots. On the loop."""
+
+    def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
+        self.num_bytes = 0
+        """That slots began with, so far."""
+        self.num_disk_bytes = 0
+        """Of these, from disk."""
+        self._slots = slots
+        self._store = store
+        self._loads: set[asyncio.Task[None]] = set()
+
+    async def reserve(self, request: ReserveSpec) -> Lease:
+        """As KvPrefixes says; a lease for local prefill is complete when its blocks are in."""
+        found = await asyncio.to_thread(self._store.open_leading, request.prefix_blocks, request.block_tokens)
+        lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
+        self.num_bytes += sum(block.num_bytes for block in found.blocks)
+        self.num_disk_bytes += found.num_disk_bytes
+        if found.blocks or request.prefills_locally:
+            load = asyncio.create_task(self._load(lease, found.blocks, request.prefills_locally))
+            self._loads.add(load)
+            load.add_done_callback(self._loads.discard)
+        return lease
+
+    async def close(self) -> None:
+        """Returns when no slot is written any more: soon."""
+        await asyncio.gather(*self._loads)
+
+    async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], completes: bool) -> None:
+        """A lease whose blocks cannot be copied ends, as nobody else would push them."""
+        try:
+            if blocks:
+                await asyncio.to_thread(self._copy, lease, blocks)
+            if completes:
+                self._slots.complete_locally(lease.ref)
+        except LeaseError as ended:
+            logger.debug("the blocks of request %s have no slot any more: %s", lease.request_id, ended)
+        except Exception as error:  # noqa: BLE001 - logged without its traceback, which would hold the blocks
+            what = f"the blocks of request {lease.request_id} cannot be copied"
+            logger.error("%s: its lease ends (%s)", what, repr(error))
+            self._slots.abort(lease.ref)
+
+    def _copy(self, lease: Lease, blocks: tuple[KvBuffer, ...]) -> None:
+        with self._slots.open_push(lease.ref) as slot:
+            for block in blocks:
+                for layer in range(block.layout.num_layers):
+                    slot.write(layer, block.tokens, block.export(layer, block.tokens))

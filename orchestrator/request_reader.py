@@ -1,0 +1,90 @@
+"""Reads what a client sends: every field checked, the prompt as token ids (step 1 of a request's way).
+
+For whoever serves baton.v1.Orchestrator: the orchestrator itself, and gateways in front of it. Read-only after it is
+made; tokenizing takes a while for long prompts, so these are read in a thread (`off_the_loop`).
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import InvalidArgumentError
+from baton.proto_types import params_from_proto
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from orchestrator.intake import Intake
+
+Context = grpc.aio.ServicerContext[Any, Any]
+T = TypeVar("T")
+
+_SHORT_BYTES = 256
+"""Of a request that is read in a fifth of a millisecond: about what asking a thread costs."""
+_MARGIN_S = 0.1
+"""How much earlier than the client's own deadline a request ends, at most, so that its usage still arrives."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a client asks for, within the model's limits."""
+
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    is_seeded: bool
+    """Whether the parameters' seed is meant."""
+    outputs: tuple[tuple[int, ...], ...]
+    """Of a resumed stream: the tokens that the client has, one tuple a choice."""
+    echo: str
+    """What the text of each choice begins with."""
+
+
+class RequestReader:
+    """Reads requests for one model."""
+
+    def __init__(self, intake: Intake) -> None:
+        self._intake = intake
+
+    def read(self, request: pb.GenerateRequest) -> Asked:
+        """Raises InvalidArgumentError that names the field, the value and the limit."""
+        intake = self._intake
+        intake.check_names(request.request_id, request.model)
+        if request.echo and request.HasField("chat"):
+            raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
+        params = params_from_proto(request.sampling) if request.HasField("sampling") else SamplingParams()
+        is_seeded = request.seeded or params.seed != 0
+        outputs = tuple(tuple(output.token_ids) for output in request.outputs)
+        intake.check_resumption(outputs, params, is_seeded)
+        prompt_ids = self._prompt_ids(request)
+        intake.check_sampling(params, len(prompt_ids))
+        echo = self._prompt_text(request, prompt_ids) if request.echo else ""
+        return Asked(prompt_ids, params, is_seeded, outputs, echo)
+
+    def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
+        match request.WhichOneof("input"):
+            case "prompt":
+                return self._intake.encode_text(request.prompt)
+            case "chat":
+                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
+                return self._intake.encode_chat(messages)
+            case "token_ids":
+                return self._intake.check_prompt_ids(request.token_ids.ids)
+        raise InvalidArgumentError("input is not set: send prompt, chat or token_ids")
+
+    def _prompt_text(self, request: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
+        return request.prompt.decode() if request.HasField("prompt") else self._intake.decode(prompt_ids)
+
+
+async def off_the_loop(request: pb.GenerateRequest, read: Callable[[], T]) -> T:
+    """What `read` makes of the request, in a thread unless that is quick."""
+    return read() if request.ByteSize() <= _SHORT_BYTES else await asyncio.to_thread(read)
+
+
+def deadline_s(request: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
+    """The earlier of the request's own deadline and, with a margin, the call's; on the clock's now_s()."""
+    left_s = [request.deadline_ms / 1000] if request.deadline_ms else []
+    if (call_s := context.time_remaining()) is not None:
+        left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))
+    return clock.now_s() + min(left_s) if left_s else None

@@ -1,0 +1,154 @@
+"""All streams of one generation group on one call, which is open while there are any.
+
+Steps 8 and 9 of a request's way. A message brings what a step of the group made for all of them; each stream has its
+part of it in a queue of its own, so none waits for another's reader. The queue's bound is the request's: an event for
+each token that it asked for. When the call breaks, all its streams fail, as each would have with a call of its own; the
+next stream opens another. On the loop.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.errors import BatonError, UnavailableError
+from baton.status import error_of_name, from_rpc_error
+from baton.v1 import generate_pb2 as pb
+from baton.v1.generate_pb2_grpc import GenerationGroupStub
+from transport.status import FAILED_WRITE, SentStatus
+
+if TYPE_CHECKING:
+    from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub
+
+
+class SharedCall:
+    """One stream's part of the call; read as a call of its own would be."""
+
+    def __init__(self, number: int, life: "_Life") -> None:
+        self.number = number
+        self._life = life
+        self._events: deque[pb.TokenEvent] = deque()
+        self._ended = False
+        self._error: BatonError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def read(self) -> pb.TokenEvent | None:
+        """The next event, or None after the last; raises what the stream ended with. By one task at a time."""
+        while not self._events:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._events.popleft()
+
+    def cancel(self) -> None:
+        """The group may forget about this reader. Idempotent; without effect once the stream has ended."""
+        if not self._ended:
+            self._life.leave(self.number)
+            self.end(UnavailableError(f"stream {self.number} was left by its reader"))
+
+    def take(self, event: pb.StreamEvent) -> None:
+        """What came for this stream."""
+        if event.HasField("event"):
+            self._events.append(event.event)
+        if event.HasField("end"):
+            self.end(_error_of(event.end))
+        else:
+            self._wake()
+
+    def end(self, error: BatonError | None) -> None:
+        """Nothing more will come."""
+        self._ended, self._error = True, error
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class _Life:
+    """One call, from its first stream to its last."""
+
+    def __init__(self, stub: "GenerationGroupAsyncStub") -> None:
+        self.calls: dict[int, SharedCall] = {}
+        self.is_over = False
+        self._commands: asyncio.Queue[pb.StreamCommand | None] = asyncio.Queue()
+        self._reading = asyncio.create_task(self._read(stub))
+
+    def open(self, request: pb.StreamRequest) -> SharedCall:
+        call = self.calls[request.number] = SharedCall(request.number, self)
+        self._commands.put_nowait(pb.StreamCommand(open=request))
+        return call
+
+    def leave(self, number: int) -> None:
+        self._commands.put_nowait(pb.StreamCommand(leave=number))
+        self._forget(number)
+
+    def on_end(self, told: "Callable[[_Life], None]") -> None:
+        self._reading.add_done_callback(lambda _: told(self))
+
+    async def close(self) -> None:
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+
+    def _forget(self, number: int) -> None:
+        if self.calls.pop(number, None) is not None and not self.calls:
+            self.is_over = True
+            self._commands.put_nowait(None)
+
+    async def _sent(self) -> AsyncIterator[pb.StreamCommand]:
+        while (command := await self._commands.get()) is not None:
+            yield command
+
+    async def _read(self, stub: "GenerationGroupAsyncStub") -> None:
+        """Hands out what comes, until the call ends; then nothing comes any more, for nobody."""
+        call = stub.Streams(self._sent())
+        sent = SentStatus(call)
+        failure: BatonError = UnavailableError("the call that the stream shares with others has ended")
+        try:
+            while isinstance(message := await call.read(), pb.StreamEvents):
+                for event in message.events:
+                    if (reader := self.calls.get(event.number)) is not None:
+                        reader.take(event)
+                        if event.HasField("end"):
+                            self._forget(event.number)
+        except grpc.aio.AioRpcError as error:
+            status = sent.of(error)
+            if status.code() is not grpc.StatusCode.OK and status.details() != FAILED_WRITE:
+                failure = from_rpc_error(status)
+        finally:
+            self.is_over = True
+            call.cancel()
+            self._commands.put_nowait(None)  # grpc waits for them, even of a call that has ended
+            for reader in self.calls.values():
+                reader.end(type(failure)(str(failure)))  # each raises one of its own
+            self.calls.clear()
+
+
+class SharedStreams:
+    """Opens streams of one group. Owned by whoever owns the channel."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
+        self._lives: set[_Life] = set()
+        self._latest: _Life | None = None
+
+    def open(self, request: pb.StreamRequest) -> SharedCall:
+        """Opens the stream of that number, or takes it over; what fails is raised when it is read."""
+        if self._latest is None or self._latest.is_over:
+            self._latest = _Life(self._stub)
+            self._lives.add(self._latest)
+            self._latest.on_end(self._lives.discard)
+        return self._latest.open(request)
+
+    async def close(self) -> None:
+        """Ends all calls, which nobody reads by now; before their channel is closed."""
+        await asyncio.gather(*(life.close() for life in self._lives))
+
+
+def _error_of(end: pb.StreamEnd) -> BatonError | None:
+    return error_of_name(end.error, end.text, end.retry_after_s or None) if end.error else None

@@ -1,0 +1,81 @@
+"""Seeded schedules of chaos over the real stack: processes die and stand still, calls are slow, lost, dropped and
+repeated, clients leave in any phase, the orchestrator is ended and comes back.
+
+Every request ends once, within its bound; tokens are exact; afterwards nothing is held, and the books balance.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.client import AsyncClient
+from baton.ids import RequestId
+from deploy.chaos_run import Bounds, ChaosRun, Outcome, Report
+from deploy.chaos_schedule import Schedule, Shape
+from tests.support.chaos import chaos_cluster
+from tests.support.storms import CLOCK, TTL_S
+from tests.support.tiny_tokenizer import NUM_LETTERS
+from transport.channel import make_channel
+from transport.kv_sender import KvPushClient
+from transport.kv_sink import ReserveSpec
+
+SHAPE = Shape(
+    victims=("prefill-0.0", "prefill-0.1", "generate-0", "generate-1", "orchestrator"), vocab_size=NUM_LETTERS
+)
+BOUNDS = Bounds(request_s=60.0, settle_s=2 * TTL_S + 8)
+"""A slot whose release was lost is freed by its lease's end; a worker that was stopped is replaced."""
+SEEDS = (1, 2, 33)
+"""Together they kill and stop ranks, engines and the orchestrator."""
+FOUND = (12,)
+"""These found something. 12: a broken shared stream of a killed engine was no reason to try again."""
+SOAK_SEEDS = [seed for seed in range(1, 55) if seed not in SEEDS + FOUND]
+"""With 40 requests each."""
+
+
+async def run(folder: Path, seed: int) -> Report:
+    """One schedule, on a cluster of its own."""
+    schedule = Schedule.of(seed, SHAPE)
+    async with chaos_cluster(folder) as (cluster, reference):
+        assert cluster.victims == SHAPE.victims
+        return await ChaosRun(cluster, schedule, CLOCK, bounds=BOUNDS).run(reference)
+
+
+def check(report: Report) -> None:
+    print(report.schedule)
+    assert not report.complaints, str(report)
+    assert report.outcomes[Outcome.ANSWERED] >= len(report.answers) / 2
+    assert any(hit for _, hit in report.blows), "nobody was struck"
+    assert report.num_by_chains and report.num_cached_tokens, "no chain, or no prefix, was used"
+
+
+@pytest.mark.parametrize("seed", SEEDS + FOUND)
+async def test_a_schedule_leaves_exact_streams_and_nothing_held(tmp_path: Path, seed: int) -> None:
+    check(await run(tmp_path, seed))
+
+
+async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
+    """Nothing happens but that somebody takes a slot and does not give it back, and that no token is right."""
+    schedule = Schedule.of(1, replace(SHAPE, num_asks=2, num_blows=0)).calm
+    async with chaos_cluster(tmp_path, num_groups=1) as (cluster, reference):
+        async with AsyncClient(cluster.endpoint) as client:
+            (engine,) = (group for group in (await client.cluster_state()).groups if group.role == "generate")
+        async with make_channel(engine.endpoints[0]) as channel:
+            kv = KvPushClient(channel, reference.decoder.layout)
+            lease = await kv.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0))
+            run = ChaosRun(cluster, schedule, CLOCK, bounds=replace(BOUNDS, settle_s=0.5))
+            report = await run.run(lambda ask, choice, tokens: f"{len(tokens)} wrong tokens")
+            await kv.abort(lease.ref)
+    held, *wrong = report.complaints
+    assert held.startswith("still held after 0.5 s: 1 slots of generate-0")
+    choices = [(ask.number, choice) for ask in schedule.asks for choice in range(ask.params.n)]
+    assert len(wrong) == len(choices) and all(each.endswith("wrong tokens") for each in wrong)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", SOAK_SEEDS)
+async def test_two_thousand_requests(tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+    report = await run(tmp_path, seed)
+    with capsys.disabled():
+        print(f"\n{report}", end=" ")
+    check(report)

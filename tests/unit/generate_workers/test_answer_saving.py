@@ -1,0 +1,203 @@
+"""Answers are stored while their rows hold their slots: whole blocks, right bytes, and nothing of what is given up."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.ids import RequestId
+from baton.prefix_blocks import BlockNaming, PromptBlocks
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, TokenRange
+from generate_workers.rows import GenerationRequest, Ticket
+from modeling.prefix_store import Filled, PrefixStore
+from tests.support.chains import until
+from tests.support.generation import Collector, Harness, eos_decoder, harness, prefilled, prompt
+from tests.support.prefixes import PLENTY, blocks_in, file_bytes, prefix_folder, store_in
+
+BLOCK = 8
+DECODER = eos_decoder()
+NAMING = BlockNaming(BLOCK, "salt")
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+ASKED = prompt(15)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with prefix_folder() as made:
+        yield made
+
+
+@dataclass
+class Saved:
+    """One stream, and the last that was said of it."""
+
+    made: Harness
+    ticket: Ticket
+    events: Collector
+    filled: list[Filled] = field(default_factory=list)
+
+    def until_told(self) -> Filled:
+        """Steps until the engine has said what was stored."""
+
+        def told() -> bool:
+            self.made.engine.step()
+            return bool(self.filled)
+
+        until(told, 10.0)
+        [filled] = self.filled
+        return filled
+
+
+def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NAMING) -> Saved:
+    events, filled = Collector(num_choices=params.n), list[Filled]()
+    request = GenerationRequest(RequestId("r"), ASKED, (), params, naming=naming)
+    ticket = made.engine.submit(request, events, filled.append)
+    made.streams.append(events)
+    return Saved(made, ticket, events, filled)
+
+
+@contextmanager
+def storing(
+    folder: Path, *, bound_bytes: int = PLENTY, policy: str = "device"
+) -> Iterator[tuple[Harness, PrefixStore]]:
+    store = store_in(folder, DECODER.layout, bound_bytes=bound_bytes)
+    with harness(decoder=DECODER, store=store, policy=policy) as made:
+        yield made, store
+
+
+def names(token_ids: tuple[int, ...]) -> tuple[str, ...]:
+    return PromptBlocks.of(token_ids, BLOCK, DECODER.layout.fingerprint, NAMING.salt).names
+
+
+@pytest.mark.parametrize("policy", ["device", "host"])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_what_is_stored_is_the_kv_of_prompt_and_output(folder: Path, policy: str, num_choices: int) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.5, seed=3, ignore_eos=True, n=num_choices)
+    with storing(folder, policy=policy) as (made, store):
+        asked = ask(made, params)
+        filled = asked.until_told()
+        expected: list[str] = []
+        for choice in range(num_choices):
+            known = (*ASKED, *asked.events.choice(choice).token_ids)[:-1]
+            buffer, _ = prefilled(DECODER, known)
+            blocks = store.open(names(known), BLOCK)
+            assert len(blocks) == 3
+            for block in blocks:
+                torch.testing.assert_close(block.data, buffer.data[:, block.tokens.start : block.tokens.end])
+            expected += names(known)
+            del blocks, block
+        assert filled == Filled(tuple(dict.fromkeys(expected)), ())
+        assert blocks_in(folder) == set(expected)
+
+
+def test_an_answer_without_a_last_whole_block_stores_what_it_has(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        asked = ask(made, SamplingParams(max_tokens=9, ignore_eos=True))
+        assert asked.until_told().stored == names((*ASKED, *asked.events.token_ids[:-1]))[:2]
+
+
+def test_a_slot_is_held_while_its_answer_is_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():  # nobody has room meanwhile
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.num_quarantined, ledger.balances) == (1, 0, True)
+            assert (asked.filled, made.engine.status().num_streams) == ([], 1)
+        assert len(asked.until_told().stored) == 3
+        assert made.slots.ledger().is_empty
+        assert made.engine.status().num_streams == 0
+
+
+def test_others_run_while_an_answer_is_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            made.run(ask(made).events)
+            assert made.answer(prompt(9, seed=3), PARAMS).finish is FinishReason.LENGTH
+        while not made.slots.ledger().is_empty:
+            made.engine.step()
+
+
+def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine.cancel(asked.ticket)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.num_quarantined, ledger.balances) == (0, 1, True)
+            assert asked.filled == [Filled()]
+        until(lambda: made.slots.ledger().is_empty, 1.0)
+        assert not blocks_in(folder)
+        assert asked.events.finish is FinishReason.LENGTH
+
+
+def test_a_store_without_room_keeps_nothing(folder: Path) -> None:
+    with storing(folder, bound_bytes=file_bytes(DECODER.layout, BLOCK) - 1) as (made, _):
+        assert ask(made).until_told() == Filled()
+        assert not blocks_in(folder)
+
+
+def test_what_had_to_go_is_told(folder: Path) -> None:
+    with storing(folder, bound_bytes=3 * file_bytes(DECODER.layout, BLOCK)) as (made, store):
+        first = ask(made).until_told()
+        second = ask(made, naming=BlockNaming(BLOCK, "another")).until_told()
+        assert (sorted(second.evicted), len(second.stored)) == (sorted(first.stored), 3)
+        assert set(store.names()) == set(second.stored)
+
+
+def test_a_store_whose_folder_is_gone_fails_no_request(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        folder.rename(folder.with_name(folder.name + "-gone"))
+        try:
+            asked = ask(made)
+            assert asked.until_told() == Filled()
+            assert asked.events.finish is FinishReason.LENGTH
+        finally:
+            folder.with_name(folder.name + "-gone").rename(folder)
+
+
+def test_who_ends_otherwise_stores_nothing(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        asked = ask(made, SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(4):
+            made.engine.step()
+        made.engine.cancel(asked.ticket)
+        assert asked.until_told() == Filled()
+        assert not blocks_in(folder)
+
+
+def test_an_engine_that_closes_gives_up_what_is_being_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine._book.close("enough")
+            made.engine._end_all()
+            assert asked.filled == [Filled()]
+        made.engine.close()
+        assert made.slots.ledger().is_empty
+        assert not blocks_in(folder)
+
+
+def test_a_row_that_is_released_is_read_no_more(folder: Path) -> None:
+    with harness(decoder=DECODER) as made:
+        _, events = made.submit(ASKED, SamplingParams(max_tokens=60, ignore_eos=True))
+        made.engine.step()
+        [row] = made.engine._running.rows.values()
+        reader = made.slots.open_read(row.ref)
+        assert len(reader.export(0, TokenRange(0, 15))) == 15 * DECODER.layout.row_bytes
+        made.engine.cancel(row.stream.ticket)
+        made.engine.step()
+        with pytest.raises(Exception, match="is stale"):
+            reader.export(0, TokenRange(0, 15))
+        assert made.slots.ledger().num_quarantined == 1
+        reader.close()
+        reader.close()
+        assert (made.slots.ledger().is_empty, events.finish) == (True, FinishReason.CANCELLED)
