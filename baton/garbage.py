@@ -1,4 +1,4 @@
-"""Python's garbage collector, in processes that carry thousands of streams."""
+"""Python's garbage collector, in processes that carry thousands of streams, or have some milliseconds for a step."""
 
 import gc
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from baton.garbage import collect_rarely
 from benchmarks.engine_rows import EngineRows, row_lengths
 from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
 from benchmarks.vllm_peer import VllmPeer
@@ -138,6 +139,7 @@ class Bench:
             weight_bytes=1 if args.weights else shape.dtype_bytes,
             kv_bytes=shape.dtype_bytes,
         )
+        collect_rarely()  # as a worker does
 
     def run(self, cell: Cell, peer: VllmPeer | None) -> Outcome:
         """Measures both sides; ours alone with --alone."""

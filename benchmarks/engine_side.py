@@ -14,6 +14,7 @@ from pathlib import Path
 from time import time_ns
 
 from baton.clock import SystemClock
+from baton.garbage import collect_rarely
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
@@ -102,6 +103,7 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
     engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config)
     engine.start()
+    collect_rarely()
     pipe.send("ready")
     with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         for load in iter(pipe.recv, None):

@@ -1,5 +1,5 @@
 """What a supervisor's next life has to know, in Ray's key-value store, which lives as long as that Ray does: operators'
-orders, and where clients find the orchestrator.
+orders, where clients find the orchestrator, and what groups said that may all have left since.
 
 Orders are written before they are carried out, so that a group that was to leave does not come back with a new
 supervisor; the next orchestrator hears of them from the supervisor.
@@ -23,11 +23,14 @@ class Memory:
     orders: Orders
     ports: tuple[int, int | None] | None = None
     """The orchestrator's and its metrics', as it got them; None before it has served."""
+    layout_fingerprint: str = ""
+    """Of the KV of groups that were there when this was kept."""
 
     def save(self, namespace: str) -> None:
         """Replaces what was kept for the cluster of that namespace."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
-        fields = {**orders, "models": dict(self.orders.models), "ports": self.ports}
+        rest = {"ports": self.ports, "layout_fingerprint": self.layout_fingerprint}
+        fields = {**orders, "models": dict(self.orders.models), **rest}
         _internal_kv_put(_KEY, json.dumps(fields), namespace=namespace)
 
 
@@ -38,7 +41,7 @@ def load_memory(namespace: str) -> Memory | None:
         return None
     fields = json.loads(text)
     orders = Orders(**{name: frozenset(fields[name]) for name in _SETS}, models=fields["models"])
-    return Memory(orders, fields["ports"] and tuple(fields["ports"]))
+    return Memory(orders, fields["ports"] and tuple(fields["ports"]), fields["layout_fingerprint"])
 
 
 def forget_memory(namespace: str) -> None:

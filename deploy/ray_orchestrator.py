@@ -90,7 +90,7 @@ class OrchestratorKeeper:
 
     async def start(self) -> None:
         """Returns when it serves; finds one that an earlier supervisor left. Raises its reason when it cannot."""
-        self._actor = self._find() or self._make(await self._plan_chains())
+        self._actor = _find(self._plan.config.name) or self._make(await self._plan_chains())
         host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
         try:
             serving = answer(self._actor.serve.remote(self._view(), host, *self.ports, self.orders))
@@ -143,13 +143,6 @@ class OrchestratorKeeper:
         ray.kill(self._actor)
         self._actor = None
 
-    def _find(self) -> "ActorHandle[Any] | None":
-        try:
-            actor: ActorHandle[Any] = ray.get_actor(_NAME, namespace=self._plan.config.name)
-        except ValueError:
-            return None
-        return actor
-
     async def _plan_chains(self) -> ChainPlanner:
         """Of the calibration that is kept now: an earlier life may have been given another one; if not, its partitions
         serve again. A file that has been damaged since ends no cluster that serves."""
@@ -188,6 +181,24 @@ class OrchestratorKeeper:
         except ValueError as error:  # the name of an actor that is about to end
             raise UnavailableError("the orchestrator's former life has not ended yet; trying again") from error
         return actor
+
+
+async def end_orchestrator(namespace: str, within_s: float) -> None:
+    """Ends one that an earlier supervisor left and no keeper has found. Harmless when there is none."""
+    actor = _find(namespace)
+    if actor is None:
+        return
+    with contextlib.suppress(RayError, TimeoutError):  # it is killed next, whatever it answers
+        await asyncio.wait_for(answer(actor.stop.remote()), within_s)
+    ray.kill(actor)
+
+
+def _find(namespace: str) -> "ActorHandle[Any] | None":
+    try:
+        actor: ActorHandle[Any] = ray.get_actor(_NAME, namespace=namespace)
+    except ValueError:
+        return None
+    return actor
 
 
 def _keep(orders: Orders) -> Orders:

@@ -26,7 +26,7 @@ from deploy.groups import Heartbeat, Surroundings, WorkerGroup
 from deploy.limits import tokens_of_slot
 from deploy.model_folder import require_alike
 from deploy.ray_memory import Memory, forget_memory, load_memory
-from deploy.ray_orchestrator import OrchestratorKeeper, OrchestratorPlan
+from deploy.ray_orchestrator import OrchestratorKeeper, OrchestratorPlan, end_orchestrator
 from deploy.ray_places import RayRoom, check_room, group_sizes, node_resources
 from deploy.ray_spawner import RaySpawner
 from deploy.roster import Roster
@@ -123,6 +123,8 @@ class SupervisorActor:
             await asyncio.gather(serving, stopping, return_exceptions=True)
             if self._keeper is not None:
                 await self._keeper.close()
+            else:
+                await end_orchestrator(self._config.name, self._config.supervision.dead_after_s)
             await self._roster.close()
             await self._cluster.close()
             for name in (*self._sizes, *self._memory.orders.stand_ins):  # of groups that were on their way, too
@@ -132,10 +134,12 @@ class SupervisorActor:
         before = load_memory(self._config.name)
         if before is None:
             await self._start_all()
-            self._memory.save(self._config.name)
         else:
             self._memory = before
             await self._roster.adopt(before.orders)
+        if self._cluster.groups:  # else all have left: what the former life was told is still true
+            self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
+        self._memory.save(self._config.name)
         keeper = OrchestratorKeeper(self._plan(), self._view, self._around.heartbeat, self._around.clock)
         keeper.orders, keeper.follow = self._memory.orders, self._follow
         keeper.ports = self._memory.ports or keeper.ports
@@ -198,7 +202,7 @@ class SupervisorActor:
             vocab_size=model.vocab_size,
             dtype=self._config.model.description,
             has_chat_template=Tokenizer.load(self._folder).has_chat_template,
-            layout_fingerprint=self._cluster.groups[0].layout_fingerprint,
+            layout_fingerprint=self._memory.layout_fingerprint,
         )
         return OrchestratorPlan(self._config, self._folder, info, model.eos_token_ids)
 

@@ -20,11 +20,13 @@ class Backoff:
 class Restarts:
     """The lives of one worker. Owned by its group."""
 
-    def __init__(self, backoff: Backoff, clock: Clock) -> None:
+    def __init__(self, backoff: Backoff, clock: Clock, num_at_once: int = 1) -> None:
+        """`num_at_once` starts in a row are made without a pause."""
         self.num_ends = 0
         """Lives in a row that were short, or did not begin."""
         self._backoff = backoff
         self._clock = clock
+        self._num_at_once = num_at_once
         self._began_s: float | None = None
         self._due_s = 0.0
 
@@ -44,7 +46,8 @@ class Restarts:
             self.num_ends = 0
         self._began_s = None
         self.num_ends += 1
-        doubled_s = self._backoff.first_s * 2.0 ** min(self.num_ends - 2, 30)
-        delay_s = min(doubled_s, self._backoff.most_s) if self.num_ends > 1 else 0.0
+        num_pauses = self.num_ends - self._num_at_once
+        doubled_s = self._backoff.first_s * 2.0 ** min(num_pauses - 1, 30)
+        delay_s = min(doubled_s, self._backoff.most_s) if num_pauses > 0 else 0.0
         self._due_s = now_s + delay_s
         return delay_s

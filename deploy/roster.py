@@ -54,9 +54,9 @@ class Roster:
             is_leaving = name in orders.leaving
             self._move(name, self._end(self._make(name, "")) if is_leaving else self._start(name))
         await asyncio.gather(*self._moves.values())
-        if any(group.starts for group in self.absent) and not self._cluster.groups:
-            errors = "; ".join(f"{group.name}: {group.error}" for group in self.absent if group.error)
-            raise UnavailableError(f"no group could be started again: {errors}")
+        errors = [f"{group.name}: {group.error}" for group in self.absent if group.error]
+        if errors and not self._cluster.groups:
+            raise UnavailableError(f"no group could be started again: {'; '.join(errors)}")
 
     def follow(self, orders: Orders) -> None:
         """Groups that are configured or stand in are to have workers, but for those that are to leave. To be called
@@ -84,12 +84,10 @@ class Roster:
         self._restarts.pop(name, None)
         if group is not None:
             self._move(name, self._end(group))
+        elif name not in self._absent or self._absent[name].starts:  # its end or start failed: something may be left
+            self._move(name, self._end(self._make(name, "")))
         elif name not in self._known:
             del self._absent[name]
-        elif name not in self._absent:  # its end failed before the cluster had it
-            self._move(name, self._end(self._make(name, "")))
-        elif self._absent[name].starts:  # it could not be started, and need not be
-            self._set_absent(AbsentGroup(name, _role(name)))
 
     def _move(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         self._moves[name] = asyncio.create_task(self._watch(name, work))
@@ -118,13 +116,19 @@ class Roster:
         self._around.changed()
 
     def _failed(self, name: str, error: Exception) -> None:
-        restarts = self._restarts.setdefault(name, Restarts(self._around.backoff, self._around.clock))
+        # Not at once: who ordered this start hears of it first, and may order another model.
+        restarts = self._restarts.setdefault(name, Restarts(self._around.backoff, self._around.clock, num_at_once=0))
         text = str(error) if isinstance(error, BatonError) else repr(error)
         self._around.report(f"{name} could not be started ({text}): next try in {restarts.ended():g} s")
         self._set_absent(AbsentGroup(name, _role(name), starts=True, error=text))
 
     async def _end(self, group: WorkerGroup) -> None:
-        await group.close()
+        try:
+            await group.close()
+        except Exception:  # closed in part, it serves no more: it is ended again, or started anew if it is wanted again
+            self._cluster.remove(group)
+            self._set_absent(AbsentGroup(group.name, _role(group.name), starts=True))
+            raise
         self._cluster.remove(group)
         self._around.report(f"{group.name} has left")
         self._set_absent(AbsentGroup(group.name, _role(group.name)))

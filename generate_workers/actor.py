@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.garbage import collect_rarely
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder
@@ -66,6 +67,7 @@ class GenerationHost:
         await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
         if disk is not None:
             await asyncio.to_thread(sweep, disk.folder.parent)
+        collect_rarely()
         return server
 
     def _load(self) -> Decoder:

@@ -6,7 +6,8 @@ that prefills has many and takes them in chunks, so one rule serves both and a b
 
 1. every row that lacks one token runs it (a decode step never waits for a prefill);
 2. the other rows share what a step may prefill, in the order in which they joined: `max_prefill_tokens`, and beside
-   rows that decode no more than keeps the step within its bound (`step_bound`), but always a few.
+   rows that decode no more than keeps the step within its bound (`step_bound`), but a few, except in the rare steps
+   by which the bound learns what decoding alone takes.
 
 A row is known by the slot that it holds. Owned by the engine's thread; knows no tensors, no memory, no text.
 """
@@ -88,7 +89,8 @@ class Batcher:
     def plan(self) -> StepPlan:
         """What to run next; empty when there are no rows. Changes nothing."""
         decoding = self._decoding()
-        budget = _Budget(self._max_prefill_tokens, self._max_work(decoding), self._work)
+        max_tokens = 0 if self._decodes_alone(decoding) else self._max_prefill_tokens
+        budget = _Budget(max_tokens, self._max_work(decoding), self._work)
         spans = []
         for slot, row in self._rows.items():
             num_tokens = row.num_known - row.num_cached
@@ -118,6 +120,9 @@ class Batcher:
     def _decoding(self) -> Decoding:
         contexts = [row.num_known for row in self._rows.values() if row.num_known - row.num_cached == 1]
         return Decoding(len(contexts), sum(contexts))
+
+    def _decodes_alone(self, decoding: Decoding) -> bool:
+        return self._bound is not None and self._bound.is_to_decode_alone(decoding)
 
     def _max_work(self, decoding: Decoding) -> float:
         """Of prefill, if there is any to be done: the bound is not asked for nothing."""

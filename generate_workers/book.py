@@ -104,6 +104,12 @@ class StreamBook:
         with self._condition:
             return list(self._open.values())
 
+    def num_saving(self, ticket: Ticket) -> int:
+        """Rows of a stream that are being stored."""
+        with self._condition:
+            stream = self._open.get(ticket)
+            return len(stream.saving) if stream is not None else 0
+
     # The engine's thread.
 
     def take(self) -> tuple[list[Stream], list[Stream]]:

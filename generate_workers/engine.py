@@ -112,6 +112,10 @@ class GenerationEngine:
         """Ends a stream between this step and the next, its lease or slots with it. Idempotent. Any thread."""
         self._book.cancel(ticket)
 
+    def num_saving(self, ticket: Ticket) -> int:
+        """Choices of a stream that have ended and hold their slots until they are stored. Any thread."""
+        return self._book.num_saving(ticket)
+
     def status(self) -> EngineStatus:
         """What the engine holds and does now. Any thread. Raises UnavailableError when it has failed or is closed."""
         self._book.check_open()
@@ -132,7 +136,7 @@ class GenerationEngine:
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        plan = self._running.plan()
+        plan = self._running.plan(self._give_up_saving)
         if plan:
             self._num_steps += 1
             kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
@@ -180,7 +184,12 @@ class GenerationEngine:
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
-            if self._slots.standing(ref) is Standing.PENDING:
+            standing = self._slots.standing(ref)
+            if standing is Standing.PENDING:
+                continue
+            if standing is Standing.RUNNING:  # not this stream's to end
+                del self._leased[stream.ticket]
+                self._end(stream, FinishReason.ERROR, f"slot {ref.slot} is another row's: reserve one")
                 continue
             try:
                 seats = self._slots.activate(ref)
@@ -295,16 +304,27 @@ class GenerationEngine:
         if self._saver is None or naming is None or self._saver.is_busy:
             return False
         self._running.retire(row)
-        stream.saving.append(row)
         reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # nobody ran the last one
-        self._saver.save(Answer(reader, token_ids, naming, partial(self._book.saved, row)))
+        answer = stream.saving[row] = Answer(reader, token_ids, naming, partial(self._book.saved, row))
+        self._saver.save(answer)
         return True
+
+    def _give_up_saving(self) -> bool:
+        """Rows that have ended leave unstored, for those that run; whether there were any."""
+        rows = [row for row in self._running.rows.values() if row in row.stream.saving]
+        for row in rows:
+            self._give_up(row)
+            self._end_saving(row, Filled())
+        return bool(rows)
+
+    def _give_up(self, row: Row) -> None:
+        assert self._saver is not None
+        self._saver.give_up(row.stream.saving[row])
 
     def _end_saving(self, row: Row, filled: Filled) -> None:
         stream = row.stream
-        if row not in stream.saving:  # it was given up
+        if stream.saving.pop(row, None) is None:  # it was given up
             return
-        stream.saving.remove(row)
         self._running.remove(row)
         stream.add_filled(filled)
         if stream.is_over:
@@ -325,8 +345,10 @@ class GenerationEngine:
         """Takes a stream out of whatever stage it is in, and frees what it holds."""
         for row in list(stream.rows):
             self._free(row)
-        while stream.saving:
-            self._running.remove(stream.saving.pop())
+        for row in list(stream.saving):
+            self._give_up(row)
+            del stream.saving[row]
+            self._running.remove(row)
         if self._leased.pop(stream.ticket, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)

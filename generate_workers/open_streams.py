@@ -130,7 +130,8 @@ class OpenStreams:
 
     def kept(self) -> list[tuple[RequestId, int]]:
         """`(request, slots held)` of the streams that nobody reads."""
-        return [(each.request.request_id, each.num_open) for each in self._streams if each.expiry is not None]
+        kept = [each for each in self._streams if each.expiry is not None]
+        return [(each.request.request_id, each.num_open + self._engine.num_saving(each.ticket)) for each in kept]
 
     def close(self) -> None:
         """Stops all timers; the engine ends the streams."""

@@ -1,12 +1,14 @@
 """Leases that begin with blocks of the node's prefix store: what is there is copied into the slot, and not pushed.
 
 Steps 3 and 6 of a request's way (DESIGN.md, sections 4 and 5). A transport.kv_sink.KvPrefixes. Blocks are opened, and
-so locked, before the lease says that they are present; copying goes on beside the prefill, on a thread of the loop's
-pool, as one more writer of the slot: commit waits for it as for any other. The engine's thread has no part in it.
+so locked, before the lease says that they are present; copying goes on beside the prefill, on threads of its own, so
+that nobody waits for one of the loop's meanwhile, as one more writer of the slot: commit waits for it as for any other.
+The engine's thread has no part in it.
 """
 
 import asyncio
 import logging
+from concurrent.futures import ThreadPoolExecutor
 
 from baton.errors import LeaseError
 from baton.types import Lease
@@ -16,6 +18,10 @@ from modeling.prefix_store import PrefixStore
 from transport.kv_sink import ReserveSpec
 
 logger = logging.getLogger(__name__)
+
+
+_NUM_THREADS = 2
+"""That copy blocks: more would only share the memory's bandwidth, and the steps'."""
 
 
 class PrefixLoader:
@@ -29,6 +35,7 @@ class PrefixLoader:
         self._slots = slots
         self._store = store
         self._loads: set[asyncio.Task[None]] = set()
+        self._copying = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefix-loader")
 
     async def reserve(self, request: ReserveSpec) -> Lease:
         """As KvPrefixes says; a lease for local prefill is complete when its blocks are in."""
@@ -45,12 +52,13 @@ class PrefixLoader:
     async def close(self) -> None:
         """Returns when no slot is written any more: soon."""
         await asyncio.gather(*self._loads)
+        self._copying.shutdown()
 
     async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], completes: bool) -> None:
         """A lease whose blocks cannot be copied ends, as nobody else would push them."""
         try:
             if blocks:
-                await asyncio.to_thread(self._copy, lease, blocks)
+                await asyncio.get_running_loop().run_in_executor(self._copying, self._copy, lease, blocks)
             if completes:
                 self._slots.complete_locally(lease.ref)
         except LeaseError as ended:

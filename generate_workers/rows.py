@@ -14,6 +14,7 @@ from baton.ids import RequestId, SlotId
 from baton.prefix_blocks import BlockNaming
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.answer_saving import Answer
 from generate_workers.leases import Seat
 from modeling.config import ModelConfig
 from modeling.prefix_store import Filled
@@ -99,7 +100,7 @@ class Stream:
     on_filled: FilledSink = lambda filled: None
     rows: "list[Row]" = field(default_factory=list)
     """Of the choices that run, once the stream has its slots."""
-    saving: "list[Row]" = field(default_factory=list)
+    saving: "dict[Row, Answer]" = field(default_factory=dict)
     """Of choices that have ended: they hold their slots until their KV is stored."""
     filled: Filled = field(default_factory=Filled)
     """What was stored of them."""

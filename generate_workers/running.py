@@ -9,7 +9,7 @@ oldest row always runs: at worst it waits for leases, which end by themselves, a
 Owned by the engine's thread.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from baton.errors import ResourceExhaustedError
@@ -82,14 +82,17 @@ class RunningRows:
         self._owe()
         return not self.waiting
 
-    def plan(self) -> StepPlan:
-        """What to run next; memory is promised to all that it runs. The youngest rows give way for that."""
+    def plan(self, give_up_saving: Callable[[], bool]) -> StepPlan:
+        """What to run next; memory is promised to all that it runs. Rows that have retired give way for that, by
+        `give_up_saving`, which says whether there were any; then the youngest that run do."""
         self.is_stalled = False
         while True:
             plan = self.batcher.plan()
             short = self._without_memory(plan)
             if short is None:
                 return plan
+            if give_up_saving():
+                continue
             youngest = max((row for row in self.rows.values() if row.slot in self.batcher), key=_age)
             if youngest is short and len(self.batcher) == 1:
                 self.is_stalled = True

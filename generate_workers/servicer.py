@@ -14,6 +14,7 @@ from typing import Any, Self
 import grpc
 
 from baton import __version__
+from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId, StreamNumber
@@ -24,7 +25,7 @@ from baton.types import KvLayout
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.engine import EngineConfig, GenerationEngine, StepStats
 from generate_workers.machine_memory import make_memory
-from generate_workers.open_streams import OpenStreams
+from generate_workers.open_streams import OpenStream, OpenStreams
 from generate_workers.prefixes import GroupPrefixes
 from generate_workers.rows import GenerationRequest
 from generate_workers.shared_stream import Said, SharedStream
@@ -41,6 +42,8 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 _MESSAGE_BYTES = 2**20
 """What a message of many streams' events holds at most, unless a single event is larger."""
+_MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
+"""Of a single event: it has to fit into a message, here and on its way to the client."""
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
@@ -97,10 +100,20 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             stream = self._streams.open(asked, StreamNumber(request.number), _checked_keep(request.keep_s))
         async with aclosing(self._streams.read(stream, [len(output) for output in outputs])) as events:
             async for event in events:
-                yield event_to_proto(event)
+                yield self._fitting(event_to_proto(event), stream)
         if stream.filled is not None:
             stored = generate_pb2.StoredBlocks(stored=stream.filled.stored, evicted=stream.filled.evicted)
             yield generate_pb2.TokenEvent(stored=stored)
+
+    def _fitting(self, message: generate_pb2.TokenEvent, stream: OpenStream) -> generate_pb2.TokenEvent:
+        """One too large for a message ends its own stream, and not the call that others share."""
+        if message.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
+            self._streams.cancel(stream.number)
+            raise InvalidArgumentError(
+                f"prompt_logprobs of {len(message.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for "
+                "fewer, or send a shorter prompt"
+            )
+        return message
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
         """Ends a stream, also one that outlived its call."""

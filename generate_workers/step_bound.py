@@ -33,6 +33,8 @@ _MOST_OVER = 2.0
 """Times the predicted seconds: a step that took longer counts as this, for something else may have held it up."""
 _LEAST_SHARE = 0.05
 """Of a step that prefilled, what prefill is taken for at least, at first: a rate of nothing could not be scaled."""
+_MOST_MIXED = 32
+"""Steps that did both, after which one only decodes: the former do not tell how their time divides."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,8 @@ class StepBound:
         """Seconds of base, row and token; None: to be fitted anew."""
         self._rate_s: float | None = None
         """Seconds of a unit of work; None: nobody knows."""
+        self._num_mixed = 0
+        """Steps that did both since the latest one that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
         """Predicted seconds of a step that only decodes; None before one did."""
@@ -117,8 +121,19 @@ class StepBound:
             return 0.0
         return (self._max_stretch - 1) * decode_s / self._rate_s
 
+    def is_to_decode_alone(self, decoding: Decoding) -> bool:
+        """Whether the next step is to prefill nothing, so that decoding stays known while there is always something to
+        prefill: after many steps that did both, and at the first of more rows than have ever decoded alone. Never twice
+        in a row."""
+        if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
+            return False
+        is_unseen = decoding.num_rows > max(self._decoded)
+        return self._num_mixed >= (1 if is_unseen else _MOST_MIXED)
+
     def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
         """A step took that long."""
+        if decoding.num_rows:
+            self._num_mixed = self._num_mixed + 1 if work else 0
         if seconds <= 0:
             return
         if not work:

@@ -11,6 +11,7 @@ it never changes again. What a killed writer leaves has no lock. `modeling.prefi
 their folder.
 """
 
+import errno
 import fcntl
 import logging
 import mmap
@@ -52,14 +53,15 @@ class BlockWriter:
         self._used_ns = used_ns
         self._num_missing = layout.num_layers * len(tokens)
         self._num_bytes = HEADER_BYTES + len(tokens) * layout.token_bytes
-        self._over = False
+        self._over = True
         try:
             self._file, unsealed = tempfile.mkstemp(prefix=UNSEALED, dir=path.parent)
+            self._unsealed, self._over = Path(unsealed), False
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.ftruncate(self._file, self._num_bytes)  # counts from here on
         except OSError as error:
+            self.drop()
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
-        self._unsealed = Path(unsealed)
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.ftruncate(self._file, self._num_bytes)  # counts from here on
 
     def allocate(self) -> bool:
         """Takes the block's memory, so that nobody runs out of it while writing; whether there was any."""
@@ -91,9 +93,38 @@ class BlockWriter:
         """Lets go of the file, which is gone unless it was sealed. Idempotent."""
         if not self._over:
             self._over = True
-            self._unsealed.unlink(missing_ok=True)
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
-            os.close(self._file)
+            try:
+                self._unsealed.unlink(missing_ok=True)
+            except OSError as error:  # whoever takes room next tries again
+                logger.warning("%s cannot be removed: %s", self._unsealed, error)
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
+                os.close(self._file)
+
+
+def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
+    """The KV of an open block, of so many bytes; writable. Where files are memory it is the file, mapped
+    copy-on-write, which keeps the file open, and so its lock, until the last view is gone. From disk it is a copy: who
+    attends to it, or copies it under a lock, waits for no disk, and a disk that fails does so here. Raises OSError."""
+    if in_memory:
+        return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
+    copy = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    num_read = 0
+    while num_read < num_bytes:
+        num_more = os.preadv(file, [copy[num_read:]], HEADER_BYTES + num_read)
+        if not num_more:
+            raise OSError(errno.EIO, f"the file ends after {num_read} bytes of KV")
+        num_read += num_more
+    return copy
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is such a file; none is seen on a disk that fails."""
+    try:
+        path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def remove_unlocked(path: Path) -> bool:
@@ -109,6 +140,9 @@ def remove_unlocked(path: Path) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
     except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
         return False
     finally:
         os.close(file)

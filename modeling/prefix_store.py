@@ -9,12 +9,12 @@ What holds at any moment, whoever dies:
     bound     files take no more than `bound_bytes` together. Room is taken under the folder's lock, for whole blocks;
               where there is none, the blocks that were used longest ago go first
     readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives; what
-              is read is not evicted. A block that is gone, being removed, or not what it should be is a stale hint
+              is mapped is not evicted. A block that is gone, being removed, or not what it should be is a stale hint
     writers   hold the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name,
               and it never changes again. What a killed writer leaves has no lock: whoever takes room next removes it
 
 A store may have another one below it, on disk, with a folder and a bound of its own. Blocks sink there once they are
-sealed, when nobody waits for it, and not when they are evicted, when somebody does; there they are read in place, too.
+sealed, when nobody waits for it, and not when they are evicted, when somebody does; from there readers get copies.
 
 So locks die with their process, and nobody keeps a list of who reads what. Files are mapped copy-on-write: readers
 share their pages and cannot spoil them. Step 5 of a request's way (DESIGN.md, sections 4 and 5). No state but the
@@ -24,7 +24,6 @@ files: any thread, any process of the node, of either role.
 import contextlib
 import fcntl
 import logging
-import mmap
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -41,12 +40,14 @@ from modeling.block_files import (
     UNSEALED,
     BlockWriter,
     free_bytes,
+    has_file,
     header_of,
     is_there,
+    kv_of,
     remove_unlocked,
 )
 from modeling.kv_buffers import KvBuffer
-from modeling.store_folder import MEMORY
+from modeling.store_folder import MEMORY, boot_id
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,13 @@ class Room:
         """Takes the memory; gives up the first block for which there is none, and those behind it."""
         for index, writer in enumerate(self.writers):
             if not writer.allocate():
-                for given_up in self.writers[index:]:
-                    given_up.drop()
-                del self.writers[index:]
+                self.give_up(index)
+
+    def give_up(self, index: int) -> None:
+        """Drops that block of those that are to be written, and all behind it."""
+        for writer in self.writers[index:]:
+            writer.drop()
+        del self.writers[index:]
 
     def seal(self) -> None:
         """All blocks are complete: from here on they have their names, and do not change. Where there is one of that
@@ -155,25 +160,29 @@ class PrefixStore:
 
     def has(self, name: str) -> bool:
         """Whether the block is here or below, now."""
-        return self._path(name).exists() or (self.below is not None and self.below.has(name))
+        return has_file(self._path(name)) or (self.below is not None and self.below.has(name))
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
         """Copies consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one:
-        those that are here and not there, as far as there is room. The names of blocks that had to go for them.
+        those that are here and not there, as far as there is room, up to the first that is gone by now. The names of
+        blocks that had to go for them.
 
-        Blocks for as long as copying takes: not on any request's way. Raises what `take` raises.
+        Blocks for as long as copying takes: not on any request's way. Raises what `take` raises, and OSError.
         """
         if self.below is None or not names:
             return []
         room = self.below.take(names, tokens, block_tokens)
         try:
-            for writer in room.writers:
-                block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
+            for index, writer in enumerate(room.writers):
+                try:
+                    block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
+                except StalePrefixError as stale:
+                    logger.debug("not all of %d blocks are there to be sunk: %s", len(names), stale)
+                    room.give_up(index)
+                    break
                 for layer in range(self.layout.num_layers):
                     writer.write(layer, writer.tokens, block.export(layer, writer.tokens))
             room.seal()
-        except StalePrefixError as stale:
-            logger.debug("not all of %d blocks are there to be sunk: %s", len(names), stale)
         finally:
             room.drop()
         return [name for name in room.evicted if not self.has(name)]
@@ -193,7 +202,8 @@ class PrefixStore:
 
     def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
         """The KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on: views of the
-        files, which stay where they are until the last view is gone. They count as used now, the first one last.
+        files, which stay where they are until the last view is gone, or copies of what is below, on disk. They count as
+        used now, the first one last. Blocks while a disk is read.
 
         Raises StalePrefixError when any is not there, or not what it should be, InvalidArgumentError for a bad name.
         """
@@ -273,13 +283,12 @@ class PrefixStore:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             self._check(name, file, len(tokens))
             os.utime(file, ns=(used_ns, used_ns))
-            size = HEADER_BYTES + len(tokens) * self.layout.token_bytes
-            mapping = mmap.mmap(file, size, access=mmap.ACCESS_COPY)  # has the file, and so the lock, until it is gone
-        except OSError as error:  # locked by who removes it, or no memory to map it
+            memory = kv_of(file, len(tokens) * self.layout.token_bytes, in_memory=self._in_memory)
+        except OSError as error:  # locked by who removes it, no memory for it, or a disk that fails
             raise StalePrefixError(f"block {name} cannot be had ({error.strerror}): prefill without it") from error
         finally:
             os.close(file)
-        return KvBuffer.over(self.layout, tokens, memoryview(mapping)[HEADER_BYTES:])
+        return KvBuffer.over(self.layout, tokens, memory)
 
     def _check(self, name: str, file: int, num_tokens: int) -> None:
         """A block that was removed meanwhile is stale; so is one that is not what its name says, which is removed."""
@@ -345,5 +354,4 @@ class _Shelf:
 
 def _identity(folder: Path) -> str:
     stat = folder.stat()
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}:{stat.st_dev}:{stat.st_ino}"
+    return f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"

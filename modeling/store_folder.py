@@ -25,13 +25,21 @@ _MAX_FILES = 16_384
 MEMORY = Path("/dev/shm")
 """The file system whose files are memory."""
 _KIND = "baton-prefixes"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
 def node_folder(cluster: str, parent: Path | None = None) -> Path:
     """Where the workers of a cluster keep prefixes on their node, by the cluster's name; one for each user. In memory,
-    unless below another folder."""
-    return (parent or MEMORY) / f"{_KIND}-{os.getuid()}-{cluster}"
+    unless below another folder: then one for each boot, as files of which a machine that crashed had written only a
+    part look whole."""
+    name = f"{_KIND}-{os.getuid()}-{cluster}"
+    return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"
+
+
+def boot_id() -> str:
+    """Of this node, since it was last started."""
+    return _BOOT_ID.read_text().strip()
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:

@@ -75,17 +75,19 @@ class Census:
             await asyncio.sleep(period_s)
 
     async def ask(self) -> None:
-        """Asks every worker once; at most a second. Lets go of workers that are no longer present."""
+        """Asks every worker once; at most a second. Lets go of workers that are no longer present. May be called while
+        another call waits for answers."""
         view = self._members.present
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
-        for endpoint in self._excess.keys() - view.endpoints:
-            del self._excess[endpoint]
+        present = self._members.present.endpoints  # others may have come, and others asked, meanwhile
+        for endpoint in (self._excess.keys() | self._holdings.keys() | self._prefixes.keys()) - present:
+            self._excess.pop(endpoint, None)
             self._holdings.pop(endpoint, None)
             self._prefixes.pop(endpoint, None)
-        await self._clients.prune(view.endpoints)
+        await self._clients.prune(present)
 
     def groups(self) -> tuple[GroupState, ...]:
         """All groups, as they were when last asked."""
@@ -105,7 +107,7 @@ class Census:
             with self._clients.use(group.endpoint) as worker:
                 held = await worker.generation_holdings(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(group.endpoint, error)
+            self._unanswered(group.endpoint, excess, error)
             self._members.memory.pop(group.name, None)
             return
         before = self._holdings.get(group.endpoint)
@@ -122,14 +124,14 @@ class Census:
             with self._clients.use(endpoint) as worker:
                 held = await worker.prefill_holdings(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(endpoint, error)
+            self._unanswered(endpoint, excess, error)
             return
         self._prefixes[endpoint] = held.prefixes
         excess.observe(self._clock.now_s(), held.num_jobs - self._members.load(group.name).num_requests)
 
-    def _unanswered(self, endpoint: str, error: BatonError) -> None:
+    def _unanswered(self, endpoint: str, excess: Excess, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
-        self._excess[endpoint].forget()
+        excess.forget()
         self._holdings.pop(endpoint, None)
         self._prefixes.pop(endpoint, None)
 

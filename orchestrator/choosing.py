@@ -6,7 +6,7 @@ have before them, who is at generation groups (`occupancy`), the index of what i
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from baton.clock import Clock
@@ -58,16 +58,12 @@ class Chooser:
 
     def generation(self, record: RequestRecord) -> Choose[GenerationGroup]:
         """The group that has room now, and where the request costs least, but for some lives."""
-        made: dict[str, Prospects] = {}
+        prospects_at = self._prospects_of(record)
 
         def cost_s(group: GenerationGroup) -> float:
             if self._lacks_memory(group, record):
                 return _ASKED_LAST_S
-            layout = group.layout_fingerprint
-            if layout not in made:
-                blocks = self.blocks(record, layout)
-                made[layout] = Prospects(self._outlook, record, blocks, uses_cached=True, holds=False)
-            return made[layout].least_s(group, self._unix_s())
+            return prospects_at(group).least_s(group, self._unix_s())
 
         members = self._members
         return lambda avoid: choose_generation(members.view, members.load, record, avoid, cost_s)
@@ -85,7 +81,7 @@ class Chooser:
         prospects = Prospects(self._outlook, record, blocks, uses_cached=uses_cached, holds=True)
         local = prospects.local(generation, self._unix_s())
         found, record.placement = await self._decide(generation, record, prospects, local)
-        self._note(record, generation, local if found is None else None)
+        self._note(record, generation, prospects.local(generation, self._unix_s()) if found is None else None)
         return found
 
     async def _decide(
@@ -100,6 +96,8 @@ class Chooser:
         if not self._members.view.chains_for(generation).prefill:
             return None, Placement("no_prefill_groups", local=local)
         compares = way == "auto"
+        if self._lacks_memory(generation, record):
+            local = None  # nobody knows when some will be free
         wait_s = config.prefill_wait_s
         if compares and local is not None:
             wait_s = min(wait_s, local.own_s)  # in that time, it is done
@@ -110,6 +108,8 @@ class Chooser:
             return None, Placement("none_ready", local=local)
         group, plan, chain = found
         placement = compare(chain, local) if compares else Placement("always", chain, local)
+        if placement.reason == "chain_faster":
+            self._planner.pass_over_local()
         return None if placement.is_local else (group, plan), placement
 
     def prefill(
@@ -126,20 +126,43 @@ class Chooser:
 
         return chosen
 
-    def predict_s(self, generation: GenerationGroup, record: RequestRecord) -> float:
-        """Seconds to the first token of a request that is placed there now; 0 where nothing is known."""
-        prospects = Prospects(
-            self._outlook, record, self.blocks(record, generation.layout_fingerprint), uses_cached=True, holds=False
-        )
+    def predict_s(self, record: RequestRecord) -> float:
+        """Seconds to the first token of a request that is placed now at the best of the ready groups that hold it, of
+        those with room if any has; 0 where nothing is known."""
+        groups = [
+            group
+            for group in self._members.view.generation
+            if group.ready and group.max_slot_tokens >= record.capacity_tokens
+        ]
+        load = self._members.load
+        roomy = [group for group in groups if load(group.name).num_slots + record.num_slots <= group.num_slots]
+        prospects_at = self._prospects_of(record)
+        return min((self._predict_at_s(group, record, prospects_at(group)) for group in roomy or groups), default=0.0)
+
+    def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:
         local, way = prospects.local(generation, self._unix_s()), _way(record, self._config)
         found = None
         if way != "never" and not record.wants_prompt_scores:
             found = self._chains(generation, prospects)(())
         if found is None:
             return 0.0 if local is None else local.own_s
-        if way == "auto" and local is not None and local.cost_s < found[2].cost_s:
+        takes_local = way == "auto" and not self._lacks_memory(generation, record)
+        if takes_local and local is not None and local.cost_s < found[2].cost_s:
             return local.own_s
         return found[2].own_s
+
+    def _prospects_of(self, record: RequestRecord) -> Callable[[GenerationGroup], Prospects]:
+        """What is predicted of the request before it is at a group; made once for groups of one layout."""
+        made: dict[str, Prospects] = {}
+
+        def prospects_at(group: GenerationGroup) -> Prospects:
+            layout = group.layout_fingerprint
+            if layout not in made:
+                blocks = self.blocks(record, layout)
+                made[layout] = Prospects(self._outlook, record, blocks, uses_cached=True, holds=False)
+            return made[layout]
+
+        return prospects_at
 
     def _lacks_memory(self, group: GenerationGroup, record: RequestRecord) -> bool:
         """Whether it said last that its free memory would not even hold the KV to be made."""
@@ -166,8 +189,9 @@ class Chooser:
         if local is None:
             self._occupancy.place(record, generation.life)
             return
-        nominal_s = local.own_s - local.prefill_s * (1 - 1 / self._planner.local_factor)
-        self._occupancy.place(record, generation.life, self._unix_s() + local.own_s, nominal_s)
+        is_over = self._members.load(generation.name).num_slots > generation.num_slots
+        has_room = not is_over and not self._lacks_memory(generation, record)
+        self._occupancy.place_local(record, generation.life, local, self._unix_s(), has_room=has_room)
 
     def _unix_s(self) -> float:
         return self._clock.unix_ns() / 1e9

@@ -205,6 +205,8 @@ class Controller:
                 record.admit(self._clock.unix_ns())
                 await self._attempts(record, emit)
         except TimeoutError:
+            if record.is_complete:  # only what is told beside its tokens was late
+                return record.finish(self._clock.unix_ns())
             late = DeadlineExceededError(
                 f"request {record.request_id}: its deadline passed after {record.num_output_tokens} output tokens"
             )
@@ -234,7 +236,9 @@ class Controller:
         self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
-        """The end of a request that was cancelled: by its client, or by `close`."""
+        """The end of a request that was cancelled: by its client, or by `close`; perhaps after its last token."""
+        if record.is_complete:
+            return record.finish(self._clock.unix_ns())
         if self._closing:
             return record.finish(self._clock.unix_ns(), FinishReason.ERROR, UnavailableError(_CLOSING))
         gone = RequestCancelledError(f"request {record.request_id} was cancelled")

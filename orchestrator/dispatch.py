@@ -9,7 +9,8 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from baton.types import Lease, LeaseRef
 from orchestrator.choosing import Chooser
 from orchestrator.clients import Clients, EventStream, PrefillPlan, WorkerClient
 from orchestrator.config import OrchestratorConfig
-from orchestrator.following import Chain, Emit, failure_of, first_event, follow
+from orchestrator.following import Chain, Closings, Emit, failure_of, first_event, follow
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, JobNumbers, Members, PrefillGroup
 from orchestrator.prefix_stores import PrefixStores
@@ -46,6 +47,8 @@ class _Home:
     worker: WorkerClient
     blocks: PromptBlocks
     """Of all whose KV the attempt has to make."""
+    held: ExitStack
+    """The group's count of the attempt, and the worker's connection."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Dispatcher:
         self._config = config
         self._numbers = JobNumbers(clock)
         self._givebacks: set[asyncio.Task[None]] = set()
+        self._closings = Closings(self._chooser.prefixes)
 
     @property
     def chooser(self) -> Chooser:
@@ -100,6 +104,7 @@ class Dispatcher:
     async def close(self) -> None:
         """Waits, for a bounded time, until what past attempts held is given back; once no attempt runs."""
         await self._stores.close()
+        await self._closings.close()
         await asyncio.gather(*self._givebacks)
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
@@ -126,11 +131,8 @@ class Dispatcher:
         """To the request's end; or returns the group to go to instead, as this one has no memory. The job is in no
         book before it has its slot: others are not planned around what does not run."""
         blocks = self._chooser.blocks(record, generation.layout_fingerprint)
-        with (
-            self._members.hold(generation.name, record.num_slots),
-            self._clients.use(generation.endpoint) as worker,
-        ):
-            home = _Home(generation, worker, blocks)
+        with self._holding(generation, record) as (worker, held):
+            home = _Home(generation, worker, blocks, held)
             found = await self._chooser.find_prefill(generation, record, blocks, learnt.trusts_hints)
             if found is None:
                 return await self._generate(record, home, learnt, emit)
@@ -148,12 +150,10 @@ class Dispatcher:
         """As `attempt`, by the stream that a generation group has kept since an earlier orchestrator's end. Raises
         NotFoundError when there is none."""
         generation = await self._find_kept(record)
-        with (
-            self._members.hold(generation.name, record.num_slots),
-            self._clients.use(generation.endpoint) as worker,
-        ):
+        with self._holding(generation, record) as (worker, held):
             number = StreamNumber(self._numbers.issue())
-            with self._ending(record, generation, number, worker.take_over(record, number)) as stream:
+            taken_over = worker.take_over(record, number)
+            async with self._ending(record, (generation, held), number, taken_over) as stream:
                 event = await stream.read()
                 record.place(self._clock.unix_ns())
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
@@ -188,12 +188,12 @@ class Dispatcher:
             lease, record.num_cached_tokens = granted, granted.num_present_tokens
         record.place(self._clock.unix_ns())
         try:
-            with self._streaming(record, home, lease) as stream:
+            async with self._streaming(record, home, lease) as stream:
                 await follow(record, stream, await stream.read(), emit)
         except BaseException as error:
             if isinstance(error, BatonError):
                 record.avoid.add(group.life)
-            if lease is not None:
+            if lease is not None and not record.is_complete:
                 self._keep(self._abort(group.endpoint, lease.ref))
             raise
         return None
@@ -207,24 +207,33 @@ class Dispatcher:
 
     def _streaming(
         self, record: RequestRecord, home: _Home, lease: Lease | None
-    ) -> contextlib.AbstractContextManager[EventStream]:
+    ) -> contextlib.AbstractAsyncContextManager[EventStream]:
         number = StreamNumber(self._numbers.issue())
         stream = home.worker.stream(record, number, self._config, lease)
-        return self._ending(record, home.group, number, stream)
+        return self._ending(record, (home.group, home.held), number, stream)
 
     @contextlib.contextmanager
-    def _ending(
-        self, record: RequestRecord, generation: GenerationGroup, number: StreamNumber, stream: EventStream
-    ) -> Iterator[EventStream]:
-        """The stream ends with the attempt, whatever comes; only one whose orchestrator dies is kept."""
+    def _holding(self, group: GenerationGroup, record: RequestRecord) -> Iterator[tuple[WorkerClient, ExitStack]]:
+        """The group counts the attempt until it ends, or until whoever takes the stack over closes it."""
+        with ExitStack() as held:
+            held.enter_context(self._members.hold(group.name, record.num_slots))
+            yield held.enter_context(self._clients.use(group.endpoint)), held
+
+    @contextlib.asynccontextmanager
+    async def _ending(
+        self, record: RequestRecord, home: tuple[GenerationGroup, ExitStack], number: StreamNumber, stream: EventStream
+    ) -> AsyncIterator[EventStream]:
+        """The stream ends with the attempt, whatever comes; only one whose orchestrator dies is kept. A complete one is
+        heard on what was stored."""
+        generation, held = home
         try:
             yield stream
         finally:
-            if not record.is_complete:
+            if record.is_complete:
+                await self._closings.add(stream, generation.prefix_store, held.pop_all())
+            else:
                 self._keep(self._cancel(generation.endpoint, number))
-            stream.cancel()
-            self._chooser.prefixes.forget(generation.prefix_store, stream.evicted)
-            self._chooser.prefixes.use(generation.prefix_store, stream.stored)
+                stream.cancel()
 
     @contextlib.contextmanager
     def _booked(self, record: RequestRecord, prefill: _Prefill) -> Iterator[_Prefill]:
@@ -254,13 +263,14 @@ class Dispatcher:
         record.place(self._clock.unix_ns())
         chain = asyncio.create_task(self._run_chain(record, prefill, lease, home.worker))
         try:
-            with self._streaming(record, home, lease) as stream:
+            async with self._streaming(record, home, lease) as stream:
                 await follow(record, stream, await first_event(stream, chain), emit)
             record.ranks = await self._reports(chain)
         except BaseException as error:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
                 record.avoid.add(prefill.group.life if error is failure_of(chain) else generation.life)
-            self._keep(self._abort(generation.endpoint, lease.ref))
+            if not record.is_complete:  # its rows have ended, and are perhaps being stored
+                self._keep(self._abort(generation.endpoint, lease.ref))
             raise
         finally:
             chain.cancel()

@@ -70,5 +70,4 @@ class ChainForecast:
     def chain_s(self, request: RequestRecord) -> float:
         """Seconds to the request's first token, once it has its slots, as things are, what is cached of it included; 0
         where nothing is known of whoever would prefill it."""
-        generation = next(iter(self._members.view.generation), None)
-        return 0.0 if generation is None else self._chooser.predict_s(generation, request)
+        return self._chooser.predict_s(request)

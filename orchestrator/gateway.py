@@ -41,6 +41,8 @@ _STATUS_GRACE_S = 1.0
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0
 """For the orchestrator to say which model it serves."""
+_MOST_MS = 2.0**32 - 1
+"""Of a deadline: the field has 32 bits."""
 _AGAIN_S = 0.5
 """Between two looks for an orchestrator that is away."""
 
@@ -77,7 +79,7 @@ class GatewayServicer:
         end_s = deadline_s(request, context, self._clock)
         passed, echo = await off_the_loop(request, partial(self._read, request))
         if end_s is not None:
-            passed.deadline_ms = max(1, round((end_s - self._clock.now_s()) * 1000))
+            passed.deadline_ms = round(min(max((end_s - self._clock.now_s()) * 1000, 1.0), _MOST_MS))
         if self._closing:
             raise UnavailableError(_CLOSING)
         call = self._generate(passed, metadata=_passed_on(context.invocation_metadata() or ()))
@@ -142,12 +144,19 @@ class Gateway:
     """A server in front of an orchestrator. Make one with `start`, on the loop."""
 
     def __init__(
-        self, server: grpc.aio.Server, servicer: GatewayServicer, port: int, health: asyncio.Task[None]
+        self,
+        server: grpc.aio.Server,
+        servicer: GatewayServicer,
+        port: int,
+        shown: health.HealthServicer,
+        watch: asyncio.Task[None],
     ) -> None:
+        """`shown`: what the server says of its health, by what `watch` finds."""
         self.port = port
         self._server = server
         self._servicer = servicer
-        self._health = health
+        self._shown = shown
+        self._watch = watch
 
     @classmethod
     async def start(
@@ -177,15 +186,18 @@ class Gateway:
         reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
         await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator is heard
         await server.start()
-        return cls(server, servicer, bound, asyncio.create_task(_show_health(shown, orchestrator, model)))
+        return cls(server, servicer, bound, shown, asyncio.create_task(_show_health(shown, orchestrator, model)))
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests, gives running ones `grace_s` seconds, and ends the rest, with UNAVAILABLE to their
-        clients, who come back: to another gateway, or to this one's next life. Idempotent."""
-        self._health.cancel()
-        await asyncio.gather(self._health, return_exceptions=True)
+        """Takes no more requests and connections, gives running ones `grace_s` seconds, and ends the rest, with
+        UNAVAILABLE to their clients, who come back: to another gateway, or to this one's next life. Idempotent."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._shown.enter_graceful_shutdown()
+        leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients are told to go elsewhere
         await self._servicer.close(grace_s)
-        await self._server.stop(_STATUS_GRACE_S)
+        await self._server.stop(_STATUS_GRACE_S)  # who only watches its health is not waited for any longer
+        await leaving
 
 
 async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float) -> pb.Model:

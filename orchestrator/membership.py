@@ -232,6 +232,12 @@ class Members:
         self.keep_orders(replace(self.orders, stand_ins=self.orders.stand_ins | {made}))
         return made
 
+    def give_up(self, name: str) -> None:
+        """A stand-in leaves, whether it is there yet or not, and is forgotten once it is away. Harmless when it is."""
+        if name in self.orders.stand_ins:
+            drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
+            self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
+
     def keep_orders(self, orders: Orders) -> None:
         """These are in force, and no others; whether their groups are present or not."""
         self.orders = orders
@@ -244,8 +250,8 @@ class Members:
         self._tell()
 
     def is_kept(self, name: str) -> bool:
-        """Whether the group's drain outlives this orchestrator, as far as any does here."""
-        return self._kept is None or name in self._kept.drained
+        """Whether it outlives this orchestrator, as far as anything does here, that the group is drained, or is not."""
+        return self._kept is None or (name in self._kept.drained) == (name in self.orders.drained)
 
     def is_present(self, name: str) -> bool:
         """Whether the group of that name has workers."""

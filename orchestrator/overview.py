@@ -91,10 +91,12 @@ class Overview:
             if state != told:
                 yield state
                 told = state
+            if state.is_drained != (name in self._members.orders.drained):
+                continue  # that changed while the state was told
             if not state.is_drained:
                 logger.info("group=%s is wanted again", name)
                 return
-            if is_idle(state) and self._members.is_kept(name):
+            if self._is_idle(state) and self._members.is_kept(name):
                 if not leave:
                     logger.info("group=%s is drained", name)
                     return
@@ -103,12 +105,15 @@ class Overview:
 
     async def undrain(self, name: str, model: str = "") -> GroupState:
         """The group may get work again; one that has left is started first, with the model in the folder `model`, if
-        one is named. How it stands then. Raises as `Members.undrain`, and UnavailableError when it cannot be started:
-        it is tried again then, with the model that it had."""
+        one is named. How it stands when it is there and the supervisor knows. Raises as `Members.undrain`, and
+        UnavailableError when it cannot be started: it is tried again then, with the model that it had."""
         before = self._members.orders.models.get(name)
         self._members.undrain(name, model)
         logger.info("no longer drained group=%s", name)
         try:
+            await self._until_there(name)
+            while not self._members.is_kept(name):
+                await self._members.until(lambda: self._members.is_kept(name) or None, _POLL_S)
             return await self._until_there(name)
         except UnavailableError:
             self._members.use_model(name, before)
@@ -123,7 +128,7 @@ class Overview:
         try:
             return await self._until_there(made)
         except BaseException:
-            self._members.keep_orders(self._members.orders.without({made}))
+            self._members.give_up(made)
             raise
 
     async def _until_there(self, name: str) -> GroupState:
@@ -152,7 +157,12 @@ class Overview:
     def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:
         return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
 
-
-def is_idle(group: GroupState) -> bool:
-    """Whether it has nothing left to do: no request is its, and no slot or memory is held."""
-    return not group.num_requests and group.num_free == group.num_slots and not group.num_bytes_held
+    def _is_idle(self, group: GroupState) -> bool:
+        """Whether it has nothing left to do: no request is its, and no slot or memory is held. What neither is ready
+        nor answers has no worker that could hold anything."""
+        if group.num_requests or self._members.load(group.name).num_requests:  # then, and now
+            return False
+        if group.num_free == group.num_slots and not group.num_bytes_held:
+            return True
+        is_ready = any(each.name == group.name and each.ready for each in self._members.present.groups)
+        return not is_ready and group.name not in self._members.memory  # of those that answered last

@@ -72,7 +72,8 @@ class Prospects:
 
     def local(self, generation: GenerationGroup, now_s: float) -> PlacementTerms | None:
         """The generation group prefills by itself; None when nobody knows how long that takes."""
-        outlook, start = self._outlook, self._cached_tokens(generation.prefix_store)
+        outlook = self._outlook  # a prompt that is scored is computed from its beginning
+        start = 0 if self._record.wants_prompt_scores else self._cached_tokens(generation.prefix_store)
         found = outlook.planner.local_s(TokenRange(start, self._record.num_tokens), *self._batch(generation))
         if found is None:
             return None

@@ -7,6 +7,7 @@ next stream opens another. On the loop.
 """
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ from transport.status import FAILED_WRITE, SentStatus
 
 if TYPE_CHECKING:
     from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub
+
+    StreamsCall = grpc.aio.StreamStreamCall[pb.StreamCommand, pb.StreamEvents]
+
+logger = logging.getLogger(__name__)
 
 
 class SharedCall:
@@ -106,9 +111,26 @@ class _Life:
 
     async def _read(self, stub: "GenerationGroupAsyncStub") -> None:
         """Hands out what comes, until the call ends; then nothing comes any more, for nobody."""
-        call = stub.Streams(self._sent())
-        sent = SentStatus(call)
         failure: BatonError = UnavailableError("the call that the stream shares with others has ended")
+        call = None
+        try:
+            call = stub.Streams(self._sent())
+            failure = await self._hand_out(call) or failure
+        except Exception as error:
+            logger.exception("the call that streams share failed")
+            failure = UnavailableError(f"the call that the stream shares with others failed: {error!r}")
+        finally:
+            self.is_over = True
+            if call is not None:
+                call.cancel()
+            self._commands.put_nowait(None)  # grpc waits for them, even of a call that has ended
+            for reader in self.calls.values():
+                reader.end(type(failure)(str(failure)))  # each raises one of its own
+            self.calls.clear()
+
+    async def _hand_out(self, call: "StreamsCall") -> BatonError | None:
+        """To the end of the call; what it failed with."""
+        sent = SentStatus(call)
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
                 for event in message.events:
@@ -119,14 +141,8 @@ class _Life:
         except grpc.aio.AioRpcError as error:
             status = sent.of(error)
             if status.code() is not grpc.StatusCode.OK and status.details() != FAILED_WRITE:
-                failure = from_rpc_error(status)
-        finally:
-            self.is_over = True
-            call.cancel()
-            self._commands.put_nowait(None)  # grpc waits for them, even of a call that has ended
-            for reader in self.calls.values():
-                reader.end(type(failure)(str(failure)))  # each raises one of its own
-            self.calls.clear()
+                return from_rpc_error(status)
+        return None
 
 
 class SharedStreams:

@@ -36,6 +36,10 @@ class Pace:
         self._latest_ns: dict[Hashable, int] = {}
         """When the latest job that is known began, by rank."""
 
+    def __len__(self) -> int:
+        """Jobs that count."""
+        return len(self._recent)
+
     @property
     def factor(self) -> float:
         """By which ranks are slower than predicted; 1 when nothing was observed."""
@@ -67,6 +71,11 @@ class Pace:
         """Takes in something that took so long, and was predicted to, uncorrected."""
         if predicted_s > 0:
             self._note(observed_s / predicted_s, predicted_s)
+
+    def forget_oldest(self) -> None:
+        """One job less counts, if any does."""
+        if self._recent:
+            self._recent.popleft()
 
     def _note(self, ratio: float, seconds: float) -> None:
         self._recent.append((min(max(ratio, 1 / _MOST), _MOST), seconds))

@@ -34,6 +34,8 @@ _SEARCHED_RANKS = 8
 _CLOSE_RANKS = 4
 """Up to this width knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
 _LEAST_KNOT = 16
+_PASSED_OVER = 64
+"""Decisions against a local prefill after which the oldest observation of one no longer counts."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,7 @@ class Basis:
 
 class ChainPlanner:
     """Plans chains of up to `max_ranks` ranks by one calibration's costs. Threads may ask it; one of them tells it what
-    else to go by (`adopt`, `use`, `use_steps`, `observe`)."""
+    else to go by (`adopt`, `use`, `use_steps`, `observe` and the like)."""
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class ChainPlanner:
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
+        self._num_passed_over = 0
         self._basis = self.search(calibration)
 
     @property
@@ -113,7 +116,7 @@ class ChainPlanner:
     def adopt(self, basis: Basis) -> None:
         """Predicts by what `search` found from here on; in calls that have begun, the former counts. What was observed
         is forgotten."""
-        self._pace = Pace()
+        self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = basis
 
     def use(self, calibration: Calibration) -> None:
@@ -184,22 +187,32 @@ class ChainPlanner:
 
     def local_s(self, tokens: TokenRange, num_rows: int, context: float) -> tuple[float, float] | None:
         """Seconds that a generation group computes to prefill `tokens` by itself, the earlier ones cached, and that it
-        decodes `num_rows` rows of `context` tokens in between. None when nobody has said how such groups work. Scaled
-        by what `observe_local` was told."""
+        decodes `num_rows` rows of `context` tokens in between. None when nobody has said how such groups work. Both
+        are scaled by `local_factor`."""
         if self.local is None or self._steps is None:
             return None
-        prefill_s = self._local_pace.factor * sum(self.rank_s((tokens,))) / self.local.speed
+        prefill_s = sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
         step_s = self._steps.step_s(num_rows, context) if num_rows else 0.0
-        return prefill_s, self.local.steps_s(prefill_s, len(tokens), step_s)
+        factor = self.local_factor
+        return factor * prefill_s, factor * self.local.steps_s(prefill_s, len(tokens), step_s)
 
     @property
     def local_factor(self) -> float:
-        """What `local_s` is scaled by."""
-        return self._local_pace.factor
+        """What `local_s` is scaled by: as `observe_local` was told; until it was, by the ranks' pace."""
+        return (self._local_pace if len(self._local_pace) else self._pace).factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """A generation group has prefilled; `predicted_s`: unscaled."""
+        """A generation group has prefilled; `predicted_s`: unscaled, what `local_s` says in sum."""
+        self._num_passed_over = 0
         self._local_pace.note(observed_s, predicted_s)
+
+    def pass_over_local(self) -> None:
+        """A chain is predicted to be faster than a generation group. What was observed of such groups is forgotten bit
+        by bit, as long as that goes on: else one that was slow once would never be tried again."""
+        self._num_passed_over += 1
+        if self._num_passed_over >= _PASSED_OVER:
+            self._num_passed_over = 0
+            self._local_pace.forget_oldest()
 
     def _push_s(self, num_bytes: int, prefill_s: float) -> float:
         """By nominal rates, beyond what overlaps."""

@@ -3,10 +3,11 @@
 What earlier ranks computed is there for a moment, layer by layer (relay.py): it is copied on the engine's thread while
 it is. What this rank computed stays as long as anybody has a view of it: it is copied after the first token has left.
 Only then are the blocks sealed; a job that fails or is cancelled leaves nothing. So what this costs before the first
-token is room for the blocks, in chains of several ranks, and one copy of the earlier ranks' part.
+token is room for the blocks, in chains of several ranks, and one copy of the earlier ranks' part. They sink to disk,
+where there is one, once the rank has reported.
 
-Off step 6 of a request's way (DESIGN.md, sections 4 and 5). `write` and `hold` on the engine's thread, `take` and
-`finish` on any that may wait, `drop` on any.
+Off step 6 of a request's way (DESIGN.md, sections 4 and 5). `write` and `hold` on the engine's thread, `take`,
+`finish` and `sink` on any that may wait, `drop` on any.
 """
 
 import logging
@@ -73,14 +74,21 @@ class PrefixFilling:
             for piece in held:
                 self._copy(room, *piece)
             room.seal()
-            filled = room.filled(self._names)
-            sunk = self._store.sink(filled.stored, self._tokens(len(filled.stored)), self._block_tokens)
-            return Filled(filled.stored, (*filled.evicted, *sunk))
+            return room.filled(self._names)
         except (BatonError, OSError) as error:  # the folder is gone
             logger.warning("nothing is kept of a prompt: %s", error)
             return Filled()
         finally:
             room.drop()
+
+    def sink(self, stored: Sequence[str]) -> list[str]:
+        """Copies to disk what `finish` stored, where blocks go there; the names of blocks that had to go for it. Blocks
+        for as long as that takes."""
+        try:
+            return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
+        except (BatonError, OSError) as error:
+            logger.warning("a prompt is not kept on disk: %s", error)
+            return []
 
     def drop(self) -> None:
         """Leaves nothing of what is not about to be sealed. Idempotent."""
@@ -91,10 +99,10 @@ class PrefixFilling:
         _drop(room)
 
     def _taken(self) -> Room | None:
-        """Without a folder nothing is kept, and no job fails."""
+        """Without a folder, or on a disk that fails, nothing is kept, and no job fails."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
-        except BatonError as error:
+        except (BatonError, OSError) as error:
             logger.warning("nothing is kept of a prompt: %s", error)
             return None
 

@@ -22,6 +22,7 @@ from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
 from modeling.node_store import DiskPlace, NodeStore
 from modeling.prefix_store import Filled, Holdings, PrefixStore
+from prefill_workers.block_threads import BlockThreads
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, TimeSpan
 from prefill_workers.prefix_filling import PrefixFilling
@@ -72,6 +73,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         self._host = host
         self.prefixes = prefixes
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._blocks = BlockThreads()
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
         """Joins the next epoch; other calls are served meanwhile."""
@@ -82,7 +84,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
         """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
-        job = job_from_proto(request, self._open_prefix(request))
+        job = job_from_proto(request, await self._open_prefix(request))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
@@ -93,18 +95,19 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         filled = Filled()
         try:
             if filling is not None and len(job.ranks) > 1:
-                await asyncio.to_thread(filling.take)
+                await self._blocks.run(filling.take)
             report = await self._compute(job, outlet, session)
             summary = await session.result()
             if outlet.firsts:
                 await client.commit(lease.ref, outlet.firsts)
             if filling is not None:
-                filled = await asyncio.to_thread(filling.finish)
+                filled = await self._blocks.run(filling.finish)
+                self._blocks.sink(partial(filling.sink, filled.stored))
         finally:
             session.cancel()
             if filling is not None:
                 filling.drop()
-        return report_to_proto(report, summary, filled)
+        return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
         """Answers a heartbeat."""
@@ -133,7 +136,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
-        """Closes the channels to all receivers of KV; once no call runs."""
+        """Closes the channels to all receivers of KV, and ends work on blocks; once no call runs."""
+        await asyncio.to_thread(self._blocks.close)
         for channel in self._channels.values():
             await channel.close()
         self._channels.clear()
@@ -154,13 +158,14 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             if not computed.done():
                 self._engine.cancel(job.number)
 
-    def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
+    async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
         """Mapped as long as the job, or its push, needs it. Raises what PrefixStore.open raises."""
         if not request.prefix_blocks:
             return ()
         if self.prefixes is None:
             raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
-        return self.prefixes.open(request.prefix_blocks, _block_tokens(request))
+        names, block_tokens = tuple(request.prefix_blocks), _block_tokens(request)
+        return await self._blocks.run(partial(self.prefixes.open, names, block_tokens))
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
         """None where nothing is to be kept: by all ranks but the last, and on a node without a prefix store."""

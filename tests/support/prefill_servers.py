@@ -17,6 +17,7 @@ from baton.types import Lease, TokenRange
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from modeling.decoder import Decoder
+from modeling.node_store import DiskPlace
 from prefill_workers.servicer import PrefillServer
 from tests.support.kv_loopback import Loopback, loopback
 from tests.support.prefixes import PLENTY
@@ -82,14 +83,19 @@ class Ranks:
 
 
 @asynccontextmanager
-async def two_ranks(prefix_folder: Path | None = None) -> AsyncIterator[Ranks]:
+async def two_ranks(prefix_folder: Path | None = None, prefix_disk: DiskPlace | None = None) -> AsyncIterator[Ranks]:
     torch.set_num_threads(1)
     decoder = random_decoder(num_layers=3)
     async with AsyncExitStack() as stack:
         receiver = await stack.enter_async_context(loopback(layout=decoder.layout))
         servers = [
             await PrefillServer.start(
-                decoder, clock=SystemClock(), host=HOST, prefix_folder=prefix_folder, prefix_bytes=PLENTY
+                decoder,
+                clock=SystemClock(),
+                host=HOST,
+                prefix_folder=prefix_folder,
+                prefix_bytes=PLENTY,
+                prefix_disk=prefix_disk,
             )
             for _ in range(2)
         ]

@@ -165,6 +165,21 @@ def test_the_last_group_that_generates_is_reloaded_behind_a_stand_in(
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)  # three groups, one after another
+def test_a_cluster_whose_groups_have_all_left_outlives_its_supervisor(cluster: ServedCluster, client: Client) -> None:
+    names = _names(client)
+    for name in names:
+        assert cluster.command("drain", name).returncode == 0
+    victim = supervisor(cluster.ray_folder)
+    os.kill(victim, signal.SIGKILL)
+    until(lambda: bool(supervisors(cluster.ray_folder) - {victim}))
+    for name in names:
+        assert cluster.command("drain", name, "--undo").returncode == 0
+    assert _names(client) == names
+    _until_sound(client)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)  # three groups, one after another
 def test_other_weights_are_taken_by_all_groups(
     cluster: ServedCluster, client: Client, smollm2: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,18 @@ async def test_a_resumed_request_continues_the_stream(client: Client) -> None:
     assert (ids_in(rest), rest[0].index) == (whole[3:], 3)
 
 
+async def test_scores_that_fit_into_no_message_end_their_own_stream(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("generate_workers.servicer._MAX_EVENT_BYTES", 2000)
+    other = client.open(prompt(12))
+    scored = client.open(prompt(60), dataclasses.replace(SHORT, prompt_logprobs=5))
+    with pytest.raises(InvalidArgumentError, match="prompt_logprobs of 60 tokens"):
+        await read(scored)
+    assert ids_in(await read(other)) == reference_ids(client.decoder, prompt(12), SHORT)
+    await eventually(client.num_streams, lambda number: number == 0, within_s=5)
+
+
 async def test_streams_of_many_clients_do_not_mix(client: Client) -> None:
     answers = await asyncio.gather(*(read(client.open(prompt(10 + 9 * n))) for n in range(3)))
     for n, events in enumerate(answers):

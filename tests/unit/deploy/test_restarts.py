@@ -56,5 +56,10 @@ def test_the_next_life_is_due_after_the_pause(restarts: Restarts, clock: ManualC
     assert restarts.is_due
 
 
+def test_the_first_start_may_have_to_wait_too(clock: ManualClock) -> None:
+    restarts = Restarts(BACKOFF, clock, num_at_once=0)
+    assert [restarts.ended() for _ in range(4)] == [1, 2, 4, 5]
+
+
 def test_a_crash_loop_without_end_stays_at_the_cap(restarts: Restarts) -> None:
     assert [restarts.ended() for _ in range(2000)][-1] == 5.0

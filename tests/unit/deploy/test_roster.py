@@ -1,9 +1,11 @@
 """Groups leave and come back one by one while the others serve, as orders say, and whatever fails on the way."""
 
+import asyncio
+
 import pytest
 
 from baton.errors import ModelError, UnavailableError
-from orchestrator.membership import AbsentGroup, Members, Orders
+from orchestrator.membership import AbsentGroup, GenerationGroup, Members, Orders
 from tests.support.rosters import NUM_RANKS, SupervisedCluster, supervised
 from tests.support.tiny_models import random_decoder
 
@@ -80,8 +82,8 @@ async def test_a_group_that_cannot_be_started_is_told_and_tried_again() -> None:
         await until(made, AbsentGroup("generate-1", "generate", starts=True, error="no such model"))
         await until(made)
         assert [line for line in made.reports if "could not be started" in line] == [
-            "generate-1 could not be started (no such model): next try in 0 s",
-            "generate-1 could not be started (not yet): next try in 0.1 s",
+            "generate-1 could not be started (no such model): next try in 0.1 s",
+            "generate-1 could not be started (not yet): next try in 0.2 s",
         ]
         assert made.members.view.generation[1].ready
 
@@ -94,6 +96,36 @@ async def test_without_room_a_group_waits_until_it_is_not_wanted_any_more() -> N
         await until(made, AbsentGroup("generate-1", "generate", starts=True, error="no room for generate-1"))
         await send_away(made, "generate-1")
         await made.room.release("stranger")
+
+
+@pytest.mark.parametrize("undone", [False, True])
+async def test_a_group_that_could_not_be_ended_is_ended_again_or_starts_anew(
+    undone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with supervised() as made:
+        before = made.view().generation[1]
+        release = made.room.release
+
+        async def fail(group: str) -> None:
+            monkeypatch.setattr(made.room, "release", release)
+            if undone:
+                made.members.undrain(group)
+            raise UnavailableError("the room is not there")
+
+        monkeypatch.setattr(made.room, "release", fail)
+        made.members.drain("generate-1")
+        made.members.dismiss("generate-1")
+        if undone:
+            assert await made.members.until(lambda: is_another(made, before) or None, 20)
+        else:
+            await until(made, LEFT)
+            assert "generate-1" not in made.room.taken
+
+
+def is_another(made: SupervisedCluster, before: GenerationGroup) -> bool:
+    """The group of that name is there and ready in a later life."""
+    present = [group for group in made.members.present.generation if group.name == before.name]
+    return any(group.ready and group.life != before.life for group in present)
 
 
 async def test_the_next_supervisor_finds_those_that_stay_and_ends_what_is_left_of_those_that_left() -> None:
@@ -115,8 +147,10 @@ async def test_a_next_life_goes_on_with_what_comes_up_and_gives_up_when_nothing_
     try:
         assert [group.name for group in made.cluster.groups] == ["generate-1"]
         assert made.roster.absent[0] == AbsentGroup("generate-0", "generate", starts=True, error="first")
-        made.roster.follow(away("prefill-0"))
+        made.members.keep_orders(away("prefill-0"))
+        supervising = asyncio.create_task(made.supervise())
         await until(made, AbsentGroup("prefill-0", "prefill"))
+        supervising.cancel()
     finally:
         await made.close()
     made.begin_life()
@@ -140,6 +174,19 @@ async def test_a_stand_in_comes_and_leaves_for_good() -> None:
         made.members.dismiss("generate-2")
         assert await made.members.until(lambda: made.members.orders == away("generate-1") or None, 20)
         await until(made, LEFT)
+        assert "generate-2" not in made.room.taken
+
+
+async def test_a_stand_in_that_is_given_up_is_forgotten_once_it_is_away() -> None:
+    async with supervised() as made:
+        made.room.num_places += 1
+        made.members.stand_in("generate-0")
+        await until(made, AbsentGroup("generate-2", "generate", starts=True))
+        made.members.give_up("generate-2")
+        kept = made.members.orders
+        assert kept.stand_ins == kept.leaving == frozenset({"generate-2"})  # a next supervisor would end it
+        assert await made.members.until(lambda: made.members.orders == Orders() or None, 20)
+        await until(made)
         assert "generate-2" not in made.room.taken
 
 

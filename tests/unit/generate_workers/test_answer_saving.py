@@ -1,5 +1,7 @@
 """Answers are stored while their rows hold their slots: whole blocks, right bytes, and nothing of what is given up."""
 
+import math
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,7 +14,9 @@ from baton.ids import RequestId
 from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenRange
+from generate_workers.memory import MemoryLimits
 from generate_workers.rows import GenerationRequest, Ticket
+from modeling.kv_memory import PAGE_BYTES
 from modeling.prefix_store import Filled, PrefixStore
 from tests.support.chains import until
 from tests.support.generation import Collector, Harness, eos_decoder, harness, prefilled, prompt
@@ -131,11 +135,90 @@ def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
             made.engine.cancel(asked.ticket)
             made.engine.step()
             ledger = made.slots.ledger()
-            assert (ledger.num_active, ledger.num_quarantined, ledger.balances) == (0, 1, True)
+            assert (ledger.num_active, ledger.balances) == (0, True)
+            assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
             assert asked.filled == [Filled()]
         until(lambda: made.slots.ledger().is_empty, 1.0)
         assert not blocks_in(folder)
         assert asked.events.finish is FinishReason.LENGTH
+
+
+def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            first = ask(made)
+            made.run(first.events)
+            until(lambda: not waiting(made), 5.0)  # it has begun
+            second = ask(made)
+            made.run(second.events)
+            assert (made.slots.ledger().num_active, waiting(made)) == (2, 1)
+            assert made.engine.num_saving(second.ticket) == 1
+            made.engine.cancel(second.ticket)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.num_quarantined, waiting(made)) == (1, 0, 0)
+            assert (second.filled, made.engine.num_saving(second.ticket)) == ([Filled()], 0)
+        assert len(first.until_told().stored) == 3
+
+
+def test_a_saver_outlives_what_nobody_expects(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = threading.Event()
+
+    def fail(*_: object) -> None:
+        reached.set()
+        raise RuntimeError("unheard of")
+
+    below = store_in(tmp_path, DECODER.layout)
+    store = store_in(folder, DECODER.layout)
+    store.below = below
+    monkeypatch.setattr(store, "sink", fail)
+    with harness(decoder=DECODER, store=store) as made:
+        for _ in range(2):
+            assert len(ask(made).until_told().stored) == 3
+        assert reached.wait(5)
+        assert made.engine._saver is not None and not made.engine._saver.is_busy
+
+
+def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, store = threading.Event(), store_in(folder, DECODER.layout)
+    store.below = store_in(tmp_path, DECODER.layout)
+    monkeypatch.setattr(store, "sink", lambda *_: opened.wait(30))
+    with harness(decoder=DECODER, store=store) as made:
+        try:
+            for salt in ("a", "b"):
+                assert len(ask(made, naming=BlockNaming(BLOCK, salt)).until_told().stored) == 3
+            assert made.slots.ledger().is_empty
+        finally:
+            opened.set()
+
+
+def test_a_saver_whose_thread_is_gone_takes_nothing(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        assert made.engine._saver is not None
+        made.engine._saver.close()
+        assert ask(made).until_told() == Filled()
+
+
+def test_what_is_stored_gives_way_before_a_row_that_runs(folder: Path) -> None:
+    store = store_in(folder, DECODER.layout)
+    pages = math.ceil(96 * DECODER.layout.row_bytes / PAGE_BYTES)
+    limits = MemoryLimits(2 * DECODER.layout.num_layers * pages * PAGE_BYTES)
+    with harness(decoder=DECODER, store=store, limits=limits, growth_tokens=1) as made:
+        with store.locked():
+            saved = [ask(made) for _ in range(3)]
+            made.run(*(each.events for each in saved))
+            until(lambda: waiting(made) == 2, 5.0)
+            answer = made.answer(prompt(10), SamplingParams(max_tokens=110, ignore_eos=True))
+            assert answer.finish is FinishReason.LENGTH
+            assert made.engine.status().num_preemptions == 0
+            assert [each.filled for each in saved] == [[Filled()]] * 3
+        until(lambda: made.slots.ledger().is_empty, 5.0)
+
+
+def waiting(made: Harness) -> int:
+    """Answers that nobody has begun to store."""
+    assert made.engine._saver is not None
+    return len(made.engine._saver._waiting)
 
 
 def test_a_store_without_room_keeps_nothing(folder: Path) -> None:

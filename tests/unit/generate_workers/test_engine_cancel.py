@@ -1,5 +1,6 @@
 """Cancelling and closing: in every phase everything is freed within one step; and leases that end under a stream."""
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +12,7 @@ from baton.errors import (
     StaleStampError,
     UnavailableError,
 )
+from baton.ids import SlotId, Stamp
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken
 from generate_workers.rows import Ticket
@@ -189,6 +191,30 @@ def test_a_lease_takes_one_stream_and_keeps_it() -> None:
         assert stream.events == []
         made.engine.cancel(ticket)
         made.run()
+
+
+def test_a_row_is_nobody_else_s_lease() -> None:
+    with harness() as made:
+        _, victim = made.submit(prompt(9), SHORT)
+        made.engine.step()
+        [row] = made.engine._running.rows.values()
+        _, forged = made.submit(prompt(9), LONG, ref=row.ref)
+        made.run()
+        assert (forged.finish, victim.finish) == (FinishReason.ERROR, FinishReason.LENGTH)
+        assert "is another row's" in forged.error
+
+
+def test_a_slot_held_for_a_lease_s_other_choice_is_nobody_else_s_lease() -> None:
+    params = dataclasses.replace(SHORT, n=2)
+    with harness() as made:
+        ref = made.reserve(9, 80, num_choices=2).ref
+        _, choices = made.submit(prompt(9), params, ref=ref)
+        _, forged = made.submit(prompt(9), LONG, ref=LeaseRef(SlotId(ref.slot + 1), Stamp(ref.stamp + 1)))
+        made.run(forged)
+        assert forged.finish is FinishReason.ERROR
+        made.push_and_commit(ref, prompt(9), params)
+        made.run()
+        assert choices.choice(1).finish is FinishReason.LENGTH
 
 
 def test_a_lease_of_another_length_is_refused_and_stays_its_owners() -> None:

@@ -1,7 +1,9 @@
 """Leases that begin with a node's blocks: what is there is right to the byte, what is missing is pushed or computed."""
 
 import asyncio
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -138,6 +140,30 @@ async def test_no_slot_opens_nothing_for_long(slots: SlotTable, store: PrefixSto
     await loader.close()
     await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
     assert blocks_in(folder) == set(NAMES)
+
+
+async def test_blocks_that_are_long_in_copying_keep_no_thread_from_others(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert opened.wait(30)
+
+    stock(store)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    loader = PrefixLoader(slots, store)
+    monkeypatch.setattr(loader, "_copy", wait)
+    lease = await loader.reserve(SPEC)
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.to_thread(begun.wait)
+            assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
+    finally:
+        opened.set()
+    await loader.close()
+    slots.abort(lease.ref)
 
 
 async def test_a_name_that_is_none_is_refused(slots: SlotTable, store: PrefixStore) -> None:

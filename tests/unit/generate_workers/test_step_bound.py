@@ -1,6 +1,8 @@
 """What steps take, learnt from steps; and how much prefill fits beside rows that decode."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -108,6 +110,9 @@ def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
     turn = 0
     while num_tokens - start > 1:  # a last token alone is a row's that decodes
         plan = run(batcher)
+        if not plan.prefill_work:  # to learn
+            assert turn % 32 == 0 and turn
+            plan = run(batcher)
         (chunk,) = (span.tokens for span in plan.spans if span.slot == newcomer)
         assert len(chunk) >= min(16, num_tokens - start)
         if turn > 20:  # the rate is known by then; before, chunks are small
@@ -116,6 +121,37 @@ def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
             took_s = step_s(plan.decoding, plan.prefill_work)
             assert took_s <= max(stretch * decode_s * 1.05, decode_s + least_s) + 1e-9
         start, turn = chunk.end, turn + 1
+
+
+@pytest.mark.parametrize("row_s", [5e-4, 5e-3])
+def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_decoded_alone(row_s: float) -> None:
+    def took_s(plan: StepPlan) -> float:
+        return step_s(plan.decoding, plan.prefill_work) + plan.decoding.num_rows * (row_s - ROW_S)
+
+    def step() -> StepPlan:
+        plan = batcher.plan()
+        batcher.ran(plan)
+        for span in plan.spans:
+            if span.samples:
+                batcher.sampled(span.slot)
+        batcher.took(plan, took_s(plan))
+        return plan
+
+    batcher = Batcher(512, StepBound(1.5), PrefillWork())
+    batcher.join(SlotId(0), num_cached=0, num_known=100)
+    for _ in range(10):
+        step()  # one row, alone
+    for slot in range(1, 25):
+        batcher.join(SlotId(slot), num_cached=0, num_known=40)
+    batcher.join(SlotId(99), num_cached=0, num_known=100_000)
+    plans = [step() for _ in range(400)]
+    assert all(before.prefill_work or after.prefill_work for before, after in itertools.pairwise(plans))
+    mixed = [plan for plan in plans[200:] if plan.prefill_work]
+    assert len(mixed) > 0.95 * 200
+    for plan in mixed:
+        assert plan.decoding.num_rows == 25
+        decode_s = took_s(replace(plan, prefill_work=0.0))
+        assert 1.3 * decode_s < took_s(plan) < 1.6 * decode_s
 
 
 def test_without_rows_the_whole_budget_is_prefilled() -> None:

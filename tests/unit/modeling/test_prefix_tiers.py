@@ -1,16 +1,20 @@
 """A prefix store with another one below it, on disk: what is evicted comes back, and each keeps its bound."""
 
+import errno
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
 
 from baton.clock import ManualClock
+from baton.errors import StalePrefixError
 from baton.types import TokenRange
 from modeling.kv_buffers import KvBuffer
 from modeling.prefix_store import PrefixStore
-from tests.support.prefixes import blocks_in, file_bytes, keep, prefix_folder, store_in
+from tests.support.prefixes import blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
 from tests.support.tiny_models import random_decoder
 
 LAYOUT = random_decoder().layout
@@ -85,11 +89,47 @@ def test_each_tier_keeps_its_bound(tiers: PrefixStore, folder: Path, tmp_path: P
     assert (len(blocks_in(folder)), len(blocks_in(tmp_path))) == (2, 4)
 
 
-def test_what_is_gone_before_it_is_sunk_leaves_nothing(tiers: PrefixStore, folder: Path, tmp_path: Path) -> None:
-    keep(tiers, filled(2 * BLOCK), ["a", "b"])
-    (folder / "b").unlink()
+@pytest.mark.parametrize(("gone", "num_sunk"), [("a", 0), ("b", 1)])
+def test_blocks_sink_up_to_the_first_that_is_gone(
+    tiers: PrefixStore, folder: Path, tmp_path: Path, gone: str, num_sunk: int
+) -> None:
+    kv = filled(2 * BLOCK)
+    keep(tiers, kv, ["a", "b"])
+    (folder / gone).unlink()
     assert tiers.sink(["a", "b"], TokenRange(0, 2 * BLOCK), BLOCK) == []
-    assert blocks_in(tmp_path) == set()
+    assert blocks_in(tmp_path) == set("ab"[:num_sunk])
+    assert same(tiers.open_leading(["a"], BLOCK).blocks, kv) if num_sunk else not tiers.has("a")
+
+
+def test_what_was_read_from_disk_needs_it_no_more(tiers: PrefixStore, tmp_path: Path) -> None:
+    kv, _ = sunk(tiers, ["a", "b"])
+    sunk(tiers, ["c", "d"], seed=1)
+    read = tiers.open(["a", "b"], BLOCK)
+    for name in "ab":
+        (tmp_path / name).chmod(0o600)
+        (tmp_path / name).write_bytes(bytes(SIZE))
+    assert not mapped(tmp_path)
+    assert same(read, kv)
+
+
+def test_a_disk_that_fails_has_nothing(tiers: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv, _ = sunk(tiers, ["a", "b"])
+    sunk(tiers, ["c", "d"], seed=1)
+    whole, seen = os.preadv, os.stat
+
+    def fails(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(StalePrefixError, match="block a cannot be had"):
+        tiers.open(["a", "b"], BLOCK)
+    assert tiers.open_leading(["a"], BLOCK).blocks == ()
+    monkeypatch.setattr(os, "preadv", whole)
+    assert same(tiers.open(["a", "b"], BLOCK), kv)
+    monkeypatch.setattr(os, "stat", fails)
+    has = tiers.has("a")
+    monkeypatch.setattr(os, "stat", seen)
+    assert (has, tiers.has("a")) == (False, True)
 
 
 def test_without_a_store_below_nothing_sinks(folder: Path) -> None:

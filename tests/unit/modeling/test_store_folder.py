@@ -79,3 +79,20 @@ def test_shares_are_of_all_that_fits(parent: Path) -> None:
     assert 0 < 2 * share_bytes(0.25, parent) <= share_bytes(0.5, parent) + 1
     with pytest.raises(ConfigError, match="cannot be used"):
         share_bytes(0.5, parent / "nowhere")
+
+
+def test_what_another_boot_left_on_disk_is_not_taken_over(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node_folder("c", parent) == node_folder("c", parent)
+    left = node_folder("c", parent)
+    left.mkdir()
+    (left / "block").write_text("perhaps zeros")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(store_folder, "_BOOT_ID", boot)
+    folder = StoreFolder(node_folder("c", parent))
+    sweep(parent)
+    assert folder.path.name.endswith("-c-another") and folder.path.exists() and not left.exists()
+    folder.close()
+    boot.unlink()

@@ -3,7 +3,7 @@ pushed, and tokens are those of a cold start."""
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -231,21 +231,43 @@ async def test_what_memory_has_no_room_for_comes_back_from_disk(folder: Path, tm
     assert not disk.folder.exists()
 
 
-async def test_a_client_that_leaves_while_its_answer_is_stored_frees_the_slot(folder: Path) -> None:
-    async with keeping(None, folder, config=LOCAL, num_ranks=0) as made:
+@pytest.mark.parametrize("num_ranks", [0, 2])
+async def test_a_client_that_leaves_while_its_answer_is_stored_has_had_it(folder: Path, num_ranks: int) -> None:
+    """The request is complete, its group counts it on, and what was stored is known."""
+    config = CONFIG if num_ranks else LOCAL
+    async with keeping(None, folder, config=config, num_ranks=num_ranks) as made:
         store = made.groups[0].prefixes
         assert store is not None
         with store.locked():  # nobody has room meanwhile
             call, got = made.open(made.request(FIRST, PARAMS)), Answer()
             await got.read(call, PARAMS.max_tokens)
+            call.cancel()
+            counted = await eventually(made.metrics, lambda samples: ended(samples) > 0, within_s=5)
+            assert [name for name in counted if "cancelled" in name.lower() and counted[name]] == []
             ledger = made.groups[0].engine.status().ledger
             assert (ledger.num_active, ledger.balances) == (1, True)
-            call.cancel()
-            await eventually(
-                lambda: asyncio.sleep(0, made.groups[0].slots.ledger()), lambda now: now.num_active == 0, within_s=2
-            )
+            assert made.members.load("group-0").num_slots == 1
         await made.until_empty()
-        assert not blocks_in(folder)
+        assert len(blocks_in(folder)) == 5
+        second = await answer(made, (*FIRST, *got.token_ids, 1, 2), SHORT)
+        assert second.num_pushed == (12 if num_ranks else 0)
+
+
+async def test_a_deadline_that_passes_while_an_answer_is_stored_is_nobody_s(folder: Path) -> None:
+    async with keeping(None, folder, config=LOCAL, num_ranks=0) as made:
+        store = made.groups[0].prefixes
+        assert store is not None
+        deadline_s = made.server.controller._clock.now_s() + 0.9
+        with store.locked():
+            spec = GenerateSpec(RequestId("r"), FIRST, SHORT, deadline_s=deadline_s)
+            *_, finished = [event async for event in made.server.controller.generate(spec)]
+        assert isinstance(finished, Finished)
+        assert (finished.error, [reason.value for reason in finished.reasons]) == (None, ["length"])
+
+
+def ended(samples: Mapping[str, float]) -> float:
+    """Requests that have."""
+    return sum(value for name, value in samples.items() if name.startswith("baton_requests_total"))
 
 
 async def test_what_was_stored_is_told_to_the_next_orchestrator(folder: Path) -> None:

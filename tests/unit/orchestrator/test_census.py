@@ -1,6 +1,11 @@
 """A leak is what was unknown all the time, for over two seconds; where the workers are real: tests/system."""
 
-from orchestrator.census import LEAK_S, Excess
+import asyncio
+
+from baton.clock import SystemClock
+from orchestrator.census import LEAK_S, Census, Excess
+from orchestrator.clients import Clients
+from orchestrator.membership import ClusterView, GenerationGroup, Members
 
 
 def test_what_is_unknown_for_long_is_leaked() -> None:
@@ -45,3 +50,26 @@ def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
     excess.observe(0.0, -3)
     excess.observe(LEAK_S, -3)
     assert excess.num_leaked == 0
+
+
+async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question() -> None:
+    connected, gone = asyncio.Event(), asyncio.Event()
+
+    async def answer_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await gone.wait()
+        writer.close()
+
+    async with await asyncio.start_server(answer_nothing, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        members, clients = Members(), Clients()
+        census = Census(members, clients, SystemClock())
+        members.update(ClusterView(generation=(GenerationGroup("group", f"127.0.0.1:{port}", "layout", 4, 100),)))
+        asking = asyncio.create_task(census.ask())
+        await connected.wait()
+        members.update(ClusterView())
+        await census.ask()
+        gone.set()
+        await asking
+        await clients.prune(())
+    assert census.groups() == ()

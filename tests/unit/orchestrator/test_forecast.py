@@ -14,7 +14,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.forecast import ChainForecast, Turnover, predict_wait_s
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
-from tests.support.planners import linear_planner
+from tests.support.planners import deciding_planner, linear_planner
 
 STATIC = OrchestratorConfig(elastic=False, block_tokens=32)
 GROUP = PrefillGroup("chain", ("h:1", "h:2"), Epoch(1), prefix_store="node")
@@ -111,6 +111,20 @@ def test_what_is_cached_need_not_be_computed() -> None:
 @pytest.mark.parametrize("prefill", [(), (replace(GROUP, ready=False),)])
 def test_what_a_generation_group_prefills_counts_as_nothing(prefill: tuple[PrefillGroup, ...]) -> None:
     assert Cluster(prefill=prefill).chain_s(request(200)) == 0.0
+
+
+def test_the_best_group_that_could_take_it_counts() -> None:
+    cluster, record = Cluster(), request(200)
+    away = GenerationGroup("away", "h:8", "layout", 4, 8192, ready=False, prefix_store="away")
+    full = GenerationGroup("full", "h:7", "other layout", 0, 8192, prefix_store="full")
+    cluster.chooser = Chooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
+    cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
+    for group in (away, full):
+        names = PromptBlocks.of(record.prompt_ids, 32, group.layout_fingerprint, record.prefix_salt).names
+        cluster.chooser.prefixes.use(group.prefix_store, names)
+    assert cluster.chain_s(record) > 0.08  # nothing is cached at the one group with room
+    cluster.members.update(ClusterView((), (away, full)))
+    assert 0 < cluster.chain_s(record) < 0.01  # none has room: once it has
 
 
 def test_a_scored_prompt_takes_no_chain() -> None:

@@ -16,7 +16,9 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
+from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.gateway import SERVICE, Gateway, ask_model
 from tests.support.eventually import eventually
 from tests.support.scripted_orchestrator import MODEL, STATE, Fault, ScriptedOrchestrator, serving, text_of
@@ -184,6 +186,45 @@ async def test_a_stop_lets_streams_end_in_time(tokenizer: Tokenizer) -> None:
         with pytest.raises(UnavailableError, match="shutting down"):
             await hanging.collect()
         await stopping
+
+
+async def test_a_gateway_that_ends_turns_new_connections_away_at_once(tokenizer: Tokenizer) -> None:
+    service = ScriptedOrchestrator([Fault(after=2, hang=True)])
+    async with (
+        serving(service) as target,
+        gateway_of(target, tokenizer) as gateway,
+        AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as client,
+        make_channel(f"{HOST}:{gateway.port}") as channel,
+    ):
+        hanging = client.generate("Hi", max_tokens=5)
+        await anext(hanging)
+        gateway._watch.cancel()  # the scripted one says nothing of its health
+        await gateway._shown.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
+        watching = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+        said = aiter(watching)
+        while (await anext(said)).status != health_pb2.HealthCheckResponse.SERVING:
+            pass
+        stopping = asyncio.create_task(gateway.stop(grace_s=5.0))
+        assert (await asyncio.wait_for(anext(said), 3)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as late:
+            with pytest.raises(UnavailableError):
+                await asyncio.wait_for(late.model(), 3)
+        assert not stopping.done()
+        hanging.cancel()
+        await asyncio.wait_for(stopping, 4)  # for a second after the last stream, though a client still watches
+
+
+async def test_a_deadline_beyond_its_field_is_the_longest(tokenizer: Tokenizer) -> None:
+    service = ScriptedOrchestrator()
+    async with (
+        serving(service) as target,
+        gateway_of(target, tokenizer) as gateway,
+        make_channel(f"{HOST}:{gateway.port}") as channel,
+    ):
+        request = pb.GenerateRequest(prompt=b"Hi", sampling=common_pb2.SamplingParams(max_tokens=1))
+        call = OrchestratorStub(channel).Generate(request, timeout=60 * 24 * 3600)
+        assert [event async for event in call]
+    assert service.requests[0].deadline_ms == 2**32 - 1
 
 
 async def test_model_and_state_are_the_orchestrators(tokenizer: Tokenizer) -> None:

@@ -144,6 +144,18 @@ def test_a_stand_in_has_a_free_number_and_is_forgotten_when_it_has_left() -> Non
     assert members.orders == Orders(stand_ins=frozenset({"g-3"}), models=dict.fromkeys(("g-0", "g-3"), "/new"))
 
 
+def test_a_stand_in_that_is_given_up_before_it_is_there_stays_in_the_orders_until_it_is_away() -> None:
+    members = members_of(replace(GROUP, name="g-0"))
+    members.hear_kept(Orders())
+    made = members.stand_in("g-0")
+    members.give_up(made)
+    only = frozenset({made})
+    assert members.orders == Orders(drained=only, leaving=only, stand_ins=only)
+    members.update(replace(members.present, absent=(AbsentGroup(made, "generate"),)))
+    members.give_up(made)
+    assert members.orders == Orders()
+
+
 def test_a_group_loads_another_model_when_it_comes_back_and_not_while_it_is_there() -> None:
     members = members_of(GROUP)
     with pytest.raises(UnavailableError, match="g has workers, which keep their model: drain it first, without --keep"):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from baton.status import translate_rpc_errors
 from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.breakers import BreakerPolicy, Breakers, RetryBudget
+from orchestrator.membership import Orders
 from tests.support.eventually import eventually
 from tests.support.generation import prompt, reference_ids
 from tests.support.orchestrators import CLOCK, HASTY, Answer, Relay, relay
@@ -132,6 +134,35 @@ async def test_a_drain_of_a_group_that_goes_meanwhile_ends(pair: Relay) -> None:
     assert {state.num_requests for state in [first, *[state async for state in told]]} == {1}
     pair.members.update(view)
     call.cancel()
+
+
+async def test_a_drain_that_is_undone_while_it_is_told_ends_no_group(pair: Relay) -> None:
+    overview = pair.server.controller.overview
+    pair.members.hear_kept(Orders(drained=frozenset({"group-0"})))
+    async with aclosing(overview.drain("group-0", leave=True)) as states:
+        assert (await anext(states)).is_drained
+        pair.members.undrain("group-0")
+        assert [state.is_drained async for state in states] == [False]
+    assert pair.members.orders == Orders()
+
+
+async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: Relay) -> None:
+    view = pair.view()
+    dead = replace(view.generation[0], endpoint="127.0.0.1:1", ready=False)
+    pair.members.update(replace(view, generation=(dead, *view.generation[1:])))
+    (state,) = await asyncio.wait_for(drain(pair, "group-0"), 10)
+    assert (state.is_drained, state.num_free) == (True, 0)
+    pair.members.update(view)
+
+
+async def test_a_group_is_wanted_again_once_the_supervisor_knows(pair: Relay) -> None:
+    await drain(pair, "group-0")
+    pair.members.hear_kept(pair.members.orders)
+    undoing = asyncio.create_task(pair.server.controller.overview.undrain("group-0"))
+    done, _ = await asyncio.wait({undoing}, timeout=0.1)
+    assert not done and pair.members.orders == Orders()
+    pair.members.hear_kept(pair.members.orders)
+    assert not (await asyncio.wait_for(undoing, 5)).is_drained
 
 
 async def test_without_a_supervisor_no_group_leaves(pair: Relay) -> None:

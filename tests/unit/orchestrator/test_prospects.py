@@ -158,6 +158,63 @@ async def test_a_group_that_is_slower_than_predicted_is_predicted_so() -> None:
     assert placement.reason == "chain_faster"
 
 
+async def test_a_prefill_that_is_overdue_is_not_done() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    first = request(1000)
+    assert (await cluster.place(first)).is_local
+    first.place(cluster.clock.unix_ns())
+    cluster.clock.advance(10.0)
+    placement = await cluster.place(request(100, first=1))
+    assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 / 4)
+
+
+async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
+    planner = planner_of(
+        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
+        max_ranks=1,
+        steps=deciding_planner().steps,
+        local=LocalPrefill(2.0, 2.0, 256),
+    )
+    cluster = Cluster(planner, replace(CONFIG, disaggregation="never"))
+    cluster.members.memory["group"] = KvLedger(10_000, 0)
+    record = request(100)
+    await cluster.place(record)
+    record.place(cluster.clock.unix_ns())
+    cluster.clock.advance(30.0)
+    record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", cluster.clock.unix_ns(), None))
+    await cluster.place(request(100, first=1))
+    assert planner.local_factor == 1.0
+
+
+async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> None:
+    planner = planner_of(
+        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
+        max_ranks=1,
+        steps=deciding_planner().steps,
+        local=LocalPrefill(2.0, 2.0, 256),
+    )
+    cluster = Cluster(planner)
+    assert (await cluster.place(request(100))).reason == "local_faster"
+    cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
+    assert (await cluster.place(request(100, first=1))).reason == "not_predicted"
+
+
+async def test_a_group_that_was_slow_is_tried_again_after_many_decisions() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    cluster.planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    record = request(100)
+    assert (await cluster.place(record)).reason == "chain_faster"
+    reasons = [(await cluster.place(record)).reason for _ in range(100)]
+    assert reasons[-1] == "local_faster"
+
+
+async def test_a_prompt_that_is_scored_is_computed_from_its_beginning() -> None:
+    cluster, record = Cluster(), request(100, replace(PARAMS, prompt_logprobs=1))
+    cluster.chooser.prefixes.use("group", cluster.chooser.blocks(record, GROUP.layout_fingerprint).names)
+    placement = await cluster.place(record)
+    assert placement.local is not None and placement.local.prefill_s == pytest.approx(alone_s(100))
+
+
 async def test_an_attempt_that_has_ended_is_in_nobody_s_way() -> None:
     cluster = Cluster(deciding_planner(speed=2.0))
     record = request(1000)

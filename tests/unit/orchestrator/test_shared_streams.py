@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -195,6 +196,21 @@ async def test_the_call_ends_with_its_last_stream(served: Served) -> None:
     await asyncio.wait_for(call.ended.wait(), 10)
     one.cancel()
     assert not await call.left()
+
+
+async def test_a_call_that_cannot_be_made_is_an_error_of_the_read_and_the_next_makes_its_own(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise RuntimeError("no such channel")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(served.streams, "_stub", SimpleNamespace(Streams=fail))
+        with pytest.raises(UnavailableError, match="no such channel"):
+            await asyncio.wait_for(served.streams.open(pb.StreamRequest(number=1)).read(), 10)
+    call, (two,) = await served.open(2)
+    call.say(end(2))
+    assert await two.read() is None
 
 
 async def test_nobody_there_is_an_error_of_the_read() -> None:

@@ -13,9 +13,11 @@ from baton.types import TokenRange
 from planning.calibration import Calibration, nominal
 from planning.cost_model import BATON, CostModel, Link
 from planning.hardware import cpu_rank
+from planning.local_prefill import LocalPrefill
 from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
 from planning.search import search
+from planning.step_times import nominal_steps
 from planning.wavefront import chain_ttft, reference
 from tests.support.planners import deciding_planner, planner_of
 
@@ -207,7 +209,36 @@ def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -
     assert found is not None and found[1] == pytest.approx((0.5 + 3) * 0.02)
     planner.observe_local(observed_s=3.0, predicted_s=1.0)
     assert planner.local_s(TokenRange(0, 100), 0, 0) == pytest.approx((1.5 * alone_s, 0.0))
+    assert planner.local_s(TokenRange(0, 100), 3, 50) == pytest.approx((1.5 * alone_s, 3 * found[1]))
     assert planner.local_factor == pytest.approx(3.0)
+
+
+def local_planner() -> ChainPlanner:
+    """By nominal costs, which jobs correct."""
+    planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512, local=LocalPrefill(1.0, 2.0, 256))
+    planner.use_steps(nominal_steps("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes)))
+    return planner
+
+
+def test_what_a_local_prefill_took_is_corrected_once() -> None:
+    planner, tokens = local_planner(), TokenRange(0, 400)
+    nominal_s = sum(planner.rank_s((tokens,)))
+    planner.observe("chain", done(planner, 400, slower=3.0))
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
+    planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))
+    planner.use(ASSUMED)
+    assert planner.local_s(tokens, 0, 0) == pytest.approx((nominal_s, 0.0))
+
+
+def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
+    planner = local_planner()
+    planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    num_decisions = 0
+    while planner.local_factor > 1:
+        planner.pass_over_local()
+        num_decisions += 1
+    assert 10 < num_decisions < 1000
 
 
 def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from baton.clock import ManualClock
 from baton.types import KvLayout, TokenRange
 from modeling.kv_buffers import KvBuffer
 from modeling.prefix_store import Filled, PrefixStore
 from prefill_workers.prefix_filling import PrefixFilling
-from tests.support.prefixes import blocks_in, file_bytes, keep, prefix_folder, store_in
+from tests.support.prefixes import PLENTY, blocks_in, file_bytes, keep, prefix_folder, store_in
 
 LAYOUT = KvLayout("model", 2, 1, 4, "float32")
 START, BLOCK = 4, 4
@@ -127,4 +128,31 @@ def test_without_its_folder_nothing_is_kept_and_nothing_fails(
     folder.mkdir()  # too late: earlier rows have passed
     assert filled.finish() == Filled()
     assert blocks_in(folder) == set()
+    assert "nothing is kept of a prompt" in caplog.text
+
+
+def test_a_disk_that_fails_takes_nothing_from_what_is_in_memory(
+    folder: Path, tmp_path: Path, kv: KvBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    below = store_in(disk, LAYOUT)
+    store = PrefixStore(folder, LAYOUT, bound_bytes=PLENTY, clock=ManualClock(1e9), below=below)
+    disk.rmdir()
+    filled = filling(store)
+    compute(filled, kv, START)
+    assert filled.finish() == Filled(NAMES)
+    assert filled.sink(NAMES) == []
+    assert "a prompt is not kept on disk" in caplog.text
+    assert kept(store, kv)
+
+
+def test_a_file_system_that_fails_fails_no_job(
+    store: PrefixStore, folder: Path, kv: KvBuffer, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / NAMES[0]).mkdir()  # in the place of a block, where no file can be made or removed
+    filled = filling(store)
+    filled.take()
+    compute(filled, kv, 9)
+    assert filled.finish() == Filled()
     assert "nothing is kept of a prompt" in caplog.text

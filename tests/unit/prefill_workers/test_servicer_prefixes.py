@@ -2,6 +2,9 @@
 
 import asyncio
 import dataclasses
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,10 +14,12 @@ from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
 from baton.ids import Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from baton.v1 import prefill_pb2
+from modeling.node_store import DiskPlace
 from tests.support.chains import cached_prefix, largest_error, reference
 from tests.support.eventually import eventually
 from tests.support.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
 from tests.support.prefixes import PLENTY, blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
+from tests.support.tiny_models import random_decoder
 
 
 async def nothing_mapped(folder: Path) -> None:
@@ -156,6 +161,52 @@ async def test_a_cancelled_job_keeps_nothing() -> None:
             call.cancel()
             await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left, TIMEOUT_S)
             await nothing_mapped(folder)
+
+
+async def test_heartbeats_do_not_wait_for_blocks() -> None:
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            await ranks.start_epoch()
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+            job = behind(ranks.job(await ranks.lease()), 0)
+            with store_in(folder, ranks.decoder.layout).locked():  # the last rank waits for room
+                running = [asyncio.create_task(ranks.run(rank, job)) for rank in (1, 0)]
+                await eventually(lambda: ranks.status(0), lambda status: status.num_jobs == 1, TIMEOUT_S)
+                for _ in range(10):
+                    assert (await ranks.status(1)).num_jobs == 0
+            last, _ = await asyncio.gather(*running)
+            assert tuple(last.stored_blocks) == NAMES
+
+
+async def test_reports_do_not_wait_for_the_disk_and_say_later_what_had_to_go_there(tmp_path: Path) -> None:
+    layout = random_decoder(num_layers=3).layout
+    disk = DiskPlace(tmp_path / "disk", 7 * file_bytes(layout, BLOCK))
+    others = [f"other-{index}" for index in range(7)]
+
+    async def keep_on_disk(ranks: Ranks, folder: Path, names: Sequence[str]) -> set[str]:
+        """What the last rank evicted, as its report says."""
+        lease = await ranks.lease()
+        job = behind(ranks.job(lease), 0)
+        job.keep_blocks[:] = names
+        with store_in(disk.folder, layout).locked():  # nothing sinks
+            _, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
+        ranks.receiver.sink.abort(lease.ref)
+        assert list(last.stored_blocks) == list(names)
+        if names:
+            await eventually(
+                partial(asyncio.to_thread, blocks_in, disk.folder), lambda held: held == set(names), TIMEOUT_S
+            )
+        for name in names:
+            (folder / name).unlink()
+        return set(last.evicted_blocks)
+
+    with prefix_folder() as folder:
+        async with two_ranks(folder, disk) as ranks:
+            await ranks.start_epoch()
+            assert not await keep_on_disk(ranks, folder, others)
+            assert not await keep_on_disk(ranks, folder, NAMES)
+            await eventually(partial(keep_on_disk, ranks, folder, []), lambda gone: gone == set(others), TIMEOUT_S)
+        assert not disk.folder.exists()
 
 
 async def test_the_last_rank_of_a_node_removes_its_folder() -> None:
