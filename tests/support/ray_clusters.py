@@ -78,7 +78,13 @@ def served(cache: Path, model: Path, *assignments: str, address: str = "") -> It
 @contextlib.contextmanager
 def launched(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
     """As `served`, from the command's first moment."""
-    settings = [f"model.name={model}", "model.dtype=float32", "orchestrator.port=0", "generate.num_threads=1"]
+    settings = [
+        *(f"model.name={model}", "model.dtype=float32", "generate.num_threads=1"),
+        *(
+            "orchestrator.port=0",
+            "orchestrator.disaggregation=always",
+        ),  # a crowded machine must not decide who prefills
+    ]
     options = [part for each in (*settings, *assignments) for part in ("--set", each)]
     if address:
         options += ["--address", address]
