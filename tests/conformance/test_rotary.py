@@ -89,7 +89,7 @@ def test_bad_arguments_are_refused(operators: Any) -> None:
     with pytest.raises(RuntimeError, match="bfloat16 or float32"):
         operators.turn_heads(x_TKH.double(), factors_TH, factors_TH)
     with pytest.raises(RuntimeError, match="no multiple"):
-        operators.turn_heads(torch.zeros(2, 3, 40), torch.zeros(2, 40), torch.zeros(2, 40))
+        operators.turn_heads(torch.zeros(2, 3, 36), torch.zeros(2, 36), torch.zeros(2, 36))
     with pytest.raises(RuntimeError, match="cosines and sines"):
         operators.turn_heads(x_TKH, factors_TH[:1], factors_TH)
     with pytest.raises(RuntimeError, match="cosines and sines"):
