@@ -81,7 +81,7 @@ def attention_rate(kernel: Kernel, shape: ModelShape, size: tuple[int, int], sec
     kv = _random(num_keys, 2, shape.num_kv_heads, shape.head_dim)
     rows, causal = KvRows(kv[:, 0], kv[:, 1], 0), num_queries == num_keys
     pairs = num_queries * (num_queries + 1) / 2 if causal else num_queries * num_keys
-    return shape.pair_flops * pairs / _seconds(lambda: kernel(q_TNH, rows, causal, None), seconds)
+    return shape.pair_flops * pairs / _seconds(lambda: kernel(q_TNH, [rows], causal, None), seconds)
 
 
 def stream_rate(seconds: float) -> float:

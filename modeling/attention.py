@@ -11,7 +11,8 @@ Merging partial results (o1, l1), (o2, l2) with l the log-sum-exp of scores:
 T query tokens, S keys, N heads, G kv heads, R = N / G query heads a kv head, H head dim.
 """
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -20,8 +21,11 @@ from modeling.kernels import native
 from modeling.kernels.products import best_product
 from modeling.kv_buffers import KvRows
 
-Kernel = Callable[[Tensor, KvRows, bool, Tensor | None], tuple[Tensor, Tensor]]
-"""(q_TNH, rows, is_square_causal, mask_TS or None) -> (o_TNH in q's dtype, lse_TN in fp32). True in mask = visible."""
+Partial = tuple[Tensor, Tensor]
+"""Attention over some of the keys: (o_TNH in the queries' dtype, or fp32 once merged; lse_TN in fp32)."""
+Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
+"""(q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, but in the last piece where that is
+causal, and square, and in the only piece where there is a mask: True in it = visible."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
@@ -30,7 +34,29 @@ _NOTHING = -1e30
 """Log-sum-exp over no key: finite, so that two of them merge without NaN."""
 
 
-def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
+def merged(first: Partial, second: Partial) -> Partial:
+    """Attention over the keys of both."""
+    (o_TNH, lse_TN), (other_TNH, other_TN) = first, second
+    total_TN = torch.logaddexp(lse_TN, other_TN)
+    weight_TN1 = (other_TN - total_TN).exp_().unsqueeze(-1)
+    return torch.lerp(o_TNH.float(), other_TNH.float(), weight_TN1), total_TN
+
+
+def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Partial]) -> Kernel:
+    """A Kernel of one that takes a single piece."""
+
+    @functools.wraps(kernel)
+    def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
+        *dense, last = pieces
+        parts = [kernel(q_TNH, each, False, None) for each in dense]
+        o_TNH, lse_TN = functools.reduce(merged, [*parts, kernel(q_TNH, last, causal, mask_TS)])
+        return o_TNH.to(q_TNH.dtype), lse_TN
+
+    return run
+
+
+@piece_by_piece
+def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
     """Torch's flash attention for CPU; grouped heads share K and V by a zero stride, not by copies."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
@@ -52,7 +78,8 @@ def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor 
 _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
-def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
+@piece_by_piece
+def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
     """Plain matmuls with fp32 scores, any device: the reference, and the fallback. Blocked over queries."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
@@ -76,13 +103,14 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
     return torch.cat(outs).to(q_TNH.dtype), torch.cat(lses)
 
 
-def native_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
+def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
     """Ours in C++ for many queries on a CPU (modeling/kernels/prefill_attention.cpp); torch's for all else. To be used
     where `has_native_kernel`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
-        return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
-    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, best_product())
+        return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
+    keys, values = [each.k_SGH for each in pieces], [each.v_SGH for each in pieces]
+    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, keys, values, causal, best_product())
     return o_TNH, lse_TN
 
 
@@ -112,40 +140,53 @@ class Attention:
         self._first = first_position
         self._window = window
         self._kernel = kernel
-        self._o_TNH: Tensor | None = None
-        self._lse_TN: Tensor | None = None
+        self._found: Partial | None = None
 
-    def add(self, rows: KvRows) -> None:
-        """Attends to the keys of `rows`; segments of one attention must not overlap, and one must hold a query's own
-        key. Keys that no query may see are skipped."""
-        num_queries = self._q_TNH.shape[0]
-        if self._window is not None:
-            rows = rows.slice(self._first - self._window + 1, rows.end_position)
-        rows = rows.slice(0, self._first + num_queries)
-        if num_queries == 1 or rows.end_position <= self._first:
-            parts = [rows]
-        else:  # what lies before the first query is dense, the rest masked
-            parts = [rows.slice(0, self._first), rows.slice(self._first, rows.end_position)]
-        for part in parts:
-            if part.k_SGH.shape[0]:
-                self._merge(*self._block(part))
+    def add(self, *segments: KvRows) -> None:
+        """Attends to the keys of `segments`, all that are at hand at once; those of one attention must not overlap, and
+        one must hold a query's own key. Keys that no query may see are skipped."""
+        dense: list[KvRows] = []
+        for rows in segments:
+            for part in self._parts(rows):
+                if self._sees_all(part):
+                    dense.append(part)
+                else:
+                    self._take(self._partly_seen(part, dense))
+        if dense:
+            self._take(self._kernel(self._q_TNH, dense, False, None))
 
     def result(self) -> Tensor:
         """The attention output `[T, N, H]` over all that was added, in the queries' dtype."""
-        assert self._o_TNH is not None, "no visible key was added"
-        return self._o_TNH.to(self._q_TNH.dtype)
+        assert self._found is not None, "no visible key was added"
+        return self._found[0].to(self._q_TNH.dtype)
 
-    def _block(self, rows: KvRows) -> tuple[Tensor, Tensor]:
-        num_queries, num_keys = self._q_TNH.shape[0], rows.k_SGH.shape[0]
-        last = self._first + num_queries - 1
-        window_hides = self._window is not None and rows.first_position <= last - self._window
-        if not window_hides:
-            if rows.end_position <= self._first + 1:
-                return self._kernel(self._q_TNH, rows, False, None)
-            if rows.first_position == self._first and num_keys == num_queries:
-                return self._kernel(self._q_TNH, rows, True, None)
+    def _parts(self, rows: KvRows) -> list[KvRows]:
+        """The keys that some query may see, those before the first query apart from the rest."""
+        if self._window is not None:
+            rows = rows.slice(self._first - self._window + 1, rows.end_position)
+        rows = rows.slice(0, self._first + len(self._q_TNH))
+        parts = [rows.slice(0, self._first), rows.slice(self._first, rows.end_position)]
+        if len(self._q_TNH) == 1 or not len(parts[0].k_SGH):
+            parts = [rows]
+        return [part for part in parts if len(part.k_SGH)]
+
+    def _sees_all(self, rows: KvRows) -> bool:
+        """Whether every query sees every key."""
+        return rows.end_position <= self._first + 1 and not self._is_windowed(rows)
+
+    def _is_windowed(self, rows: KvRows) -> bool:
+        last = self._first + len(self._q_TNH) - 1
+        return self._window is not None and rows.first_position <= last - self._window
+
+    def _partly_seen(self, rows: KvRows, dense: list[KvRows]) -> Partial:
+        """Keys some of which some queries do not see; with a causal square, what has gathered in `dense` as well."""
+        is_square = rows.first_position == self._first and len(rows.k_SGH) == len(self._q_TNH)
+        if is_square and not self._is_windowed(rows):
+            pieces = [*dense, rows]
+            dense.clear()
+            return self._kernel(self._q_TNH, pieces, True, None)
         visible_TS = self._visible(rows)
-        o_TNH, lse_TN = self._kernel(self._q_TNH, rows, False, visible_TS)
+        o_TNH, lse_TN = self._kernel(self._q_TNH, [rows], False, visible_TS)
         blind_T = ~visible_TS.any(1)  # kernels return NaN for a query that sees nothing here; it must weigh nothing
         return o_TNH.masked_fill(blind_T[:, None, None], 0.0), lse_TN.masked_fill(blind_T[:, None], _NOTHING)
 
@@ -158,14 +199,8 @@ class Attention:
             visible_TS &= k_S > q_T1 - self._window
         return visible_TS
 
-    def _merge(self, o_TNH: Tensor, lse_TN: Tensor) -> None:
-        if self._o_TNH is None or self._lse_TN is None:
-            self._o_TNH, self._lse_TN = o_TNH, lse_TN
-            return
-        total_TN = torch.logaddexp(self._lse_TN, lse_TN)
-        weight_TN1 = (lse_TN - total_TN).exp_().unsqueeze(-1)
-        self._o_TNH = torch.lerp(self._o_TNH.float(), o_TNH.float(), weight_TN1)
-        self._lse_TN = total_TN
+    def _take(self, found: Partial) -> None:
+        self._found = found if self._found is None else merged(self._found, found)
 
 
 def attend(
@@ -173,6 +208,5 @@ def attend(
 ) -> Tensor:
     """Attention of `q_TNH` (positions from `first_position`) over all `segments`: `[T, N, H]` in q's dtype."""
     attention = Attention(q_TNH, first_position, window, kernel)
-    for rows in segments:
-        attention.add(rows)
+    attention.add(*segments)
     return attention.result()

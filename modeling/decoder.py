@@ -197,8 +197,7 @@ class Decoder:
             out_TNH[rows.tokens_B] = out_BNH
         for span, where in others:
             attention = self.attention(layer, q_TNH[where], span.tokens.start)
-            for segment in span.segments(layer):
-                attention.add(segment)
+            attention.add(*span.segments(layer))
             out_TNH[where] = attention.result()
         return out_TNH
 

@@ -146,10 +146,11 @@ class ChainJob:
         attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
         attention.add(self._own_kv.rows(layer, relay.own))
         yield layer
-        for piece, tokens in job.cached_pieces:
-            attention.add(piece.rows(layer, tokens))
+        earlier = [piece.rows(layer, tokens) for piece, tokens in job.cached_pieces]
         if len(relay.earlier):
-            attention.add(relay.earlier_rows(layer))
+            earlier.append(relay.earlier_rows(layer))
+        attention.add(*earlier)
+        if len(relay.earlier):
             if relay.target is None:
                 self.outlet.received(layer, relay.earlier, relay.earlier_bytes(layer))
             relay.attended(layer)
@@ -159,7 +160,8 @@ class ChainJob:
         job = self.job
         if self.relay.source is None:
             for piece, tokens in job.cached_pieces:
-                self.outlet.push(layer, tokens, piece.export(layer, tokens))
+                if tokens.end > self.outlet.num_present:
+                    self.outlet.push(layer, tokens, piece.export(layer, tokens))
         self.outlet.push(layer, self.relay.own, self._own_kv.export(layer, self.relay.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:

@@ -5,6 +5,7 @@ Step 4 of a request's way (DESIGN.md, section 4).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
 from math import inf, isfinite
 from typing import Protocol
@@ -64,7 +65,7 @@ class Job:
         """The tokens whose KV nobody computes."""
         return TokenRange(0, self.chunks[0].start)
 
-    @property
+    @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
         """`cached`, as it lies in memory: a piece of `prefix`, and which of its tokens."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
@@ -83,10 +84,15 @@ class Job:
 class KvOutlet(Protocol):
     """Where a rank's own KV leaves to, while the chain still runs. Called on the engine's thread; must not block.
 
+    `num_present`: tokens, from the beginning, that are there already: nobody need push them.
+
     After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
     computation and its last message, both. Nothing follows an `abort`. An exception from any other fails the job with
     it.
     """
+
+    @property
+    def num_present(self) -> int: ...
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """`data` are the rows of `tokens` in `layer`; they never change again."""

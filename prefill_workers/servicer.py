@@ -42,11 +42,11 @@ class PushOutlet:
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.firsts: tuple[SampledToken, ...] = ()
         self._session = session
-        self._num_present = num_present
+        self.num_present = num_present
         self._filling = filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        missing = TokenRange(min(max(tokens.start, self._num_present), tokens.end), tokens.end)
+        missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
         if self._filling is not None:

@@ -101,6 +101,8 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
 class _Outlet:
     """A KvOutlet that keeps the first token only."""
 
+    num_present = 0
+
     def __init__(self) -> None:
         self.first: int | None = None
 

@@ -104,7 +104,7 @@ def _tsp(decoder: Decoder, token_ids: Sequence[int], group: Group, *, dense: boo
 
 def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
     """Attends to keys that no query may see, as a dense kernel does before it masks them."""
-    decoder.kernel(q_TNH, _rows(kv, 0), False, None)
+    decoder.kernel(q_TNH, [_rows(kv, 0)], False, None)
 
 
 @torch.inference_mode()
@@ -163,10 +163,9 @@ def _ring(
             works.append(group.send([current.view(torch.uint8)], (rank + 1) % num_ranks, _TAG))
             works.append(group.recv([spare.view(torch.uint8)], (rank - 1) % num_ranks, _TAG))
         low, high = ranges[owner]
-        for tokens, kv in ((low, current[: len(low)]), (high, current[len(low) : len(low) + len(high)])):
-            for attention, place in zip(queries, places, strict=True):
-                if tokens.start < place.end:  # else later than any of these queries
-                    attention.add(_rows(kv, tokens.start))
+        parts = ((low, current[: len(low)]), (high, current[len(low) : len(low) + len(high)]))
+        for attention, place in zip(queries, places, strict=True):  # without what is later than any of these queries
+            attention.add(*(_rows(kv, tokens.start) for tokens, kv in parts if tokens.start < place.end))
         for work in works:
             work.wait(_FOREVER)
         current, spare = spare, other if turn == 0 else current

@@ -98,7 +98,7 @@ void run(const Problem& p) {
   share_in_order(num_tasks, [&](const auto& take) {
     [[maybe_unused]] typename P::Scope scope;
     Attention<P> attention(p, found);
-    for (int64_t i = take(); i < num_tasks; i = take()) attention.run(tasks[i]);
+    for (int64_t i = take(); i < num_tasks; i = take()) attention.run(tasks[i], i + 1 < num_tasks ? &tasks[i + 1] : nullptr);
   });
   for (const Task *begin = tasks.data(), *last = begin + num_tasks; begin != last;) {
     const Task* end = std::find_if(begin, last, [&](const Task& task) { return task.row != begin->row; });

@@ -62,12 +62,16 @@ class Attention {
     }
   }
 
-  // All keys of a task, for all of its heads: tile by tile, so that memory is read in order.
-  void run(const Task& task) {
+  // All keys of a task, for all of its heads: tile by tile, so that memory is read in order. `next` is done after it.
+  void run(const Task& task, const Task* next) {
     if constexpr (kInTiles) pack_queries(task);
     for (int64_t first = task.first; first < task.end; first += kKeys) {
       const int count = int(std::min<int64_t>(kKeys, task.end - first));
-      look_ahead(task.row, first + count);
+      if (first + count < task.end) {
+        look_ahead(task, first + count);
+      } else if (next) {
+        look_ahead(*next, next->first);
+      }
       if constexpr (kInTiles) {
         attend_in_tiles(task, first, count);
       } else {
@@ -104,11 +108,11 @@ class Attention {
     }
   }
 
-  // The tile after this one, of the row's keys in order, is what is fetched from here on; it may be another task's.
-  void look_ahead(int64_t row, int64_t first) {
+  // A task's tile from `first` on, of keys that lie in order, is what is fetched from here on.
+  void look_ahead(const Task& task, int64_t first) {
     const int64_t key_bytes = 2 * p_.G * H_ * sizeof(Element);
-    const int64_t num = p_.picks ? 0 : std::min<int64_t>(kKeys, p_.lengths[row] - first);
-    ahead_ = reinterpret_cast<const char*>(p_.addresses[row]) + first * key_bytes;
+    const int64_t num = p_.picks ? 0 : std::min<int64_t>(kKeys, task.end - first);
+    ahead_ = reinterpret_cast<const char*>(p_.addresses[task.row]) + first * key_bytes;
     end_ahead_ = ahead_ + num * key_bytes;
   }
 
@@ -235,11 +239,12 @@ class Attention {
   }
 
   // Fetches as much more of the next tile as was read of this one, between products and in memory's order: a head's keys
-  // by themselves are too far apart for the processor's own prefetcher.
+  // by themselves are too far apart for the processor's own prefetcher. Into the second-level cache: the first has no
+  // room for a tile besides the one at work, and keeps fewer lines on their way at once.
   template <class Number>
   void fetch(int count) {
     const char* end = std::min(ahead_ + count * sizeof(Number), end_ahead_);
-    for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 3);
+    for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 2);
   }
 
   // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.

@@ -1,8 +1,9 @@
 // Blocked attention of many queries: what a prefill spends most of its time on.
 //
-// softmax(q k^T / sqrt(H)) v and the log-sum-exp of the scores, dense or causal (query t sees keys 0 to t), grouped
-// heads, bf16 or fp32, sums in fp32. The softmax is online, so scores live in a tile that stays in the first-level cache
-// (Dao et al., FlashAttention, 2022), and a tile that no query sees is never computed.
+// softmax(q k^T / sqrt(H)) v and the log-sum-exp of the scores, grouped heads, bf16 or fp32, sums in fp32. Keys and values
+// come in pieces, each where it lies: dense, but for the last where that is causal (query t sees its keys 0 to t). The
+// softmax is online, so scores live in a tile that stays in the first-level cache (Dao et al., FlashAttention, 2022), and
+// a tile that no query sees is never computed.
 //
 // A task is a kv head and a block of query tokens. The R heads that share the kv head are rows of one matrix: a row is
 // a (token, head) pair, token by token. For each tile of keys, K and V are packed once, as all rows multiply with them:
@@ -17,6 +18,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -28,15 +30,21 @@ constexpr int kBlock = kWide * kLanes;  // keys that are scored at a time
 constexpr int64_t kTaskRows = 288;  // rows that share the packing of a tile, at most; their sums stay in the second-level
                                     // cache
 
-struct Problem {
-  const void* q;
+// Keys and values that lie together.
+struct Piece {
   const void* k;
   const void* v;
+  int64_t S;
+  bool causal;
+};
+
+struct Problem {
+  const void* q;
+  std::vector<Piece> pieces;
   void* o;
   float* lse;
-  int64_t T, S, N, G, R, H;
+  int64_t T, N, G, R, H;
   int64_t q_token, q_head, k_token, k_head, v_token, v_head;
-  bool causal;
   float scale;
 };
 
@@ -60,12 +68,14 @@ class Attention {
   // All keys for the task's queries.
   void run(const Task& task) {
     begin(task);
-    const int64_t num_keys = p_.causal ? std::min(p_.S, task.end) : p_.S;
-    for (int64_t first = 0; first < num_keys; first += kKeys) {
-      const int count = int(std::min<int64_t>(kKeys, num_keys - first));
-      pack_keys(task.g, first, count);
-      pack_values(task.g, first, count);
-      for (int64_t row = 0; row < num_rows_; row += P::kHeight) attend(task, row, first, count);
+    for (const Piece& piece : p_.pieces) {
+      const int64_t num_keys = piece.causal ? std::min(piece.S, task.end) : piece.S;
+      for (int64_t first = 0; first < num_keys; first += kKeys) {
+        const int count = int(std::min<int64_t>(kKeys, num_keys - first));
+        pack_keys(piece, task.g, first, count);
+        pack_values(piece, task.g, first, count);
+        for (int64_t row = 0; row < num_rows_; row += P::kHeight) attend(piece, task, row, first, count);
+      }
     }
     finish(task);
   }
@@ -85,8 +95,8 @@ class Attention {
   }
 
   // k_: for each block of keys, for each channel (or pair of them), the block's keys; zeros in channels behind the last.
-  void pack_keys(int64_t g, int64_t first, int count) {
-    const auto* keys = static_cast<const Element*>(p_.k) + first * p_.k_token + g * p_.k_head;
+  void pack_keys(const Piece& piece, int64_t g, int64_t first, int count) {
+    const auto* keys = static_cast<const Element*>(piece.k) + first * p_.k_token + g * p_.k_head;
     constexpr int kPerWord = 4 / sizeof(Element);
     const int num_words = H_ / kPerWord, num_steps = depth_ / P::kDepth;
     for (int j = 0; j < (count + kBlock - 1) / kBlock * kBlock; j += kLanes) {
@@ -110,8 +120,8 @@ class Attention {
 
   // v_: for each part of the channels, for each key (or pair of them), the part's channels; zeros for keys behind the
   // last, up to a whole number of kSteps.
-  void pack_values(int64_t g, int64_t first, int count) {
-    const auto* values = static_cast<const Element*>(p_.v) + first * p_.v_token + g * p_.v_head;
+  void pack_values(const Piece& piece, int64_t g, int64_t first, int count) {
+    const auto* values = static_cast<const Element*>(piece.v) + first * p_.v_token + g * p_.v_head;
     for_parts(H_ / kLanes, [&](int from, auto width) {
       Words* to = &v_[from * (kKeys / P::kDepth)];
       for (int j = 0; j < round_up(count, P::kDepth * P::kSteps); j += P::kDepth) {
@@ -128,10 +138,10 @@ class Attention {
   }
 
   // One tile, of `count` keys from `first` on, for kHeight rows.
-  void attend(const Task& task, int64_t row, int64_t first, int count) {
+  void attend(const Piece& piece, const Task& task, int64_t row, int64_t first, int count) {
     const auto visible = [&](int64_t each) {
       const int64_t token = task.begin + std::min(each, num_rows_ - 1) / p_.R;
-      return p_.causal ? int(std::clamp<int64_t>(token + 1 - first, 0, count)) : count;
+      return piece.causal ? int(std::clamp<int64_t>(token + 1 - first, 0, count)) : count;
     };
     const int seen = visible(row + P::kHeight - 1), num_blocks = (seen + kBlock - 1) / kBlock;
     if (seen == 0) return;
@@ -178,7 +188,8 @@ class Attention {
 template <class P>
 void run(const Problem& p) {
   const int64_t most = std::max<int64_t>(kTaskRows / p.R, 16);
-  const int64_t per_task = std::clamp<int64_t>(p.T / (2 * at::get_num_threads()) + 1, 16, most);
+  const int64_t num_threads = at::get_num_threads(), num_parts = num_threads > 1 ? 2 * num_threads : 1;
+  const int64_t per_task = std::clamp<int64_t>(p.T / num_parts + 1, 16, most);
   const int64_t num_blocks = (p.T + per_task - 1) / per_task;
   at::parallel_for(0, p.G * num_blocks, 1, [&](int64_t from, int64_t to) {
     [[maybe_unused]] typename P::Scope scope;
@@ -192,26 +203,43 @@ void run(const Problem& p) {
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, const at::Tensor& k_SGH,
-                                                     const at::Tensor& v_SGH, bool causal, c10::string_view product) {
-  const auto dtype = q_TNH.scalar_type();
-  TORCH_CHECK(q_TNH.dim() == 3 && k_SGH.dim() == 3 && v_SGH.dim() == 3, "queries, keys and values have 3 dimensions");
-  const int64_t H = q_TNH.size(2);
-  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "queries must be bfloat16 or float32");
-  TORCH_CHECK(k_SGH.scalar_type() == dtype && v_SGH.scalar_type() == dtype, "keys and values must be as queries are");
-  TORCH_CHECK(q_TNH.stride(2) == 1 && k_SGH.stride(2) == 1 && v_SGH.stride(2) == 1, "head dim must be contiguous");
-  TORCH_CHECK(k_SGH.size(0) > 0 && (!causal || k_SGH.size(0) == q_TNH.size(0)), "causal blocks are square");
-  TORCH_CHECK(v_SGH.sizes() == k_SGH.sizes() && k_SGH.size(2) == H, "keys and values have one shape, heads one dim");
+// A piece's keys and values; all pieces lie alike.
+Piece checked(const at::Tensor& q_TNH, const at::Tensor& k_SGH, const at::Tensor& v_SGH, const at::Tensor& first_SGH,
+              bool causal) {
+  TORCH_CHECK(k_SGH.dim() == 3 && v_SGH.dim() == 3, "keys and values have 3 dimensions");
+  TORCH_CHECK(k_SGH.scalar_type() == q_TNH.scalar_type() && v_SGH.scalar_type() == q_TNH.scalar_type(),
+              "keys and values must be as queries are");
+  TORCH_CHECK(k_SGH.stride(2) == 1 && v_SGH.stride(2) == 1, "head dim must be contiguous");
+  TORCH_CHECK(k_SGH.size(0) > 0 && (!causal || k_SGH.size(0) == q_TNH.size(0)), "causal pieces are square");
+  TORCH_CHECK(v_SGH.sizes() == k_SGH.sizes() && k_SGH.size(2) == q_TNH.size(2),
+              "keys and values have one shape, heads one dim");
   TORCH_CHECK(k_SGH.size(1) > 0 && q_TNH.size(1) % k_SGH.size(1) == 0, q_TNH.size(1), " heads do not share ",
               k_SGH.size(1), " kv heads");
+  TORCH_CHECK(k_SGH.size(1) == first_SGH.size(1) && k_SGH.strides() == first_SGH.strides() &&
+                  v_SGH.strides() == k_SGH.strides(),
+              "all pieces have the same kv heads and strides");
+  return {k_SGH.const_data_ptr(), v_SGH.const_data_ptr(), k_SGH.size(0), causal};
+}
+
+std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, at::TensorList keys, at::TensorList values,
+                                                     bool causal, c10::string_view product) {
+  const auto dtype = q_TNH.scalar_type();
+  TORCH_CHECK(q_TNH.dim() == 3 && q_TNH.stride(2) == 1, "queries have 3 dimensions, the last contiguous");
+  const int64_t H = q_TNH.size(2);
+  TORCH_CHECK(dtype == at::kBFloat16 || dtype == at::kFloat, "queries must be bfloat16 or float32");
   TORCH_CHECK(H % 16 == 0, "head dim ", H, " is no multiple of 16");
+  TORCH_CHECK(!keys.empty() && keys.size() == values.size(), "every piece has keys and values");
+  std::vector<Piece> pieces;
+  for (size_t i = 0; i < keys.size(); ++i) {
+    pieces.push_back(checked(q_TNH, keys[i], values[i], keys[0], causal && i + 1 == keys.size()));
+  }
   auto o_TNH = at::empty(q_TNH.sizes(), q_TNH.options());
   auto lse_TN = at::empty({q_TNH.size(0), q_TNH.size(1)}, q_TNH.options().dtype(at::kFloat));
-  const Problem p{q_TNH.const_data_ptr(), k_SGH.const_data_ptr(), v_SGH.const_data_ptr(), o_TNH.data_ptr(),
-                  lse_TN.data_ptr<float>(),
-                  q_TNH.size(0), k_SGH.size(0), q_TNH.size(1), k_SGH.size(1), q_TNH.size(1) / k_SGH.size(1), H,
+  const at::Tensor &k_SGH = keys[0], &v_SGH = values[0];
+  const Problem p{q_TNH.const_data_ptr(), std::move(pieces), o_TNH.data_ptr(), lse_TN.data_ptr<float>(),
+                  q_TNH.size(0), q_TNH.size(1), k_SGH.size(1), q_TNH.size(1) / k_SGH.size(1), H,
                   q_TNH.stride(0), q_TNH.stride(1), k_SGH.stride(0), k_SGH.stride(1), v_SGH.stride(0), v_SGH.stride(1),
-                  causal, kLog2E / std::sqrt(float(H))};
+                  kLog2E / std::sqrt(float(H))};
   with_product(dtype == at::kBFloat16, product, [&](auto way) { run<decltype(way)>(p); });
   return {o_TNH, lse_TN};
 }
@@ -219,7 +247,7 @@ std::tuple<at::Tensor, at::Tensor> prefill_attention(const at::Tensor& q_TNH, co
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("prefill_attention(Tensor q_TNH, Tensor k_SGH, Tensor v_SGH, bool causal, str product) -> (Tensor, Tensor)");
+  m.def("prefill_attention(Tensor q_TNH, Tensor[] keys, Tensor[] values, bool causal, str product) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("prefill_attention", &prefill_attention); }

@@ -1,6 +1,6 @@
 """One suite for every attention kernel, against the definition of attention in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.attention import Kernel, attend, cpu_flash_kernel, native_kernel, plain_kernel
+from modeling.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
 from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
@@ -36,10 +36,11 @@ NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 def kernel_on(path: KernelPath) -> Kernel:
     """Ours in C++, on one of its paths, for one query as for many."""
 
-    def kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
+    def kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
         if mask_TS is not None:
-            return cpu_flash_kernel(q_TNH, rows, causal, mask_TS)
-        o_TNH, lse_TN = path.operators().prefill_attention(q_TNH, rows.k_SGH, rows.v_SGH, causal, path.product)
+            return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
+        keys, values = [each.k_SGH for each in pieces], [each.v_SGH for each in pieces]
+        o_TNH, lse_TN = path.operators().prefill_attention(q_TNH, keys, values, causal, path.product)
         return o_TNH, lse_TN
 
     return kernel
@@ -109,21 +110,31 @@ def check(case: Case, got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 77), (5, 1), (5, 77), (40, 40), (513, 3)])
 def test_dense(case: Case, heads: tuple[int, int], num_queries: int, num_keys: int) -> None:
     q_TNH, rows = queries(case, num_queries, heads[0]), cached(case, num_keys, heads[1])
-    check(case, case.kernel(q_TNH, rows, False, None), brute_attention(q_TNH, rows, 0, dense=True))
+    check(case, case.kernel(q_TNH, [rows], False, None), brute_attention(q_TNH, rows, 0, dense=True))
 
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("num_tokens", [1, 2, 33, 530])
 def test_square_causal(case: Case, heads: tuple[int, int], num_tokens: int) -> None:
     q_TNH, rows = queries(case, num_tokens, heads[0]), cached(case, num_tokens, heads[1])
-    check(case, case.kernel(q_TNH, rows, True, None), brute_attention(q_TNH, rows, 0))
+    check(case, case.kernel(q_TNH, [rows], True, None), brute_attention(q_TNH, rows, 0))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("num_queries", [2, 40, 300])
+def test_pieces_are_one_sequence(case: Case, heads: tuple[int, int], causal: bool, num_queries: int) -> None:
+    q_TNH, rows = queries(case, num_queries, heads[0]), cached(case, 311 + num_queries, heads[1])
+    pieces = cut(rows, 128, 256, 257, 311)
+    expected = brute_attention(q_TNH, rows, 311, dense=not causal)
+    check(case, case.kernel(q_TNH, pieces, causal, None), expected)
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 80, 96, 112, 128, 256])
 def test_head_dims(case: Case, head_dim: int) -> None:
     q_TNH, rows = queries(case, 140, 6, head_dim) / 2, cached(case, 140, 2, head_dim=head_dim)
-    check(case, case.kernel(q_TNH, rows, True, None), brute_attention(q_TNH, rows, 0))
-    check(case, case.kernel(q_TNH[:7], rows, False, None), brute_attention(q_TNH[:7], rows, 0, dense=True))
+    check(case, case.kernel(q_TNH, [rows], True, None), brute_attention(q_TNH, rows, 0))
+    check(case, case.kernel(q_TNH[:7], [rows], False, None), brute_attention(q_TNH[:7], rows, 0, dense=True))
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -133,24 +144,24 @@ def test_masked(case: Case, heads: tuple[int, int], first_query: int) -> None:
     q_T1 = torch.arange(first_query, first_query + 20).unsqueeze(1)
     k_S = torch.arange(25)
     mask_TS = ((k_S <= q_T1) & (k_S > q_T1 - 6)).to(case.device)
-    check(case, case.kernel(q_TNH, rows, False, mask_TS), brute_attention(q_TNH, rows, first_query, window=6))
+    check(case, case.kernel(q_TNH, [rows], False, mask_TS), brute_attention(q_TNH, rows, first_query, window=6))
 
 
 @pytest.mark.parametrize("heads", HEADS)
 def test_queries_may_be_strided_views(case: Case, heads: tuple[int, int]) -> None:
     fused = queries(case, 9, heads[0] + 3)
     q_TNH, rows = fused[:, : heads[0]], cached(case, 9, heads[1])
-    check(case, case.kernel(q_TNH, rows, True, None), brute_attention(q_TNH, rows, 0))
+    check(case, case.kernel(q_TNH, [rows], True, None), brute_attention(q_TNH, rows, 0))
 
 
 def test_one_strided_query(case: Case) -> None:
     q_TNH, rows = queries(case, 1, 9)[:, 1:7], cached(case, 50, 2)
-    check(case, case.kernel(q_TNH, rows, False, None), brute_attention(q_TNH, rows, 0, dense=True))
+    check(case, case.kernel(q_TNH, [rows], False, None), brute_attention(q_TNH, rows, 0, dense=True))
 
 
 def test_large_scores_do_not_overflow(case: Case) -> None:
     q_TNH, rows = queries(case, 8, 4) * 100, cached(case, 8, 2)
-    o_TNH, lse_TN = case.kernel(q_TNH, rows, True, None)
+    o_TNH, lse_TN = case.kernel(q_TNH, [rows], True, None)
     expected_o_TNH, expected_lse_TN = brute_attention(q_TNH, rows, 0)
     torch.testing.assert_close(o_TNH.cpu().double(), expected_o_TNH, atol=1e-3, rtol=2e-2)
     torch.testing.assert_close(lse_TN.cpu().double(), expected_lse_TN, atol=1e-3, rtol=1e-2)
@@ -212,19 +223,19 @@ def test_a_key_that_is_no_number_spoils_those_who_see_it(case: Case, num_keys: i
     rows.k_SGH[bad, 0, 3] = NAN
     if case.dtype == torch.float32:
         rows.k_SGH.view(torch.int32)[bad, 0, 3] |= 1  # another NaN
-    o_TNH, lse_TN = case.kernel(q_TNH, rows, True, None)
+    o_TNH, lse_TN = case.kernel(q_TNH, [rows], True, None)
     spoilt_TN = torch.zeros(num_keys, 4, dtype=torch.bool, device=case.device)
     spoilt_TN[bad:, :2] = True
     assert torch.equal(o_TNH.isnan().all(-1), spoilt_TN) and torch.equal(o_TNH.isnan().any(-1), spoilt_TN)
     assert torch.equal(lse_TN.isnan(), spoilt_TN)
-    o_TNH, _ = case.kernel(q_TNH, rows, False, None)
+    o_TNH, _ = case.kernel(q_TNH, [rows], False, None)
     assert o_TNH[:, :2].isnan().all() and not o_TNH[:, 2:].isnan().any()
 
 
 def test_a_value_that_is_no_number_spoils_its_channel(case: Case) -> None:
     q_TNH, rows = queries(case, 30, 4), cached(case, 200, 2)
     rows.v_SGH[150, 1, 5] = NAN
-    o_TNH, lse_TN = case.kernel(q_TNH, rows, False, None)
+    o_TNH, lse_TN = case.kernel(q_TNH, [rows], False, None)
     assert o_TNH[:, 2:, 5].isnan().all() and int(o_TNH.isnan().sum()) == 30 * 2
     assert not lse_TN.isnan().any()
 
@@ -233,7 +244,7 @@ def test_a_query_that_is_no_number_spoils_its_row(case: Case) -> None:
     q_TNH, rows = queries(case, 200, 4), cached(case, 200, 2)
     q_TNH[77, 1, 3] = NAN
     for causal in (False, True):
-        o_TNH, lse_TN = case.kernel(q_TNH, rows, causal, None)
+        o_TNH, lse_TN = case.kernel(q_TNH, [rows], causal, None)
         assert o_TNH[77, 1].isnan().all() and int(o_TNH.isnan().sum()) == HEAD_DIM
         assert int(lse_TN.isnan().sum()) == 1
 
@@ -253,7 +264,7 @@ def test_shapes_that_do_not_fit_are_refused(
         pytest.skip("torch's own checks")
     rows = KvRows(torch.zeros(keys, dtype=case.dtype), torch.zeros(values, dtype=case.dtype), 0)
     with pytest.raises(RuntimeError, match=text):
-        case.kernel(queries(case, 5, 4), rows, False, None)
+        case.kernel(queries(case, 5, 4), [rows], False, None)
 
 
 def test_sequence_may_begin_behind_position_zero(case: Case) -> None:

@@ -37,6 +37,8 @@ class KeepingOutlet:
     `on_push`: called with the layer at every push; may raise.
     """
 
+    num_present = 0
+
     def __init__(self, on_push: Callable[[int], None] | None = None) -> None:
         self.pieces: list[tuple[int, TokenRange, memoryview]] = []
         self.at_push: list[bytes] = []

@@ -149,6 +149,10 @@ class DoomedOutlet:
     inner: KvOutlet
     fate: Fate
 
+    @property
+    def num_present(self) -> int:
+        return self.inner.num_present
+
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         self.fate.step(Moment.PUSH, layer)
         self.inner.push(layer, tokens, data)

@@ -61,6 +61,10 @@ class FaultyOutlet:
         self._pause = threading.Event()
         self._faults = (Fault.SLOW, Fault.REFUSE, *([Fault.TWICE] if repeats else []))
 
+    @property
+    def num_present(self) -> int:
+        return self._inner.num_present
+
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         strike = self._plan.next("outlet", self._faults)
         if strike is not None and strike.fault is Fault.SLOW:

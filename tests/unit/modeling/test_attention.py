@@ -1,6 +1,7 @@
 """How Attention cuts work into blocks for a kernel, and how it merges them. The numbers of the kernels themselves are
 checked in tests/conformance/test_attention_kernels.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from random import Random
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from modeling.attention import (
     Attention,
+    Partial,
     attend,
     cpu_flash_kernel,
     default_kernel,
@@ -30,7 +32,8 @@ NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
 class Call:
     """One block that a kernel was given."""
 
-    positions: tuple[int, int]
+    positions: tuple[tuple[int, int], ...]
+    """Of each piece of keys: from, to."""
     causal: bool
     masked: bool
 
@@ -41,9 +44,10 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
 
-    def __call__(self, q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> tuple[Tensor, Tensor]:
-        self.calls.append(Call((rows.first_position, rows.end_position), causal, mask_TS is not None))
-        return plain_kernel(q_TNH, rows, causal, mask_TS)
+    def __call__(self, q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
+        positions = tuple((each.first_position, each.end_position) for each in pieces)
+        self.calls.append(Call(positions, causal, mask_TS is not None))
+        return plain_kernel(q_TNH, pieces, causal, mask_TS)
 
 
 def queries(num_queries: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -64,22 +68,28 @@ def calls_for(first_query: int, num_queries: int, window: int | None, *segments:
 
 
 def test_whole_prefill_is_one_causal_square() -> None:
-    assert calls_for(0, 10, None, cached(10)) == [Call((0, 10), causal=True, masked=False)]
+    assert calls_for(0, 10, None, cached(10)) == [Call(((0, 10),), causal=True, masked=False)]
 
 
 def test_chunk_is_a_dense_rectangle_and_a_causal_square() -> None:
-    assert calls_for(6, 4, None, cached(10)) == [
-        Call((0, 6), causal=False, masked=False),
-        Call((6, 10), causal=True, masked=False),
+    assert calls_for(6, 4, None, cached(10)) == [Call(((0, 6), (6, 10)), causal=True, masked=False)]
+
+
+def test_segments_that_all_see_are_one_call() -> None:
+    rows = cached(10)
+    segments = [rows.slice(0, 2), rows.slice(6, 10), rows.slice(2, 5), rows.slice(5, 6)]
+    assert calls_for(6, 4, None, *segments) == [
+        Call(((0, 2), (6, 10)), causal=True, masked=False),
+        Call(((2, 5), (5, 6)), causal=False, masked=False),
     ]
 
 
 def test_one_query_is_one_dense_block() -> None:
-    assert calls_for(9, 1, None, cached(10)) == [Call((0, 10), causal=False, masked=False)]
+    assert calls_for(9, 1, None, cached(10)) == [Call(((0, 10),), causal=False, masked=False)]
 
 
 def test_one_query_in_a_window_reads_the_window_only() -> None:
-    assert calls_for(9, 1, 4, cached(10)) == [Call((6, 10), causal=False, masked=False)]
+    assert calls_for(9, 1, 4, cached(10)) == [Call(((6, 10),), causal=False, masked=False)]
 
 
 def test_window_wider_than_the_sequence_changes_nothing() -> None:
@@ -88,20 +98,20 @@ def test_window_wider_than_the_sequence_changes_nothing() -> None:
 
 def test_keys_behind_every_window_are_not_read() -> None:
     calls = calls_for(50, 3, 5, cached(100))
-    assert min(call.positions[0] for call in calls) == 46
-    assert max(call.positions[1] for call in calls) == 53
+    assert min(start for call in calls for start, _ in call.positions) == 46
+    assert max(end for call in calls for _, end in call.positions) == 53
 
 
 def test_segment_of_no_visible_key_is_skipped() -> None:
     later, long_ago = cached(5, first_position=60), cached(5, first_position=0)
-    assert [call.positions for call in calls_for(50, 1, 5, later, long_ago, cached(5, 46))] == [(46, 51)]
+    assert [call.positions for call in calls_for(50, 1, 5, later, long_ago, cached(5, 46))] == [((46, 51),)]
 
 
 def test_rectangle_cut_across_the_diagonal_is_never_called_causal() -> None:
     rows = cached(12)
     calls = calls_for(4, 8, None, rows.slice(0, 7), rows.slice(7, 12))
     assert all(not call.causal for call in calls)
-    assert [call.masked for call in calls] == [False, True, True]
+    assert [call.masked for call in calls] == [True, True, False]
 
 
 @settings(deadline=None)
