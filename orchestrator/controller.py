@@ -232,6 +232,7 @@ class Controller:
         self._admission.leave(entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
         _log(record, finished)
+        self._forecast.ended(record, finished.timings.finished_ns)
         events.put_nowait(finished)
         self.metrics.ended(record, finished)
 

@@ -6,8 +6,9 @@ Two waits, one after the other:
                  fast as they did of late while somebody waited for one (`Turnover`), whatever limits that; before that
                  is known, all of them once in the mean time that requests keep theirs (Little, 1961)
     for prefill  its own chain, the jobs that the ranks have before them included, or its generation group's own
-                 prefill, as `orchestrator.choosing` would place it now; the books are as full when its turn comes as
-                 they are now, while the queue is not empty
+                 prefill, as `orchestrator.choosing` would place it now; times as long as that took of late, over what
+                 was predicted (`Correction`): the books may be fuller when its turn comes, what workers share, and what
+                 a request costs besides its tokens, nobody predicts
 
 What nobody can know: how much the requests in between will say (so planning.step_times, seconds a step, are no help
 here), who comes later and is more urgent or due earlier, that workers fail. Until a request has ended, how long one
@@ -53,6 +54,24 @@ class Turnover:
             self._since_s = now_s
 
 
+class Correction:
+    """What prefill took of late, over what was predicted of it. The latest requests, as in Turnover."""
+
+    def __init__(self) -> None:
+        self._predicted_s = 0.0
+        self._measured_s = 0.0
+
+    @property
+    def factor(self) -> float:
+        """By which a prediction is to be multiplied; 1 before anything has been measured."""
+        return self._measured_s / self._predicted_s if self._predicted_s else 1.0
+
+    def observe(self, predicted_s: float, measured_s: float) -> None:
+        """A request had its first token so long after its turn came, or none in all that time."""
+        self._predicted_s = _KEPT * self._predicted_s + predicted_s
+        self._measured_s = _KEPT * self._measured_s + measured_s
+
+
 def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: float | None) -> float:
     """Seconds until `num_needed` slots are free beyond the `num_before` that others get first, when one comes free
     every `slot_s` seconds; `num_free` is less than none where slots went while they were in use."""
@@ -66,8 +85,19 @@ class ChainForecast:
     def __init__(self, members: Members, chooser: Chooser) -> None:
         self._members = members
         self._chooser = chooser
+        self._correction = Correction()
 
     def chain_s(self, request: RequestRecord) -> float:
         """Seconds to the request's first token, once it has its slots, as things are, what is cached of it included; 0
-        where nothing is known of whoever would prefill it."""
-        return self._chooser.predict_s(request)
+        where nothing is known of whoever would prefill it. The request keeps what was predicted."""
+        request.forecast_s = self._chooser.predict_s(request)
+        return request.forecast_s * self._correction.factor
+
+    def ended(self, request: RequestRecord, finished_ns: int) -> None:
+        """What became of a request; tells of predictions if it was predicted, and had one attempt only. One that ended
+        without a token would have taken longer still: that tells something if it was too long already."""
+        if not request.forecast_s or not request.admitted_ns or request.attempt > 1:
+            return
+        took_s = ((request.first_token_ns or finished_ns) - request.admitted_ns) / 1e9
+        if request.first_token_ns or took_s > request.forecast_s * self._correction.factor:
+            self._correction.observe(request.forecast_s, took_s)

@@ -131,6 +131,8 @@ class RequestRecord:
     """Whether an earlier orchestrator had it, so that a generation group may still run it."""
     num_given: int = 0
     """Output tokens, of all choices, that the client had when it came."""
+    forecast_s: float = 0.0
+    """Seconds that were predicted from its turn to its first token, when it came; 0 when nobody asked, or knew."""
     admitted_ns: int = 0
     leased_ns: int = 0
     first_token_ns: int = 0

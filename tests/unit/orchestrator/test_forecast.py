@@ -11,7 +11,7 @@ from baton.sampling_params import SamplingParams
 from orchestrator.backlog import Pending
 from orchestrator.choosing import Chooser
 from orchestrator.config import OrchestratorConfig
-from orchestrator.forecast import ChainForecast, Turnover, predict_wait_s
+from orchestrator.forecast import ChainForecast, Correction, Turnover, predict_wait_s
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
 from tests.support.planners import deciding_planner, linear_planner
@@ -60,6 +60,16 @@ def test_turnover_follows_a_change_within_some_tens_of_ends() -> None:
     for number in range(1, 61):
         turnover.freed(1, 100.0 + 4.0 * number)
     assert turnover.slot_s == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_correction_follows_what_requests_took() -> None:
+    correction = Correction()
+    assert correction.factor == 1.0
+    correction.observe(0.2, 0.8)
+    assert correction.factor == pytest.approx(4.0)
+    for _ in range(60):
+        correction.observe(0.5, 0.5)
+    assert correction.factor == pytest.approx(1.0, abs=0.1)
 
 
 def request(num_tokens: int, **params: int) -> RequestRecord:
@@ -129,3 +139,36 @@ def test_the_best_group_that_could_take_it_counts() -> None:
 
 def test_a_scored_prompt_takes_no_chain() -> None:
     assert Cluster().chain_s(request(200, prompt_logprobs=1)) == 0.0
+
+
+def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> RequestRecord:
+    """The request's turn came, and its first token, if it had any."""
+    record.admitted_ns = int(admitted_s * 1e9)
+    record.first_token_ns = 0 if first_s is None else int(first_s * 1e9)
+    return record
+
+
+def test_predictions_are_corrected_by_what_requests_took() -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), int(9e9))
+    assert forecast.chain_s(request(200)) == pytest.approx(3 * alone_s, rel=1e-6)
+
+
+@pytest.mark.parametrize(("waited", "factor"), [(0.5, 1.0), (4.0, 4.0)])
+def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float, factor: float) -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(ended(record, 5.0, None), int((5.0 + waited * alone_s) * 1e9))
+    assert forecast.chain_s(request(200)) == pytest.approx(factor * alone_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("spoilt", [{"attempt": 2}, {"forecast_s": 0.0}, {"admitted_ns": 0}])
+def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: dict[str, int]) -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(replace(ended(record, 5.0, 50.0), **spoilt), int(60e9))  # type: ignore[arg-type]
+    assert forecast.chain_s(request(200)) == pytest.approx(alone_s)
