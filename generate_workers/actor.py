@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.cores import give_way_to
 from baton.garbage import collect_rarely
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
@@ -64,6 +65,7 @@ class GenerationHost:
             prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
             prefix_disk=disk if keeps else None,
         )
+        give_way_to(server.engine.thread_id)  # what pushes take of its core would be felt between two tokens
         await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
         if disk is not None:
             await asyncio.to_thread(sweep, disk.folder.parent)
