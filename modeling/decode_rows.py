@@ -2,6 +2,7 @@
 
 A batch of B rows has no common length and no common memory; what a kernel needs of it are B addresses and B lengths,
 which hold for a whole step but for the layer's offset. So a layer costs a handful of calls, however many rows it has.
+Rows may attend to some of their keys only: picks are part of the call, and whatever else they have is not read.
 Step 8 of a request's way (DESIGN.md, section 4). Only on CPUs, and for dtypes, that have the native kernel
 (modeling/kernels/decode_attention.cpp); elsewhere the rows are spans like any other.
 
@@ -17,6 +18,7 @@ from modeling.attention import is_native
 from modeling.kernels import native
 from modeling.kernels.products import best_product
 from modeling.kv_buffers import KvPlace
+from modeling.selection import Picks
 
 
 class DecodeRows:
@@ -44,10 +46,17 @@ class DecodeRows:
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths_B)
 
-    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-        """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's."""
+    def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
+        """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's. With `picks`, to those
+        keys and no others, whatever the layer's window: who picks keeps to it. Raises RuntimeError when a row is to
+        attend to a key that it does not have, or to none."""
+        keys = self._first_seen[layer], self._num_seen[layer]
+        lists: tuple[Tensor, ...] = ()
+        if picks is not None:
+            keys = self._addresses[layer], self._lengths_B
+            lists = picks.keys_BGK, picks.num_BG
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), self._first_seen[layer], self._num_seen[layer], num_kv_heads, best_product()
+            self._of_rows(q_TNH), *keys, num_kv_heads, best_product(), *lists
         )
         return out_BNH
 

@@ -28,6 +28,7 @@ from modeling.linear import Linear
 from modeling.model_config import ModelConfig
 from modeling.norms import Transform
 from modeling.positions import Positions, PositionTable
+from modeling.selection import Picks
 
 
 class Span(Protocol):
@@ -56,10 +57,17 @@ class SequenceSpan(Span, Protocol):
 
 
 class LayerTurns(Protocol):
-    """Whoever is told how far a forward has come: keys that are not always at hand are fetched in time."""
+    """Whoever is told how far a forward has come: keys that are not always at hand are fetched in time, and those that
+    are not worth reading are left out."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """`layer` is about to run on `hidden_TD`; on return its keys are where the spans say."""
+        ...
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Which keys the step's rows of one new token attend to in `layer`, in the rows' order; None: all. `q_TNH` are
+        all of the step's queries, as attention will compare them; the new tokens' keys are written. Asked once a layer,
+        if there are such rows (`modeling.decode_rows`); other spans attend to all keys."""
         ...
 
     def end(self, layer: int) -> None:
@@ -158,7 +166,8 @@ class Decoder:
             if turns is not None:
                 turns.begin(layer, hidden_TD)
             q_TNH = self.project(layer, hidden_TD, step)
-            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others))
+            picks = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
+            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picks))
             if turns is not None:
                 turns.end(layer)
         return hidden_TD
@@ -186,12 +195,17 @@ class Decoder:
         return Step(self._positions(spans), tuple(others), rows), others
 
     def _attend(
-        self, layer: int, q_TNH: Tensor, rows: DecodeRows | None, others: Sequence[tuple[SequenceSpan, slice]]
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        rows: DecodeRows | None,
+        others: Sequence[tuple[SequenceSpan, slice]],
+        picks: Picks | None,
     ) -> Tensor:
-        """Attention of all of a step's tokens, `[T, N, H]`."""
+        """Attention of all of a step's tokens, `[T, N, H]`; that of `rows` to what is picked."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
-            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads)
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
             if not others:
                 return out_BNH
             out_TNH[rows.tokens_B] = out_BNH

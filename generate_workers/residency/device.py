@@ -14,6 +14,7 @@ from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
 from modeling.decoder import SequenceSpan
 from modeling.kv_buffers import BufferSpan
+from modeling.selection import Picks
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,10 @@ class DeviceStep:
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """All keys are in place."""
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """All keys."""
+        return None
 
     def end(self, layer: int) -> None:
         """And stay there."""

@@ -26,6 +26,7 @@ from generate_workers.residency.port import KvBytes, KvShape, StepRows
 from modeling.decoder import SequenceSpan
 from modeling.kv_buffers import BufferSpan, KvBuffer, KvPlace, KvRows
 from modeling.kv_memory import RowMemory
+from modeling.selection import Picks
 
 _NUM_AREAS = 2
 
@@ -106,6 +107,10 @@ class HostStep:
         self._fetch.result()
         if layer + 1 < self._num_layers:
             self._fetch = self._begin_fetch(layer + 1)
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """All keys."""
+        return None
 
     def end(self, layer: int) -> None:
         """Stores the new tokens' KV."""

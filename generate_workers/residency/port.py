@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from modeling.decoder import SequenceSpan
+from modeling.selection import Picks
 
 StepRows = Sequence[tuple[SlotId, TokenRange]]
 """The slots of one forward, each with its new tokens; all earlier ones are there."""
@@ -101,6 +102,10 @@ class StepKv(Protocol):
         """The layer's keys are in place on return; `hidden_TD` is what the layer runs on."""
         ...
 
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Which keys the rows of one new token attend to, in the rows' order; None: all."""
+        ...
+
     def end(self, layer: int) -> None:
         """The layer has run."""
         ...
@@ -122,7 +127,7 @@ class Residency(Protocol):
 
     @property
     def num_link_bytes(self) -> int:
-        """Copied between host and device so far."""
+        """Copied between host and device so far, or read from home by attention where a CPU is both."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:

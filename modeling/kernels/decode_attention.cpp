@@ -88,8 +88,8 @@ void share_in_order(int64_t num_tasks, const Work& work) {
   });
 }
 
-template <class P>
-void run(const Problem& p) {
+template <class P, bool kPicked>
+void run_tasks(const Problem& p) {
   const std::vector<Task> tasks = divide(p);
   const auto num_tasks = int64_t(tasks.size());
   if (tasks.empty()) return;
@@ -97,7 +97,7 @@ void run(const Problem& p) {
   Found found{std::vector<Floats>(num_found * p.H / kLanes), std::vector<Softmax>(num_found)};
   share_in_order(num_tasks, [&](const auto& take) {
     [[maybe_unused]] typename P::Scope scope;
-    Attention<P> attention(p, found);
+    Attention<P, kPicked> attention(p, found);
     for (int64_t i = take(); i < num_tasks; i = take()) attention.run(tasks[i], i + 1 < num_tasks ? &tasks[i + 1] : nullptr);
   });
   for (const Task *begin = tasks.data(), *last = begin + num_tasks; begin != last;) {
@@ -105,6 +105,11 @@ void run(const Problem& p) {
     for (int64_t head = 0; head < p.N; ++head) merge<typename P::Element>(p, begin, end, head, found);
     begin = end;
   }
+}
+
+template <class P>
+void run(const Problem& p) {
+  p.picks ? run_tasks<P, true>(p) : run_tasks<P, false>(p);
 }
 
 void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, int64_t B) {

@@ -46,8 +46,8 @@ struct TiledScores : Fma<uint16_t> {
 };
 #endif
 
-// A thread's work on tasks.
-template <class P>
+// A thread's work on tasks; kPicked: whether keys are picked.
+template <class P, bool kPicked>
 class Attention {
  public:
   using Element = typename P::Element;
@@ -64,7 +64,7 @@ class Attention {
 
   // All keys of a task, for all of its heads: tile by tile, so that memory is read in order. `next` is done after it.
   void run(const Task& task, const Task* next) {
-    if constexpr (kInTiles) pack_queries(task);
+    if constexpr (kInTiles) this->pack_queries(task);  // not there for every processor
     for (int64_t first = task.first; first < task.end; first += kKeys) {
       const int count = int(std::min<int64_t>(kKeys, task.end - first));
       if (first + count < task.end) {
@@ -73,7 +73,7 @@ class Attention {
         look_ahead(*next, next->first);
       }
       if constexpr (kInTiles) {
-        attend_in_tiles(task, first, count);
+        this->attend_in_tiles(task, first, count);
       } else {
         attend(task, first, count);
       }
@@ -108,12 +108,16 @@ class Attention {
     }
   }
 
-  // A task's tile from `first` on, of keys that lie in order, is what is fetched from here on.
+  // A task's tile from `first` on is what is fetched from here on: keys that lie in order, or what is picked.
   void look_ahead(const Task& task, int64_t first) {
-    const int64_t key_bytes = 2 * p_.G * H_ * sizeof(Element);
-    const int64_t num = p_.picks ? 0 : std::min<int64_t>(kKeys, task.end - first);
-    ahead_ = reinterpret_cast<const char*>(p_.addresses[task.row]) + first * key_bytes;
-    end_ahead_ = ahead_ + num * key_bytes;
+    const int64_t num = std::min<int64_t>(kKeys, task.end - first), key_bytes = 2 * p_.G * H_ * sizeof(Element);
+    if constexpr (kPicked) {
+      for (int64_t j = 0; j < num; ++j) next_[j] = reinterpret_cast<const char*>(key(task.row, task.head, first + j));
+      num_next_ = int(num), num_fetched_ = 0, fetched_bytes_ = 0;
+    } else {
+      ahead_ = reinterpret_cast<const char*>(p_.addresses[task.row]) + first * key_bytes;
+      end_ahead_ = ahead_ + num * key_bytes;
+    }
   }
 
   // Where the tile's keys lie.
@@ -243,8 +247,22 @@ class Attention {
   // room for a tile besides the one at work, and keeps fewer lines on their way at once.
   template <class Number>
   void fetch(int count) {
-    const char* end = std::min(ahead_ + count * sizeof(Number), end_ahead_);
-    for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 2);
+    if constexpr (kPicked) {
+      fetch_picked(count * int(sizeof(Number)));
+    } else {
+      const char* end = std::min(ahead_ + count * sizeof(Number), end_ahead_);
+      for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 2);
+    }
+  }
+
+  // The same of keys that are picked, each with its value, which lies at a distance.
+  [[gnu::noinline]] void fetch_picked(int num_bytes) {
+    const int head_bytes = H_ * int(sizeof(Element)), to_value = int(p_.G - 1) * head_bytes;
+    for (; num_bytes > 0 && num_fetched_ < num_next_; num_bytes -= kLine) {
+      __builtin_prefetch(next_[num_fetched_] + fetched_bytes_ + (fetched_bytes_ < head_bytes ? 0 : to_value), 0, 2);
+      fetched_bytes_ += kLine;
+      if (fetched_bytes_ >= 2 * head_bytes) fetched_bytes_ = 0, ++num_fetched_;
+    }
   }
 
   // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.
@@ -280,6 +298,8 @@ class Attention {
   const Element* keys_[kKeys];
   const char* ahead_ = nullptr;  // what of the next tile is not fetched yet
   const char* end_ahead_ = nullptr;
+  const char* next_[kKeys];  // keys of the next tile, where they are picked,
+  int num_next_ = 0, num_fetched_ = 0, fetched_bytes_ = 0;  // their number, those fetched, and bytes of the one after
   alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
   alignas(64) Factor weights_[kHeads][kKeys];
 };

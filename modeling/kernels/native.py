@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 _CPUINFO = Path("/proc/cpuinfo")
 
-NAMES = ("products", "prefill_attention", "decode_attention", "linear", "rotary")
+NAMES = ("products", "prefill_attention", "decode_attention", "key_selection", "kv_int4", "linear", "rotary")
 """All kernels."""
 NATIVE = "native"
 INSTRUCTION_SETS = {
@@ -39,8 +39,8 @@ processor's own counts; the others let tests run here what runs elsewhere."""
 def load(name: str, instruction_set: str = NATIVE) -> bool:
     """Makes the operators of <name>.cpp callable, as torch.ops.baton.*, or of the namespace that another of
     INSTRUCTION_SETS has; False when the processor lacks that set, or they cannot be built: the log says why."""
-    if lacking := _lacking(instruction_set):
-        logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(lacking)))
+    if missing := lacking(instruction_set):
+        logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(missing)))
         return False
     try:
         _load(name, instruction_set)
@@ -98,6 +98,11 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
         made.unlink(missing_ok=True)
 
 
+def lacking(instruction_set: str) -> set[str]:
+    """What this processor has not of what kernels built for that set use."""
+    return set(INSTRUCTION_SETS[instruction_set][1]) - set(_cpu_flags())
+
+
 def find_compiler() -> str | None:
     """Path of a C++ compiler; None when there is none."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -126,10 +131,6 @@ def _place(name: str, flags: tuple[str, ...]) -> Path:
 
 def _folder() -> Path:
     return cache_folder() / "kernels"
-
-
-def _lacking(instruction_set: str) -> set[str]:
-    return set(INSTRUCTION_SETS[instruction_set][1]) - set(_cpu_flags())
 
 
 def _source(name: str) -> Path:

@@ -12,7 +12,7 @@ from modeling.attention import Kernel, Partial, attend, cpu_flash_kernel, native
 from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane
+from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane, require
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ pytestmark = pytest.mark.parametrize("case", CASES)
 @pytest.fixture(autouse=True)
 def loaded(case: Case) -> None:
     """The kernel is there: built at its first use."""
-    if case.instruction_set and not native.load("prefill_attention", case.instruction_set):
-        pytest.skip("needs a C++ compiler and a processor for it")
+    if case.instruction_set:
+        require("prefill_attention", case.instruction_set)
 
 
 def queries(case: Case, num_queries: int, num_heads: int, head_dim: int = HEAD_DIM) -> Tensor:

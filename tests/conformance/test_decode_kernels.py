@@ -4,10 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.kernels import native
 from modeling.kv_buffers import KvRows
 from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane
+from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane, require
 
 HEADS = [pytest.param((4, 4), id="mha"), pytest.param((9, 3), id="gqa"), pytest.param((14, 2), id="gqa7")]
 HEAD_DIMS = (16, 64, 80, 128)
@@ -25,8 +24,7 @@ pytestmark = pytest.mark.parametrize(
 @pytest.fixture(autouse=True)
 def loaded(path: KernelPath) -> None:
     """The kernel is there: built at its first use."""
-    if not native.load("decode_attention", path.instruction_set):
-        pytest.skip("needs a C++ compiler and a processor for it")
+    require("decode_attention", path.instruction_set)
 
 
 def caches(path: KernelPath, num_kv_heads: int, head_dim: int) -> list[Tensor]:

@@ -1,4 +1,5 @@
-"""The native attention of a generation step, against the definition of attention in float64."""
+"""The native attention of a generation step, against the definition of attention in float64: to all keys, and to those
+that are picked."""
 
 import pytest
 import torch
@@ -7,7 +8,8 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from modeling.decode_rows import DecodeRows, has_native_rows
 from modeling.kernels.products import WIDENED
-from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.kv_buffers import BufferSpan, KvBuffer, KvRows
+from modeling.selection import Picks
 from tests.support.brute_attention import brute_attention
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
@@ -42,6 +44,20 @@ def rows_of(buffers: list[KvBuffer], windows: tuple[int | None, ...] = (None,) *
 
 def random(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (2 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def lists_for(num_kv_heads: int) -> tuple[Picks, list[list[Tensor]]]:
+    """Half of the keys of rows of LENGTHS, the last among them; a list for each kv head, padded with what is no key."""
+    generator = torch.Generator().manual_seed(97)
+    keys_BGK = torch.full((len(LENGTHS), num_kv_heads, max(LENGTHS)), -1, dtype=torch.int32)
+    chosen = []
+    for row, length in enumerate(LENGTHS):
+        others = [torch.randperm(length - 1, generator=generator)[: length // 2] for _ in range(num_kv_heads)]
+        chosen.append([torch.cat((each, torch.tensor([length - 1]))).sort().values for each in others])
+        for g, keys in enumerate(chosen[-1]):
+            keys_BGK[row, g, : len(keys)] = keys
+    num_BG = torch.tensor([[len(keys) for keys in each] for each in chosen], dtype=torch.int32)
+    return Picks(keys_BGK, num_BG), chosen
 
 
 def check_rows(head_dim: int, heads: tuple[int, int], window: int | None, dtype: str = "bfloat16") -> None:
@@ -80,6 +96,29 @@ def test_each_row_attends_to_its_own_keys(dtype: str, head_dim: int, heads: tupl
 @pytest.mark.parametrize("window", [1, 40])
 def test_a_window_hides_keys(window: int, heads: tuple[int, int]) -> None:
     check_rows(64, heads, window)
+
+
+@pytest.mark.parametrize("window", [None, 40])
+def test_rows_attend_to_what_is_picked_and_read_nothing_else(window: int | None) -> None:
+    """Keys are numbered from the row's first, also where a window would hide it."""
+    buffers = [filled(3, 64, length, seed) for seed, length in enumerate(LENGTHS)]
+    rows = rows_of(buffers, (None, window))
+    fused = random(len(buffers), 15, 64, seed=98)
+    q_TNH, k_TGH, v_TGH = torch.split(fused, [9, 3, 3], dim=1)
+    rows.append(1, k_TGH, v_TGH)
+    picks, chosen = lists_for(3)
+    expected = []
+    for index, (buffer, keys_GK) in enumerate(zip(buffers, chosen, strict=True)):
+        kept_2GKH = torch.stack([buffer.data[1, keys, :, g] for g, keys in enumerate(keys_GK)]).permute(2, 0, 1, 3)
+        buffer.data[1] = float("nan")
+        for g, keys in enumerate(keys_GK):
+            buffer.data[1, keys, :, g] = kept_2GKH[:, g].transpose(0, 1)
+        q_1NH = q_TNH[len(buffers) - 1 - index].unsqueeze(0)
+        for g, (k_KH, v_KH) in enumerate(zip(*kept_2GKH.unbind(), strict=True)):
+            picked = KvRows(k_KH.unsqueeze(1), v_KH.unsqueeze(1), 0)
+            expected.append(brute_attention(q_1NH[:, 3 * g : 3 * g + 3], picked, 0, dense=True)[0])
+    out_BNH = rows.attend(1, q_TNH, 3, picks)
+    torch.testing.assert_close(out_BNH.double(), torch.cat(expected).view(out_BNH.shape), atol=2e-2, rtol=2e-2)
 
 
 def test_rows_that_are_all_of_a_step_in_order_need_no_choosing() -> None:

@@ -11,7 +11,7 @@ from modeling.kernels import native
 from modeling.kernels.products import TILES, WIDENED
 from modeling.linear import Linear, PanelLinear, TorchLinear, make_linear
 from modeling.norms import LayerNorm, RmsNorm, Transform, unchanged
-from tests.support.kernel_paths import has_tiles, lane
+from tests.support.kernel_paths import has_tiles, lane, require
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,7 @@ class Case:
     def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False) -> Linear:
         if self.instruction_set is None:
             return TorchLinear(weight_NK, bias_N, gated)
-        if not native.load("linear", self.instruction_set):
-            pytest.skip("needs a C++ compiler and a processor for it")
+        require("linear", self.instruction_set)
         return PanelLinear(
             weight_NK, bias_N, gated, int8=self.int8, product=self.product, instruction_set=self.instruction_set
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from modeling.config import ModelConfig
 from modeling.kernels import native
 from modeling.rope import RotaryTable, has_native_turn
-from tests.support.kernel_paths import lane
+from tests.support.kernel_paths import lane, require
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -33,8 +33,7 @@ SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS
 
 @pytest.fixture(params=SETS)
 def operators(request: pytest.FixtureRequest) -> Any:  # torch.ops' namespaces have no type
-    if not native.load("rotary", request.param):
-        pytest.skip(f"no kernel for {request.param} here")
+    require("rotary", request.param)
     return getattr(torch.ops, native.namespace(request.param))
 
 

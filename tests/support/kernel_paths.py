@@ -50,6 +50,13 @@ TILED = KernelPath(native.NATIVE, torch.bfloat16, TILES)
 """Where `has_tiles`."""
 
 
+def require(name: str, instruction_set: str) -> None:
+    """Loads a kernel; skips the test where there is no compiler or not that processor: elsewhere it has to build."""
+    if native.find_compiler() is None or native.lacking(instruction_set):
+        pytest.skip("needs a C++ compiler and a processor for it")
+    assert native.load(name, instruction_set), f"kernel {name} cannot be built for {instruction_set}: see the log"
+
+
 def has_tiles() -> bool:
     """Whether kernels can multiply in tiles here."""
     return best_product() == TILES
