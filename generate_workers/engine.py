@@ -25,6 +25,7 @@ from generate_workers.batcher import Batcher, StepPlan
 from generate_workers.book import StreamBook
 from generate_workers.engine_config import EngineConfig, EngineStatus, StepStats
 from generate_workers.leases import Seat, Standing
+from generate_workers.residency.port import Residency
 from generate_workers.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
 from generate_workers.running import RunningRows
 from generate_workers.slots import SlotTable
@@ -65,7 +66,7 @@ class GenerationEngine:
         # The engine thread's own:
         bound, work = StepBound(config.max_step_stretch), PrefillWork.of_model(decoder.config)
         self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step, bound, work))
-        self._runner = StepRunner(decoder, slots.memory.residency)
+        self._runner = StepRunner(decoder, self.residency)
         self._waiting: deque[Stream] = deque()
         self._leased: dict[Ticket, Stream] = {}
         self._num_steps = 0
@@ -73,9 +74,20 @@ class GenerationEngine:
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
 
+    @property
+    def residency(self) -> Residency:
+        """The policy that keeps its rows' KV. Any thread may read its name, and whether it is exact."""
+        return self._slots.memory.residency
+
     def start(self) -> None:
         """Starts the engine's thread; once."""
         self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        """The system's, of the engine's thread, which has been started."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
 
     def close(self) -> None:
         """Ends every open stream with an error and stops the thread; blocks for the running step. Idempotent."""
@@ -86,7 +98,7 @@ class GenerationEngine:
             self._end_all()
         if self._saver is not None:
             self._saver.close()
-        self._slots.memory.residency.close()
+        self.residency.close()
 
     def submit(
         self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink = lambda filled: None

@@ -19,7 +19,9 @@ class EngineConfig:
     max_waiting: int = 64
     """Choices that may wait for a slot to prefill locally, those that a free slot awaits not counted."""
     residency: str = "device"
-    """Where KV lives (generate_workers.residency.policies)."""
+    """Where KV lives, and which of it rows attend to (generate_workers.residency.policies)."""
+    selection_file: str = ""
+    """What `baton prepare` wrote, for policies that choose keys; empty: where it wrote for the model."""
     kv_memory_bytes: int = 0
     """Of KV, over all slots; 0: what all slots could hold, but at most this engine's part of half of the memory that is
     free at the start."""

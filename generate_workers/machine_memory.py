@@ -5,7 +5,7 @@ from pathlib import Path
 from baton.errors import ConfigError
 from generate_workers.engine_config import EngineConfig
 from generate_workers.memory import KvMemory, MemoryLimits
-from generate_workers.residency.policies import make_residency
+from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.step_runner import weight_bytes
 from modeling.decoder import Decoder
@@ -19,9 +19,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
     """A group's KV memory, as it is configured. Raises ConfigError for an unknown policy and for memory that cannot be
-    had."""
+    had, ModelError for a policy that lacks what `baton prepare` finds out."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
-    residency = make_residency(config.residency, shape, decoder.device)
+    path = Path(config.selection_file) if config.selection_file else None
+    residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path))
     limits = memory_limits(config, residency, weight_bytes(decoder.weights))
     return KvMemory(residency, shape, limits, config.growth_tokens)
 

@@ -90,7 +90,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         """Opens a stream, or takes one over: its events up to the last choice's terminal one, then what was stored of
         its answers."""
         asked = request_from_proto(request)
-        if self.prefixes is None:
+        if self.prefixes is None or not self.engine.residency.is_exact:  # others take what is stored for exact
             asked = replace(asked, naming=None)
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
@@ -155,6 +155,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             num_preemptions=status.num_preemptions,
             imbalance=ledger.imbalance,
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
+            residency=self.engine.residency.name,
+            is_approximate=not self.engine.residency.is_exact,
         )
         if self.prefixes is not None:
             await _add_prefixes(answer, self.prefixes)

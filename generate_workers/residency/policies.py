@@ -1,24 +1,51 @@
 """All residency policies, by the name that a configuration gives them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from baton.errors import ConfigError
 from baton.types import KvLayout
 from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.h2o import H2oResidency
+from generate_workers.residency.heavy_hitters import HeavyBudget
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.host_link import HostLink
+from generate_workers.residency.infinigen import InfinigenResidency
+from generate_workers.residency.int4 import make_int4
+from generate_workers.residency.oracle import OracleResidency
 from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.selective import require_selective
+from generate_workers.residency.window import WindowResidency
+from modeling.decoder import Decoder
 from modeling.kv_buffers import OUT_OF_MEMORY
 from modeling.kv_memory import PagedMemory, RowMemory, TensorMemory
+from modeling.selection_file import PreparedSelection, load_prepared, prepared_path
 
 
-def _device(shape: KvShape, device: torch.device) -> Residency:
+@dataclass(frozen=True)
+class SelectionSource:
+    """What policies that choose keys need besides: the model, and what `baton prepare` found out about it."""
+
+    decoder: Decoder
+    path: Path | None = None
+    """None: where it wrote for the model."""
+
+    def load(self) -> PreparedSelection:
+        """Raises ModelError when there is none for this model."""
+        return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
+
+
+Make = Callable[[KvShape, torch.device, SelectionSource | None], Residency]
+
+
+def _device(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
     return DeviceResidency(shape, lambda layout, most: _on_device(layout, most, device))
 
 
-def _host(shape: KvShape, device: torch.device) -> Residency:
+def _host(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
     def make_home(layout: KvLayout, max_tokens: int) -> RowMemory:
         if device.type == "cpu":
             return PagedMemory(layout, max_tokens)
@@ -27,23 +54,49 @@ def _host(shape: KvShape, device: torch.device) -> Residency:
     return HostResidency(shape, make_home, lambda layout, most: _on_device(layout, most, device), HostLink())
 
 
+def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
+    """A policy that attends to some of the keys; CPU only."""
+
+    def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
+        require_selective(name, shape, device)
+        assert source is not None, f"{name} needs a model"
+        return make(shape, source)
+
+    return made
+
+
+def _budget(source: SelectionSource) -> HeavyBudget:
+    return HeavyBudget.halved(source.load().selection.most_share)
+
+
 def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
     if device.type == "cpu":
         return PagedMemory(layout, max_tokens)
     return TensorMemory(layout, max_tokens, device)
 
 
-POLICIES: Mapping[str, Callable[[KvShape, torch.device], Residency]] = {"device": _device, "host": _host}
+POLICIES: Mapping[str, Make] = {
+    "device": _device,
+    "host": _host,
+    "infinigen": _selecting(
+        "infinigen", lambda shape, source: InfinigenResidency(shape, PagedMemory, source.load(), source.decoder)
+    ),
+    "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
+    "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),
+    "h2o": _selecting("h2o", lambda shape, source: H2oResidency(shape, PagedMemory, source.decoder, _budget(source))),
+    "int4": lambda shape, device, source: make_int4(shape, device),
+}
 """How each policy is made, for a decoder on a device."""
 
 
-def make_residency(name: str, shape: KvShape, device: torch.device) -> Residency:
-    """The policy of that name, for all slots. Raises ConfigError when there is none, and when the slots' address space
-    cannot be had."""
+def make_residency(name: str, shape: KvShape, device: torch.device, source: SelectionSource | None = None) -> Residency:
+    """The policy of that name, for all slots; those that choose keys need a `source`. Raises ConfigError when there is
+    none, where it cannot be, and when the slots' address space cannot be had; ModelError for a `source` without what it
+    should hold."""
     if name not in POLICIES:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
     try:
-        return POLICIES[name](shape, device)
+        return POLICIES[name](shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:
         tokens = f"{shape.num_slots} slots of {shape.max_slot_tokens} tokens"
         raise ConfigError(f"address space for {tokens} cannot be had ({error}): use fewer or smaller slots") from error

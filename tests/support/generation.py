@@ -26,7 +26,7 @@ from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.prefix_store import PrefixStore
 from modeling.sampling import SamplerState, sample
-from tests.support.slot_tables import UNLIMITED, ends_empty, make_residency, push_buffer
+from tests.support.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
 from tests.support.tiny_models import random_decoder
 from tests.support.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec
@@ -162,7 +162,7 @@ def harness(
     limits: MemoryLimits = UNLIMITED,
     growth_tokens: int = 256,
     max_step_stretch: float = math.inf,
-    policy: str = "device",
+    policy: Policy = "device",
     copy: CopyTensor = copy_tensor,
     poison: bool = True,
     store: PrefixStore | None = None,

@@ -1,7 +1,7 @@
 """Slot tables for tests: tiny, on a manual clock, with memory poisoned by NaN until it is written."""
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import numpy as np
@@ -14,12 +14,16 @@ from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tensor
+from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.selective import SelectiveResidency
 from generate_workers.slots import SlotTable
 from modeling.kv_buffers import KvBuffer
 from modeling.kv_memory import PAGE_BYTES, PagedMemory
 from transport.kv_sink import ReserveSpec
 
+Policy = str | Callable[[KvShape, MakeMemory], Residency]
+"""device, host, or how to make another."""
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
 FIRST = SampledToken(token_id=7)
 UNLIMITED = MemoryLimits(1 << 40)
@@ -36,10 +40,12 @@ class PoisonedMemory(PagedMemory):
 
 
 def make_residency(
-    shape: KvShape, policy: str = "device", copy: CopyTensor = copy_tensor, *, poison: bool = True
+    shape: KvShape, policy: Policy = "device", copy: CopyTensor = copy_tensor, *, poison: bool = True
 ) -> Residency:
     """A policy, over poisoned memory unless told otherwise."""
     make = PoisonedMemory if poison else PagedMemory
+    if not isinstance(policy, str):
+        return policy(shape, make)
     if policy == "host":
         return HostResidency(shape, make, make, HostLink(copy))
     return DeviceResidency(shape, make)
@@ -48,7 +54,7 @@ def make_residency(
 def memories_of(memory: KvMemory) -> list[PagedMemory]:
     """The home memories of all slots."""
     residency = memory.residency
-    assert isinstance(residency, DeviceResidency | HostResidency)
+    assert isinstance(residency, DeviceResidency | HostResidency | SelectiveResidency)
     memories = [row.memory for row in residency._rows]
     assert all(isinstance(each, PagedMemory) for each in memories)
     return [each for each in memories if isinstance(each, PagedMemory)]

@@ -1,7 +1,8 @@
-"""A generation group whose KV outgrows its device: `host` serves what `device` refuses, over real gRPC."""
+"""A generation group whose KV outgrows its device: `host` and `infinigen` serve what `device` refuses, over gRPC."""
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,11 @@ from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, SampledToken, TokenRange
 from generate_workers.engine import EngineConfig
 from generate_workers.step_runner import weight_bytes
+from modeling.bases import Basis, BasisKind
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.selection import PartialKeys, Selection
+from modeling.selection_file import PreparedSelection, save_prepared
 from modeling.weights import load_decoder
 from tests.support.generation import prefilled, prompt
 from tests.support.generation_servers import Client, ids_in, read, serving
@@ -94,6 +98,32 @@ async def test_the_same_on_the_device_is_refused_with_what_to_do() -> None:
     most = length + PARAMS.max_tokens
     budget = weight_bytes(decoder.weights) + NUM_CONTEXTS * two_layers(most, decoder.layout)
     config = EngineConfig(NUM_CONTEXTS, 400, device_memory_bytes=budget, growth_tokens=PARAMS.max_tokens)
+    async with serving(config, decoder) as client:
+        await check_refused(client, length)
+
+
+async def test_partial_keys_on_the_device_serve_what_it_refuses_whole(tmp_path: Path) -> None:
+    """Here they choose all keys, so that tokens can be compared."""
+    decoder, length = random_decoder(num_layers=12), 300
+    layout, path = decoder.layout, tmp_path / "found.safetensors"
+    columns_LGHR = torch.eye(layout.head_dim)[:, :4].repeat(12, layout.num_kv_heads, 1, 1)
+    basis = Basis(BasisKind.COLUMNS, columns_LGHR, columns_LGHR)
+    all_keys = Selection(math.inf, 1.0, 0, 1)
+    save_prepared(PreparedSelection(basis, all_keys, 1, layout.model_fingerprint, "text", 1.0, 1.0), path)
+    most = length + PARAMS.max_tokens
+    partial = PartialKeys(range(2, 12), layout.num_kv_heads, 4, most).bytes_for(most)
+    budget = weight_bytes(decoder.weights) + NUM_CONTEXTS * (two_layers(most, layout) + partial)
+    config = EngineConfig(NUM_CONTEXTS, 400, device_memory_bytes=budget, growth_tokens=PARAMS.max_tokens)
+    prompts = [prompt(length, seed) for seed in range(NUM_CONTEXTS)]
+    kv = [prefilled(decoder, ids)[0] for ids in prompts]
+    async with serving(dataclasses.replace(config, device_memory_bytes=0), decoder) as client:
+        expected = await pushed_at_once(client, kv, prompts)
+    chosen = dataclasses.replace(config, residency="infinigen", selection_file=str(path))
+    async with serving(chosen, decoder) as client:
+        status = await client.status()
+        assert (status.residency, status.is_approximate) == ("infinigen", True)
+        assert await pushed_at_once(client, kv, prompts) == expected
+        await client.until_empty()
     async with serving(config, decoder) as client:
         await check_refused(client, length)
 

@@ -1,0 +1,128 @@
+"""Heavy hitters (H2O; Zhang et al., 2023): which keys a row keeps in one layer, by the attention that they had so far.
+
+A key's sum is that of the softmax weights that all queries gave it, those of the prompt and of every step. Sums are a
+kv head's own: over the query heads that share it, and over one sequence. (The published code adds over the batch, and
+knows no shared kv heads.) A row keeps the keys with the largest sums, and besides the latest; the others are dropped
+for good. Keys that came early were weighed by more queries: that is H2O's known bias, and stays.
+
+G kv heads, J query heads of a kv head, H head dim, K keys that are kept, T tokens.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+
+_BLOCK = 64
+"""Queries whose weights are held at once."""
+
+
+class PartOf(Enum):
+    """What a budget is a part of."""
+
+    PROMPT = "prompt"
+    """The tokens that a row began with, as in the published code: it never grows."""
+    PRESENT = "present"
+    """All tokens so far, the new one included."""
+
+
+@dataclass(frozen=True)
+class HeavyBudget:
+    """How many keys a step attends to. Raises ConfigError when a field is out of its limits."""
+
+    heavy_share: float = 0.1
+    """Those with the largest sums."""
+    recent_share: float = 0.1
+    """The latest, the new token's own included; at least that one."""
+    part_of: PartOf = PartOf.PROMPT
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.heavy_share <= 1:
+            raise ConfigError(f"heavy_share = {self.heavy_share} is no part of a row: use a number from 0 to 1")
+        if not 0 < self.recent_share <= 1:
+            raise ConfigError(f"recent_share = {self.recent_share} is no part of a row: use a number above 0, up to 1")
+
+    @classmethod
+    def halved(cls, share: float) -> "HeavyBudget":
+        """`share` of the prompt, one half heavy and one half recent, as the paper has it."""
+        return cls(share / 2, share / 2)
+
+    def at_next(self, num_prompt: int, num_tokens: int) -> tuple[int, int]:
+        """`(heavy, recent)` of the step that brings token number `num_tokens`."""
+        whole = num_prompt if self.part_of is PartOf.PROMPT else num_tokens + 1
+        return int(self.heavy_share * whole), max(int(self.recent_share * whole), 1)
+
+
+class HeavyHitters:
+    """What one layer of one row keeps."""
+
+    def __init__(self, num_kv_heads: int) -> None:
+        """Nothing yet."""
+        self.positions_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
+        """Of the kept keys, ascending."""
+        self.sums_GK = torch.zeros((num_kv_heads, 0))
+        """Weights that each was given, fp32."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.positions_GK.nbytes + self.sums_GK.nbytes
+
+    def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
+        """The last T of the row's keys are new, and these are their queries: all kept keys and the new ones are weighed
+        by them. Returns the positions that were weighed, `[G, K]`."""
+        first, num_new = len(k_SGH) - len(q_TNH), len(q_TNH)
+        num_kv_heads = len(self.positions_GK)
+        new_GT = torch.arange(first, len(k_SGH), dtype=torch.int32).expand(num_kv_heads, -1)
+        self.positions_GK = torch.cat((self.positions_GK, new_GT), dim=1)
+        self.sums_GK = torch.cat((self.sums_GK, torch.zeros(new_GT.shape)), dim=1)
+        num_old = self.positions_GK.shape[1] - num_new
+        k_GHK = self._kept(k_SGH).transpose(1, 2)
+        for start in range(0, num_new, _BLOCK):
+            block_TNH = q_TNH[start : start + _BLOCK]
+            seen = num_old + start + len(block_TNH)
+            self.sums_GK[:, :seen] += _weights(block_TNH, k_GHK[:, :, :seen])
+        return self.positions_GK
+
+    def drop(self, num_heavy: int, num_recent: int) -> None:
+        """For good: all but the latest `num_recent` keys, and of the others the `num_heavy` with the largest sums. Of
+        equal sums the earlier keys go."""
+        num_kept = self.positions_GK.shape[1]
+        num_dropped = num_kept - num_recent - num_heavy
+        if num_dropped <= 0:
+            return
+        others_GK = self.sums_GK[:, : num_kept - num_recent]
+        least_GD = others_GK.sort(dim=1, stable=True).indices[:, :num_dropped]
+        stay_GK = torch.ones(self.sums_GK.shape, dtype=torch.bool).scatter_(1, least_GD, value=False)
+        shape = (len(self.positions_GK), -1)
+        self.positions_GK = self.positions_GK[stay_GK].view(shape)
+        self.sums_GK = self.sums_GK[stay_GK].view(shape)
+
+    def copy_from(self, other: "HeavyHitters") -> None:
+        """Becomes what another is."""
+        self.positions_GK, self.sums_GK = other.positions_GK.clone(), other.sums_GK.clone()
+
+    def _kept(self, k_SGH: Tensor) -> Tensor:
+        """The kept keys, `[G, K, H]` in fp32."""
+        if self.positions_GK.shape[1] == len(k_SGH):
+            return k_SGH.transpose(0, 1).float()
+        heads_G1 = torch.arange(len(self.positions_GK)).unsqueeze(1)
+        return k_SGH[self.positions_GK.long(), heads_G1].float()
+
+
+def _weights(q_TNH: Tensor, k_GHK: Tensor) -> Tensor:
+    """Softmax weights that each key is given by all queries together, `[G, K]`; the last T keys are the queries' own,
+    and a query sees none behind its own."""
+    num_queries, num_keys = len(q_TNH), k_GHK.shape[2]
+    num_kv_heads, head_dim = k_GHK.shape[:2]
+    q_TGJH = q_TNH.float().reshape(num_queries, num_kv_heads, -1, head_dim)
+    q_GMH = q_TGJH.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_dim)
+    scores_GMK = (q_GMH @ k_GHK).mul_(head_dim**-0.5)
+    if num_queries > 1:
+        later_TT = torch.ones(num_queries, num_queries, dtype=torch.bool).triu(1)
+        scores_GJTK = scores_GMK.view(num_kv_heads, -1, num_queries, num_keys)
+        scores_GJTK[..., num_keys - num_queries :].masked_fill_(later_TT, -torch.inf)
+    weights_GK: Tensor = scores_GMK.softmax(-1).sum(1)
+    return weights_GK
