@@ -64,6 +64,7 @@ class Client:
         deadline_s: float | None = None,
         priority: str = "standard",
         metadata: Mapping[str, str] | None = None,
+        exact: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
         """Sends a request and returns its stream, which runs from now on; does not block.
@@ -74,13 +75,19 @@ class Client:
         is made. `model` must be the served model's name, if given. With `echo`, each choice's text begins with the
         prompt's. `deadline_s` seconds from now the request ends by itself; a server that expects the first token later
         refuses it. `priority` is interactive, standard or batch: of those that wait, less urgent ones are served when
-        no more urgent one can be. `metadata` goes along as gRPC metadata.
+        no more urgent one can be. `metadata` goes along as gRPC metadata. With `exact`, only groups that attend to all
+        tokens may serve it (`stream.output.exact`); where there is none, it is refused.
 
         Raises InvalidArgumentError for what cannot be sent; what the server refuses is raised by the stream.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(
-            source, params, sampling, request_id=request_id, model=model, echo=echo, priority=priority
+            *(source, params, sampling),
+            request_id=request_id,
+            model=model,
+            echo=echo,
+            priority=priority,
+            exact=exact,
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
@@ -146,12 +153,18 @@ class AsyncClient:
         deadline_s: float | None = None,
         priority: str = "standard",
         metadata: Mapping[str, str] | None = None,
+        exact: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
         """As Client.generate: sends the request and returns its stream at once; nothing is to be awaited."""
         source = Source(prompt, messages, token_ids)
         request = make_request(
-            source, params, sampling, request_id=request_id, model=model, echo=echo, priority=priority
+            *(source, params, sampling),
+            request_id=request_id,
+            model=model,
+            echo=echo,
+            priority=priority,
+            exact=exact,
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)

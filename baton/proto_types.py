@@ -188,6 +188,10 @@ def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
     )
 
 
+_ALIKE_TIMINGS = ("received_ns", "admitted_ns", "leased_ns", "first_token_ns", "finished_ns", "residency")
+"""Fields of timings that their message has by the same name and type."""
+
+
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
     """When a request's stages began and ended."""
     ranks = [
@@ -210,11 +214,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
         for rank in timings.ranks
     ]
     return orchestrator_pb2.Timings(
-        received_ns=timings.received_ns,
-        admitted_ns=timings.admitted_ns,
-        leased_ns=timings.leased_ns,
-        first_token_ns=timings.first_token_ns,
-        finished_ns=timings.finished_ns,
+        **{name: getattr(timings, name) for name in _ALIKE_TIMINGS},
         ranks=ranks,
         width=None if timings.width is None else _width_to_proto(timings.width),
         placement=None if timings.placement is None else _placement_to_proto(timings.placement),
@@ -224,11 +224,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
     """When a request's stages began and ended. Raises InvalidArgumentError for a rank's reversed token range."""
     return Timings(
-        received_ns=message.received_ns,
-        admitted_ns=message.admitted_ns,
-        leased_ns=message.leased_ns,
-        first_token_ns=message.first_token_ns,
-        finished_ns=message.finished_ns,
+        **{name: getattr(message, name) for name in _ALIKE_TIMINGS},
         ranks=tuple(
             RankTiming(
                 rank=each.rank,
@@ -339,6 +335,7 @@ def cluster_state_to_proto(state: ClusterState) -> orchestrator_pb2.ClusterState
 _ALIKE = (
     *("name", "role", "epoch", "is_ready", "num_slots", "num_free", "num_bytes_held", "num_leaked", "num_requests"),
     *("num_leased", "num_active", "num_quarantined", "num_preemptions", "imbalance", "is_drained", "is_broken"),
+    *("residency", "is_approximate"),
 )
 """Fields of a group's state that its message has by the same name and type."""
 

@@ -48,6 +48,7 @@ def make_request(
     model: str = "",
     echo: bool = False,
     priority: str = "standard",
+    exact: bool = False,
 ) -> orchestrator_pb2.GenerateRequest:
     """Raises InvalidArgumentError for what cannot be sent, TypeError for a sampling option that does not exist."""
     if params is not None and options:
@@ -58,6 +59,7 @@ def make_request(
         model=model,
         echo=echo,
         priority=priority_to_proto(_priority(priority)),
+        exact=exact,
     )
     try:
         request.sampling.CopyFrom(params_to_proto(params or params_from_options(options)))

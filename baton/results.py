@@ -166,6 +166,8 @@ class Timings:
     """Why it was these ranks; None when the generation group prefilled by itself."""
     placement: Placement | None = None
     """Where it was prefilled; None when it was not placed."""
+    residency: str = ""
+    """The residency policy of the generation group: which KV is attended to; empty when it had none."""
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -197,7 +199,8 @@ class Completion:
     seed: int | None
     """What, with prompt and parameters, gives the same tokens again; None before the server took the request."""
     exact: bool | None
-    """True: full attention and coupled sampling all the way. None before the server took the request."""
+    """True: full attention and coupled sampling all the way. False: some tokens may be an approximate policy's
+    (`timings.residency`). None before the server took the request."""
     num_prompt_tokens: int | None
     """None before the server took the request."""
     usage: Usage | None
@@ -316,6 +319,10 @@ class GroupState:
     is_broken: bool = False
     """Whether it gets none for a while because attempts there failed again and again."""
     prefixes: PrefixHoldings = PrefixHoldings()
+    residency: str = ""
+    """Of a generation group: its residency policy."""
+    is_approximate: bool = False
+    """Whether that attends to less than all tokens."""
 
 
 @dataclass(frozen=True)

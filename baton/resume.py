@@ -91,6 +91,7 @@ class StreamState:
         self._end_s = None if deadline_s is None else clock.now_s() + deadline_s
         self._num_failed = 0
         self._started: orchestrator_pb2.Started | None = None
+        self._exact: bool | None = None
         self._outputs = [_Output() for _ in range(request.sampling.n or 1)]
         self._prompt: tuple[SampledToken, ...] = ()
         self._failure: BatonError | None = None
@@ -178,7 +179,7 @@ class StreamState:
             prompt=self._prompt,
             model=self._request.model if started is None else started.model,
             seed=None if started is None else started.seed,
-            exact=None if started is None else started.exact,
+            exact=self._exact,
             num_prompt_tokens=None if started is None else started.num_prompt_tokens,
             usage=self.usage,
             timings=self.timings,
@@ -186,8 +187,10 @@ class StreamState:
         )
 
     def _accept_started(self, started: orchestrator_pb2.Started) -> None:
-        """From here on, whoever goes on must be the same model and draw the same noise."""
+        """From here on, whoever goes on must be the same model and draw the same noise, and be as exact."""
         self._started = started
+        self._exact = started.exact and self._exact is not False  # tokens of before count as well
+        self._request.exact |= self._exact
         self._request.request_id = started.request_id
         self._request.sampling.seed, self._request.seeded = started.seed, True
         self._request.model = started.model

@@ -102,6 +102,8 @@ class Cluster:
                     max_slot_tokens=max_slot_tokens,
                     ready=group.ready,
                     prefix_store=group.prefix_store,
+                    residency=group.residency,
+                    is_approximate=group.is_approximate,
                 )
                 for group in self.generation
                 if group.endpoints

@@ -107,9 +107,8 @@ class PrefillSection(Section):
 
     @field_validator("calibration")
     @classmethod
-    def _absolute(cls, calibration: str) -> str:
-        """The cluster's processes run in folders of their own."""
-        return str(Path(calibration).expanduser().absolute()) if calibration else ""
+    def _absolute_calibration(cls, calibration: str) -> str:
+        return _absolute(calibration)
 
     @model_validator(mode="after")
     def _one_list_for_each_rank(self) -> Self:
@@ -134,14 +133,21 @@ class GenerateSection(Section):
     """Tokens of local prefill between two decode steps."""
     max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
     """How many times as long a decode step may take for the sake of local prefill."""
-    residency: Literal["device", "host"] = "device"
-    """Where KV lives: on the device, or in host memory, from where each layer is fetched for every step."""
+    residency: Literal["device", "host", "infinigen", "window", "oracle", "h2o", "int4"] = "device"
+    """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
+    selection_file: str = ""
+    """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
     """KV of one engine, like "4GiB"; 0: all that slots could hold, at most half of the free memory over num_groups."""
     device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
     """The device's memory for weights and KV, like "1GiB", accounted on CPUs too; 0: no limit but kv_memory_bytes."""
     growth_tokens: Count = LocalConfig.growth_tokens
     """Tokens by which a row is expected to grow yet, when it is taken on: less packs more, and preempts more often."""
+
+    @field_validator("selection_file")
+    @classmethod
+    def _absolute_selection(cls, selection_file: str) -> str:
+        return _absolute(selection_file)
 
     @model_validator(mode="after")
     def _one_list_for_each_engine(self) -> Self:
@@ -285,6 +291,7 @@ class ClusterConfig(Section):
             max_slot_tokens=generate.max_slot_tokens,
             max_prefill_tokens_per_step=generate.max_prefill_tokens_per_step,
             residency=generate.residency,
+            selection_file=generate.selection_file,
             kv_memory_bytes=generate.kv_memory_bytes,
             device_memory_bytes=generate.device_memory_bytes,
             max_step_stretch=generate.max_step_stretch,
@@ -296,6 +303,11 @@ class ClusterConfig(Section):
             prefix_disk=str(self.model.cache),
             prefix_disk_bytes=prefill.prefix_disk_bytes,
         )
+
+
+def _absolute(path: str) -> str:
+    """The cluster's processes run in folders of their own."""
+    return str(Path(path).expanduser().absolute()) if path else ""
 
 
 def _check_cores(cores: tuple[tuple[int, ...], ...], num_workers: int, what: str) -> None:

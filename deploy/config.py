@@ -11,7 +11,7 @@ from orchestrator.config import DISAGGREGATION, Disaggregation, OrchestratorConf
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8")
 """Of weights."""
-POLICIES = ("device", "host")
+POLICIES = ("device", "host", "infinigen", "window", "oracle", "h2o", "int4")
 """Of residency."""
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -71,7 +71,9 @@ class WorkerConfig:
     cores: tuple[int, ...] = ()
     """Cores that the process is pinned to; empty: not pinned."""
     residency: str = "device"
-    """Generation: where KV lives."""
+    """Generation: where KV lives, and which of it is attended to."""
+    selection_file: str = ""
+    """Generation: what `baton prepare` wrote; empty: where it wrote for the model."""
     kv_memory_bytes: int = 0
     """Generation: of KV, over all slots; 0: derived."""
     device_memory_bytes: int = 0
@@ -135,7 +137,9 @@ class LocalConfig:
     """Who prefills, where there are ranks: their chain, always, so that it can be seen; auto or never, as
     orchestrator.disaggregation."""
     residency: str = "device"
-    """Where KV lives: on the device, or in host memory."""
+    """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
+    selection_file: str = ""
+    """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     kv_memory_bytes: int = 0
     """Bytes of KV over all slots; 0: what all slots could hold, at most half of the memory free at the start."""
     device_memory_bytes: int = 0
@@ -196,6 +200,7 @@ class LocalConfig:
             max_slot_tokens=self.max_slot_tokens,
             max_prefill_tokens_per_step=self.max_prefill_tokens_per_step,
             residency=self.residency,
+            selection_file=self.selection_file,
             kv_memory_bytes=self.kv_memory_bytes,
             device_memory_bytes=self.device_memory_bytes,
             max_step_stretch=self.max_step_stretch,

@@ -37,6 +37,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     parser.add_argument("--n", type=int, default=1, help="choices: answers with different seeds, each shown at its end")
     parser.add_argument("--echo", action="store_true", help="begin the answer with the prompt")
+    parser.add_argument("--exact", action="store_true", help="only where attention is to all tokens")
     parser.add_argument("--no-usage", action="store_true", help="print the answer only")
     add_sampling(parser)
     parser.set_defaults(run=run)
@@ -58,7 +59,13 @@ def run(args: argparse.Namespace) -> int:
     with (
         Client(args.target, api_key=api_key, tenant=args.tenant) as client,
         client.generate(
-            text, messages=messages, echo=args.echo, deadline_s=args.deadline, priority=args.priority, **options
+            text,
+            messages=messages,
+            echo=args.echo,
+            deadline_s=args.deadline,
+            priority=args.priority,
+            exact=args.exact,
+            **options,
         ) as stream,
     ):
         try:
@@ -86,6 +93,9 @@ def describe(output: Completion) -> str:
     if timings is not None and timings.time_to_first_token_s is not None:
         parts.append(f"first token after {timings.time_to_first_token_s:.2f} s")
         parts.append(f"all after {(timings.finished_ns - timings.received_ns) / 1e9:.2f} s")
+    if output.exact is False:
+        policy = "" if timings is None or not timings.residency else f" (residency {timings.residency})"
+        parts.append(f"approximate attention{policy}")
     if output.num_resumes:
         parts.append(f"resumed after {output.num_resumes} lost connections")
     return "; ".join([*parts, f"seed {output.seed}", f"request {output.request_id}"])

@@ -18,7 +18,7 @@ import grpc
 
 from baton.clock import Clock
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
-from baton.v1 import prefill_pb2
+from baton.v1 import generate_pb2, prefill_pb2
 from deploy.chain_links import ChainLinks
 from deploy.config import WorkerConfig
 from deploy.restarts import Backoff, Restarts
@@ -94,6 +94,10 @@ class WorkerGroup:
         """That its workers share with those of the same node, as they said when they started; empty: they have none."""
         self.layout_fingerprint = ""
         """Of its KV, as its workers said when they started."""
+        self.residency = ""
+        """The policy of a generation engine, likewise."""
+        self.is_approximate = False
+        """Whether that attends to less than all tokens."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -172,6 +176,8 @@ class WorkerGroup:
         self.layout_fingerprint = status.layout_fingerprint
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
+        if isinstance(status, generate_pb2.GenerationStatus):
+            self.residency, self.is_approximate = status.residency, status.is_approximate
         self.prefix_store = status.prefix_store
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:

@@ -44,6 +44,7 @@ async def start_server(config: WorkerConfig) -> Server:
         max_slot_tokens=config.max_slot_tokens,
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         residency=config.residency,
+        selection_file=config.selection_file,
         kv_memory_bytes=config.kv_memory_bytes,
         device_memory_bytes=config.device_memory_bytes,
         growth_tokens=config.growth_tokens,

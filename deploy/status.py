@@ -52,7 +52,8 @@ def groups_table(state: ClusterState) -> Table:
 
 
 def slots_table(state: ClusterState) -> Table:
-    """Two rows a generation group, its slots and its KV memory: the states together are all. One row a prefill group,
+    """Two rows a generation group, its slots and its KV memory, with the policy that keeps it: the states together are
+    all. One row a prefill group,
     the KV of earlier prompts on its node."""
     table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", box=None)
     for group in state.groups:
@@ -63,13 +64,17 @@ def slots_table(state: ClusterState) -> Table:
         kv = group.kv
         parts = (kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined)
         mib = (kv.num_bytes, *parts, group.num_bytes_held)
-        table.add_row("", "KV, MiB", *(f"{num_bytes / 2**20:.1f}" for num_bytes in mib))
+        table.add_row(_policy(group), "KV, MiB", *(f"{num_bytes / 2**20:.1f}" for num_bytes in mib))
     for group in state.groups:
         if group.prefixes.max_bytes:
             most, held = group.prefixes.max_bytes, group.prefixes.num_bytes
             all_mib, free_mib, held_mib = (f"{num_bytes / 2**20:.1f}" for num_bytes in (most, most - held, held))
             table.add_row(group.name, "prefixes, MiB", all_mib, free_mib, "", "", "", held_mib)
     return table
+
+
+def _policy(group: GroupState) -> str:
+    return f"{group.residency} (approximate)" if group.is_approximate else ""
 
 
 def readiness(group: GroupState) -> str:

@@ -181,6 +181,8 @@ class Census:
             prefixes=held.prefixes,
             is_drained=self._members.is_drained(group),
             is_broken=self._members.is_broken(group),
+            residency=group.residency,
+            is_approximate=group.is_approximate,
         )
 
 

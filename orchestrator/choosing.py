@@ -50,8 +50,9 @@ class Chooser:
         """A group with room for the request. Raises NoGroupError when none has in time."""
         found = await self._find(self.generation(record), record, self._config.generation_wait_s)
         if found is None:
+            kind = "exact generation group" if record.exact else "generation group"
             raise NoGroupError(
-                f"no generation group had a free slot of {record.capacity_tokens} tokens within "
+                f"no {kind} had a free slot of {record.capacity_tokens} tokens within "
                 f"{self._config.generation_wait_s:g} s: see the workers' state, or try again later"
             )
         return found
@@ -127,12 +128,12 @@ class Chooser:
         return chosen
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Seconds to the first token of a request that is placed now at the best of the ready groups that hold it, of
+        """Seconds to the first token of a request that is placed now at the best of the ready groups that take it, of
         those with room if any has; 0 where nothing is known."""
         groups = [
             group
             for group in self._members.view.generation
-            if group.ready and group.max_slot_tokens >= record.capacity_tokens
+            if group.ready and group.may_serve(exact=record.exact) and group.max_slot_tokens >= record.capacity_tokens
         ]
         load = self._members.load
         roomy = [group for group in groups if load(group.name).num_slots + record.num_slots <= group.num_slots]

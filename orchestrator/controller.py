@@ -66,6 +66,8 @@ class GenerateSpec:
     """Whoever asks."""
     by_chain: bool = False
     """Whether a chain is to prefill, if there is one, whoever is faster."""
+    exact: bool = False
+    """Whether only groups may serve it that attend to all tokens."""
 
 
 class Controller:
@@ -122,19 +124,21 @@ class Controller:
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Event, None]:
         """One request's stream: Started, tokens, Finished. Closing it cancels the request everywhere.
 
-        Raises, before Started, InvalidArgumentError for more choices than any group has slots, ResourceExhaustedError
+        Raises, before Started, InvalidArgumentError for more choices than any group has slots and for exactness where
+        every group is approximate, ResourceExhaustedError
         when the queue is full or the deadline too near, and UnavailableError once closing; every later failure is in
         Finished.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
         self._check_choices(spec.params.n)
+        exact = self._check_exact(spec.exact)
         record = RequestRecord.of(
             spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
         )
         record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
-        record.by_chain = spec.by_chain
-        started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed)
+        record.by_chain, record.exact = spec.by_chain, exact
+        started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed, exact)
         ends = self._known_ends(record, spec.ended)
         if record.is_complete:
             known: tuple[Event, ...] = (started, *ends, record.finish(self._clock.unix_ns()))
@@ -179,6 +183,18 @@ class Controller:
         most = max((group.num_slots for group in self._members.view.generation), default=num_choices)
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
+
+    def _check_exact(self, wanted: bool) -> bool:
+        """Whether the request's tokens will all be exact. What is said of that at its start holds to its end, so where
+        no group is approximate, none that comes to be may take it over."""
+        groups = self._members.view.generation
+        if wanted and groups and all(group.is_approximate for group in groups):
+            policies = ", ".join(sorted({group.residency for group in groups}))
+            raise InvalidArgumentError(
+                f"exact cannot be had: all generation groups here are approximate (residency {policies}); leave it "
+                "out, or ask a cluster whose generate.residency is device or host"
+            )
+        return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
     def _known_ends(self, record: RequestRecord, ended: Sequence[FinishReason | None]) -> list[TokenEvent]:
         """Events that say of the choices that had ended already that they have."""

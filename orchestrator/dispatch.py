@@ -155,12 +155,13 @@ class Dispatcher:
             taken_over = worker.take_over(record, number)
             async with self._ending(record, (generation, held), number, taken_over) as stream:
                 event = await stream.read()
-                record.place(self._clock.unix_ns())
+                record.place(self._clock.unix_ns(), generation.residency)
                 logger.info("taken over request=%s group=%s", record.request_id, generation.name)
                 await follow(record, stream, event, emit)
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
-        groups = [group for group in self._members.present.generation if group.ready]  # the drained, too
+        present = self._members.present.generation  # the drained, too
+        groups = [each for each in present if each.ready and each.may_serve(exact=record.exact)]
         answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
         found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
         if found is None:
@@ -186,7 +187,7 @@ class Dispatcher:
             if isinstance(granted, GenerationGroup):
                 return granted
             lease, record.num_cached_tokens = granted, granted.num_present_tokens
-        record.place(self._clock.unix_ns())
+        record.place(self._clock.unix_ns(), group.residency)
         try:
             async with self._streaming(record, home, lease) as stream:
                 await follow(record, stream, await stream.read(), emit)
@@ -260,7 +261,7 @@ class Dispatcher:
     async def _relay(self, record: RequestRecord, home: _Home, job: tuple[_Prefill, Lease], emit: Emit) -> None:
         """Prefill by a chain, whose last rank commits the slot; generation by the group that owns it."""
         generation, (prefill, lease) = home.group, job
-        record.place(self._clock.unix_ns())
+        record.place(self._clock.unix_ns(), generation.residency)
         chain = asyncio.create_task(self._run_chain(record, prefill, lease, home.worker))
         try:
             async with self._streaming(record, home, lease) as stream:

@@ -118,6 +118,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
             echo=asked.echo,
             priority=priority_from_proto(request.priority),
             tenant=tenant,
+            exact=request.exact,
         )
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
@@ -129,7 +130,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                         seed=event.seed,
                         num_prompt_tokens=event.num_prompt_tokens,
                         model=self._model.name,
-                        exact=True,
+                        exact=event.exact,
                     )
                 )
             case TokenEvent():

@@ -68,6 +68,8 @@ class Started:
     request_id: RequestId
     num_prompt_tokens: int
     seed: int
+    exact: bool = True
+    """Whether only groups may serve it that attend to all tokens."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,10 @@ class RequestRecord:
     """Who prefills in this attempt, and why; None before that is decided."""
     by_chain: bool = False
     """Whether a chain is to prefill, if there is one, whoever is faster."""
+    exact: bool = False
+    """Whether only groups may serve it that attend to all tokens: its client asked for that, or was told so."""
+    residency: str = ""
+    """The policy of this attempt's generation group."""
     prefix_salt: str = ""
     """Shares cached prefixes with requests of the same salt only."""
     num_cached_tokens: int = 0
@@ -221,10 +227,10 @@ class RequestRecord:
         self.advance(RequestMove.ADMIT)
         self.admitted_ns = now_ns
 
-    def place(self, now_ns: int) -> None:
-        """The request has a generation group and, if it is prefilled elsewhere, its slots."""
+    def place(self, now_ns: int, residency: str = "") -> None:
+        """The request has a generation group, of that policy, and, if it is prefilled elsewhere, its slots."""
         self.advance(RequestMove.PLACE)
-        self.leased_ns = now_ns
+        self.leased_ns, self.residency = now_ns, residency
 
     def retry(self) -> None:
         """The attempt has failed; the next begins."""
@@ -271,6 +277,7 @@ class RequestRecord:
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
         """Takes what its branches have learnt."""
         self.attempt = max(branch.attempt for branch in branches)
+        self.residency = branches[-1].residency or self.residency
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
         self.first_token_ns = min(first_ns, default=0)
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
@@ -289,6 +296,7 @@ class RequestRecord:
             ranks=self.ranks,
             width=self.width,
             placement=self.placement,
+            residency=self.residency,
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"

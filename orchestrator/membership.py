@@ -64,6 +64,14 @@ class GenerationGroup:
     ready: bool = True
     prefix_store: str = ""
     """Where its slots find prefixes, and its answers are kept; likewise."""
+    residency: str = ""
+    """Its policy: where KV lives, and which of it is attended to."""
+    is_approximate: bool = False
+    """Whether its rows attend to less than all tokens."""
+
+    def may_serve(self, *, exact: bool) -> bool:
+        """Whether its attention is what a request wants."""
+        return not (exact and self.is_approximate)
 
     @property
     def life(self) -> Hashable:

@@ -40,13 +40,14 @@ def choose_generation(
     avoid: Collection[object],
     cost_of: CostOf = lambda group: 0.0,
 ) -> GenerationGroup | None:
-    """Of the ready groups with enough free slots, and large enough ones, that where the request costs least; of those
-    alike the one with the most free slots, of equals the first. None: nobody has room now."""
+    """Of the ready groups that may serve it, with enough free slots, and large enough ones, that where it costs least;
+    of those alike the one with the most free slots, of equals the first. None: nobody has room now."""
     groups = [
         group
         for group in view.generation
         if group.ready
         and group.life not in avoid
+        and group.may_serve(exact=request.exact)
         and group.max_slot_tokens >= request.capacity_tokens
         and load_of(group.name).num_slots + request.num_slots <= group.num_slots
     ]

@@ -61,6 +61,11 @@ def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
 
 
 def _of_generation_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
+    policies = [
+        ((group.name, group.residency, "approximate" if group.is_approximate else "exact"), 1.0) for group in groups
+    ]
+    text = "1; which KV is attended to"
+    yield _gauge("baton_group_residency", text, policies, "group", "residency", "attention")
     slots = [
         ((group.name, state), float(count))
         for group in groups

@@ -76,7 +76,7 @@ class StreamRequest(_message.Message):
     @_builtins.property
     def store(self) -> Global___BlockNaming:
         """Set: when a choice has ended by itself, whole blocks of its prompt and output that the node's prefix store lacks are
-        put there, before its slot is freed. A group without a store takes no notice.
+        put there, before its slot is freed. A group without a store, or whose KV is approximate, takes no notice.
         """
 
     def __init__(
@@ -304,6 +304,8 @@ class GenerationStatus(_message.Message):
     NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
+    IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     num_free: _builtins.int
     num_leased: _builtins.int
@@ -329,6 +331,10 @@ class GenerationStatus(_message.Message):
     num_prefix_bytes_stored: _builtins.int
     num_prefix_disk_bytes_read: _builtins.int
     """Of the bytes that slots got, those that came from disk."""
+    residency: _builtins.str
+    """The residency policy: where KV lives, and which of it is attended to."""
+    is_approximate: _builtins.bool
+    """Rows attend to less than all tokens."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call."""
@@ -363,10 +369,12 @@ class GenerationStatus(_message.Message):
         num_prefix_bytes_read: _builtins.int = ...,
         num_prefix_bytes_stored: _builtins.int = ...,
         num_prefix_disk_bytes_read: _builtins.int = ...,
+        residency: _builtins.str = ...,
+        is_approximate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv", "last_step", b"last_step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "kept", b"kept", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "residency", b"residency", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -56,6 +56,7 @@ class GenerateRequest(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     ECHO_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    EXACT_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unset: the server makes one. Names the request in logs, and in a resumed stream."""
     prompt: _builtins.bytes
@@ -70,6 +71,8 @@ class GenerateRequest(_message.Message):
     """The text of each choice begins with the prompt's."""
     priority: Global___Priority.ValueType
     """While requests wait, a less urgent one is served only when no more urgent one can be. Unset: PRIORITY_STANDARD."""
+    exact: _builtins.bool
+    """Only groups that attend to all tokens may generate; refused where there is none. False: any may."""
     @_builtins.property
     def chat(self) -> Global___Chat:
         """Rendered with the model's chat template."""
@@ -98,10 +101,11 @@ class GenerateRequest(_message.Message):
         outputs: _abc.Iterable[_common_pb2.Output] | None = ...,
         echo: _builtins.bool = ...,
         priority: Global___Priority.ValueType = ...,
+        exact: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "input", b"input", "prompt", b"prompt", "sampling", b"sampling", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chat", b"chat", "deadline_ms", b"deadline_ms", "echo", b"echo", "exact", b"exact", "input", b"input", "model", b"model", "outputs", b"outputs", "priority", b"priority", "prompt", b"prompt", "request_id", b"request_id", "sampling", b"sampling", "seeded", b"seeded", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_input: _TypeAlias = _typing.Literal["prompt", "chat", "token_ids"]  # noqa: Y015
     _WhichOneofArgType_input: _TypeAlias = _typing.Literal["input", b"input"]  # noqa: Y015
@@ -217,7 +221,9 @@ class Started(_message.Message):
     num_prompt_tokens: _builtins.int
     model: _builtins.str
     exact: _builtins.bool
-    """Full attention and coupled sampling all the way; false where an approximation was configured."""
+    """Full attention and coupled sampling all the way, whatever fails meanwhile; false where a group may generate whose
+    attention is approximate.
+    """
     def __init__(
         self,
         *,
@@ -305,6 +311,7 @@ class Timings(_message.Message):
     RANKS_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     PLACEMENT_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """Left the queue."""
@@ -312,6 +319,8 @@ class Timings(_message.Message):
     """Got a slot."""
     first_token_ns: _builtins.int
     finished_ns: _builtins.int
+    residency: _builtins.str
+    """The residency policy of the generation group: which KV is attended to. Empty when it had none."""
     @_builtins.property
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTiming]: ...
     @_builtins.property
@@ -333,10 +342,11 @@ class Timings(_message.Message):
         ranks: _abc.Iterable[Global___RankTiming] | None = ...,
         width: Global___WidthChoice | None = ...,
         placement: Global___Placement | None = ...,
+        residency: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "placement", b"placement", "ranks", b"ranks", "received_ns", b"received_ns", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "placement", b"placement", "ranks", b"ranks", "received_ns", b"received_ns", "residency", b"residency", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -688,6 +698,8 @@ class GroupState(_message.Message):
     NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
     NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
+    IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
@@ -720,6 +732,9 @@ class GroupState(_message.Message):
     num_prefix_bytes_stored: _builtins.int
     num_prefix_disk_bytes_read: _builtins.int
     """Of the bytes that slots got, those that came from disk."""
+    residency: _builtins.str
+    """Of a generation group: its residency policy, and whether that attends to less than all tokens."""
+    is_approximate: _builtins.bool
     @_builtins.property
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -751,10 +766,12 @@ class GroupState(_message.Message):
         num_prefix_bytes_read: _builtins.int = ...,
         num_prefix_bytes_stored: _builtins.int = ...,
         num_prefix_disk_bytes_read: _builtins.int = ...,
+        residency: _builtins.str = ...,
+        is_approximate: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "residency", b"residency", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

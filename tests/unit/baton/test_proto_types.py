@@ -45,7 +45,7 @@ PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTe
     [
         Timings(1, 2, 3, 4, 5, (RANK,), WIDTH),
         Timings(1, 2, 3, 4, 5, (), None, PLACEMENT),
-        Timings(1, 2, 3, 4, 5, (), None, Placement("never")),
+        Timings(1, 2, 3, 4, 5, (), None, Placement("never"), "infinigen"),
     ],
 )
 def test_timings_round_trip(timings: Timings) -> None:
@@ -88,6 +88,8 @@ def test_a_cluster_s_state_round_trips() -> None:
         kv=kv,
         num_preemptions=3,
         imbalance="1 is not 2",
+        residency="infinigen",
+        is_approximate=True,
         is_drained=True,
         is_broken=True,
         prefixes=PrefixHoldings(12, 2**33, 2**34, num_bytes_read=2**35, num_disk_bytes_read=7, num_bytes_stored=2**36),

@@ -108,6 +108,11 @@ def test_priority_is_sent_by_name(name: str, value: orchestrator_pb2.Priority.Va
     assert make_request(Source("Once"), None, {}, priority=name).priority == value
 
 
+def test_exactness_is_asked_for_or_not() -> None:
+    assert make_request(Source("Once"), None, {}, exact=True).exact
+    assert not make_request(Source("Once"), None, {}).exact
+
+
 def test_unknown_priority_is_named() -> None:
     with pytest.raises(InvalidArgumentError, match="priority = 'high' is unknown: use one of interactive, standard"):
         make_request(Source("Once"), None, {}, priority="high")

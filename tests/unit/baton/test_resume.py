@@ -52,6 +52,23 @@ def test_a_server_that_answered_before_is_waited_for_before_a_request_is_taken()
     assert second.output().num_resumes == 0  # it is asked again, not resumed
 
 
+@pytest.mark.parametrize(("said", "known"), [((True,), True), ((True, False), False), ((False, True), False)])
+def test_an_output_is_exact_if_all_servers_that_it_came_from_were(said: tuple[bool, ...], known: bool) -> None:
+    state = state_at(ManualClock())
+    for exact in said:
+        started = orchestrator_pb2.Started(request_id="r", model="m", exact=exact)
+        state.accept(orchestrator_pb2.GenerateEvent(started=started))
+    assert state.output().exact is known
+
+
+def test_a_stream_that_began_exact_is_resumed_exactly() -> None:
+    state = state_at(ManualClock())
+    assert not state.next_request().exact
+    started = orchestrator_pb2.Started(request_id="r", model="m", exact=True)
+    state.accept(orchestrator_pb2.GenerateEvent(started=started))
+    assert state.next_request().exact
+
+
 def test_attempts_to_resume_are_bounded() -> None:
     state = started_at(ManualClock())
     delays = [state.call_failed(LOST) for _ in range(4)]
