@@ -1,7 +1,8 @@
 """Who should prefill? The faster way for each prompt, by prediction, against always a chain, and never one.
 
 A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
-streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) come at
+streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000: fewer than
+one in twenty, so that the 95th percentile is a short prompt's; a chain prefills the long ones in either way) come at
 random times; each is asked for one token. The ways are the orchestrator's own (`orchestrator.disaggregation`), over the
 same workers and the same cost model, which is calibrated before; each serves the same arrivals, in turn. Rows: of
 `policy=auto` against each of the others, mean and 95th percentile of the time to first token, and the 99th percentile
@@ -35,7 +36,7 @@ from planning.planner import ChainPlanner
 ROUNDS = 9
 QUICK_ROUNDS = 1
 WAYS: tuple[Disaggregation, ...] = get_args(Disaggregation)
-NUM_SHORT, NUM_LONG, SECONDS = 30, 3, 24.0
+NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0

@@ -5,7 +5,21 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import calibrate, chaos, drain, gateway, generate, inspection, local, plan, reload, serving, simulate
+from deploy import (
+    calibrate,
+    chaos,
+    drain,
+    evaluate,
+    gateway,
+    generate,
+    inspection,
+    local,
+    plan,
+    prepare,
+    reload,
+    serving,
+    simulate,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,8 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     inspection.add_parser(commands)
     calibrate.add_parser(commands)
     chaos.add_parser(commands)
+    evaluate.add_parser(commands)
     simulate.add_parser(commands)
     plan.add_parser(commands)
+    prepare.add_parser(commands)
     return parser
 
 

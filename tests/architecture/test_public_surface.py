@@ -41,7 +41,7 @@ CLIENT = {
     "close": "(self)",
     "cluster_state": "(self, timeout_s=10.0)",
     "generate": "(self, prompt=None, *, messages=None, token_ids=None, params=None, request_id=None, model='',"
-    " echo=False, deadline_s=None, priority='standard', metadata=None, **sampling)",
+    " echo=False, deadline_s=None, priority='standard', metadata=None, exact=False, **sampling)",
     "model": "(self, timeout_s=10.0)",
 }
 STREAM = {"cancel": "(self)", "collect": "(self)", "text": "(self)"}
@@ -51,7 +51,7 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width placement",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width placement residency",
     Placement: "reason chain local",
     PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
     WidthChoice: "width num_ranks num_ahead num_jobs options",
@@ -65,7 +65,7 @@ FIELDS = {
     " metrics_endpoint",
     GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests"
     " num_leased num_active num_quarantined kv num_preemptions imbalance is_drained is_broken"
-    " prefixes",
+    " prefixes residency is_approximate",
     PrefixHoldings: "num_blocks num_bytes max_bytes num_bytes_read num_disk_bytes_read num_bytes_stored",
     KvLedger: "num_bytes num_bytes_free num_bytes_leased num_bytes_active num_bytes_quarantined",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt",
@@ -85,12 +85,17 @@ COMMANDS = {
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "drain": "group name --keep --target --timeout --undo",
+    "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies"
+    " --quantization --rows --selection --steps --text --threads",
     "gateway": "--cache --grace --host --model --orchestrator --port",
-    "generate": f"prompt --api-key-env --chat --deadline --echo --n --no-usage --priority --target --tenant {SAMPLING}",
+    "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
+    f" {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
     " --threads --weights",
+    "prepare": "model --alpha --cache --context --cost --dtype --first --kinds --last --lookahead --most-share --output"
+    " --quantization --ratios --reach --rows --steps --text --threads",
     "reload": "name --group --model --target --timeout",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"

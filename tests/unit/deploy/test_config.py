@@ -61,7 +61,14 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
     engine, local = EngineConfig(), LocalConfig(Path("model"))
     assert (engine.num_slots, engine.max_slot_tokens) == (local.num_slots, local.max_slot_tokens)
     assert engine.max_prefill_tokens_per_step == local.max_prefill_tokens_per_step
-    for name in ("residency", "kv_memory_bytes", "device_memory_bytes", "growth_tokens", "max_step_stretch"):
+    for name in (
+        "residency",
+        "selection_file",
+        "kv_memory_bytes",
+        "device_memory_bytes",
+        "growth_tokens",
+        "max_step_stretch",
+    ):
         assert getattr(engine, name) == getattr(local, name)
 
 

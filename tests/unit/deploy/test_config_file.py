@@ -48,6 +48,8 @@ def test_a_calibration_file_is_named_from_where_the_command_was_typed(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert load_config(None, ["prefill.calibration=costs.json"]).prefill.calibration == str(tmp_path / "costs.json")
+    found = load_config(None, ["generate.residency=infinigen", "generate.selection_file=found"]).generate
+    assert (found.residency, found.selection_file) == ("infinigen", str(tmp_path / "found"))
     assert load_config(None, []).prefill.calibration == ""
 
 

@@ -65,6 +65,7 @@ async def test_a_started_cluster_is_ready_and_seen(bench: Bench) -> None:
     ]
     assert [(group.name, group.ready) for group in view.generation] == [("generate-0", True)]
     assert view.generation[0].layout_fingerprint == random_decoder().layout.fingerprint
+    assert (view.generation[0].residency, view.generation[0].is_approximate) == ("device", False)
 
 
 async def test_a_chain_is_seen_with_the_prefix_store_of_its_node(bench: Bench, tmp_path: Path) -> None:

@@ -1,0 +1,174 @@
+"""How much faster is a step that attends to some of the keys only?
+
+Policy `infinigen` beside `device` (`generate_workers.residency`): the same rows, each with its own length, that have
+read a novel so far, for how many keys are chosen depends on what is read. A step feeds every row the token that truly
+comes next: decoder, policy, logits and greedy choice, on both sides without what an engine does besides. Both are asked
+in turn, two steps at a time after one that is not counted.
+
+Keys are chosen by what `baton prepare` found for the model, or by `--selection`; where there is none, by a basis that
+is fitted on the spot, and by the paper's alpha and cap. `kv_bytes` is what attention reads in a step, without partial
+keys. `--bars`: a step of `infinigen` is so many times as fast as one of `device`.
+"""
+
+import argparse
+import contextlib
+import gzip
+import os
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from benchmarks.engine_rows import row_lengths
+from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from generate_workers.quality import Context, Passage, PassageRows, StepScore, prefill, shape_for
+from generate_workers.residency.policies import SelectionSource, make_residency
+from modeling.bases import BasisKind, fit_bases, sample_layers
+from modeling.decoder import Decoder
+from modeling.kv_buffers import KvBuffer
+from modeling.selection import Selection
+from modeling.selection_file import PreparedSelection, prepared_path
+from modeling.threads import use_cores
+from modeling.weights import load_decoder
+from text.tokenizer import Tokenizer
+
+GRID = "16x4096,8x7500"
+QUICK_GRID = "2x512"
+BAR = 1.6
+"""Times as fast as `device`, at least, in every cell of the grid."""
+_TEXTS = Path(__file__).parents[1] / "tests" / "data"
+_READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
+_STEPS = 2
+_CHARACTERS = 8
+"""Of a token, at most on average."""
+_FITTED_TOKENS = 1024
+_COLUMNS = 0.25
+"""Of a head's, in a basis that is fitted here."""
+_SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
+
+
+@dataclass(frozen=True)
+class FittedHere(SelectionSource):
+    """Where nothing was prepared for the model."""
+
+    text: Sequence[int] = ()
+
+    def load(self) -> PreparedSelection:
+        """A basis of the head's own columns, from the beginning of a text."""
+        decoder, kind = self.decoder, BasisKind.COLUMNS
+        num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
+        with torch.inference_mode():
+            samples = sample_layers(decoder, self.text[:_FITTED_TOKENS])
+            context = decoder.config.max_position
+            basis = fit_bases(decoder, samples, [kind], num_columns=num_columns, context=context)[kind]
+        return PreparedSelection(basis, _SELECTION, 0, decoder.layout.model_fingerprint, text_hash="")
+
+
+def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
+    """The first tokens of a novel."""
+    text = gzip.decompress((_TEXTS / name).read_bytes()).decode()
+    return Tokenizer.load(folder).encode(text[: _CHARACTERS * num_tokens])[:num_tokens]
+
+
+def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
+    """Rows that have read so much of one text, whose KV is `kv`, and can take `num_steps` steps."""
+    return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
+
+
+@contextlib.contextmanager
+def running(
+    decoder: Decoder, policy: str, contexts: Sequence[Context], source: SelectionSource | None
+) -> Iterator[PassageRows]:
+    """Rows of a policy."""
+    shape = shape_for(decoder, [context.passage for context in contexts])
+    with (
+        contextlib.closing(make_residency(policy, shape, decoder.device, source)) as residency,
+        PassageRows.opened(decoder, residency, contexts) as rows,
+    ):
+        yield rows
+
+
+class Side:
+    """One policy's rows, and what their last step was."""
+
+    def __init__(self, rows: PassageRows) -> None:
+        self._rows = rows
+        self.last: StepScore | None = None
+
+    def step_ms(self) -> float:
+        """Mean milliseconds of a few steps, after one that is not counted."""
+        self._rows.step()
+        scores = [self._rows.step() for _ in range(_STEPS)]
+        self.last = scores[-1]
+        return statistics.fmean(score.duration_s for score in scores) * 1e3
+
+
+def compare(
+    decoder: Decoder, contexts: Sequence[Context], source: SelectionSource, num_pairs: int
+) -> tuple[Pairs, Pairs]:
+    """Milliseconds of both policies' steps, and the KV bytes that attention read in their last ones."""
+    with (
+        running(decoder, "infinigen", contexts, source) as sparse,
+        running(decoder, "device", contexts, None) as device,
+    ):
+        ours, theirs = Side(sparse), Side(device)
+        pairs = interleave(ours.step_ms, theirs.step_ms, num_pairs)
+        assert ours.last is not None and theirs.last is not None
+        return pairs, Pairs([float(ours.last.num_kv_bytes)], [float(theirs.last.num_kv_bytes)])
+
+
+def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
+    """What was prepared for the model, or is fitted now."""
+    console = Console(stderr=True, highlight=False)
+    if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
+        console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")
+        return FittedHere(decoder, text=text_ids(folder, _FITTED, _FITTED_TOKENS))
+    source = SelectionSource(decoder, path)
+    prepared = source.load()
+    cost = "not measured" if prepared.perplexity_cost is None else f"{prepared.perplexity_cost:+.2%}"
+    columns = f"{prepared.basis.kind.value}, {prepared.basis.num_columns} columns, lookahead {prepared.lookahead}"
+    console.print(f"  {columns}; {prepared.selection}; perplexity {cost}", style="dim", soft_wrap=True)
+    return source
+
+
+def run(args: argparse.Namespace) -> int:
+    """All cells; with --bars 1 when one is missed."""
+    cores = sorted(os.sched_getaffinity(0))
+    cores = cores[: args.threads or len(cores)]
+    use_cores(cores, len(cores))
+    folder, num_pairs = resolve(args), args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
+    decoder = load_decoder(folder, dtype=args.dtype)
+    source = find_source(decoder, folder, args.selection)
+    reporter, bars = Reporter("sparse", args.json), Bars()
+    num_steps = (num_pairs + 1) * (_STEPS + 1)
+    for cell in (args.grid or (QUICK_GRID if args.quick else GRID)).split(","):
+        batch, context = map(int, cell.split("x"))
+        lengths = row_lengths(batch, context)
+        token_ids = text_ids(folder, _READ, max(lengths) + num_steps + 1)
+        kv = prefill(decoder, token_ids[: max(lengths)])
+        steps, kv_bytes = compare(decoder, contexts_of(token_ids, kv, lengths, num_steps), source, num_pairs)
+        name = case(batch=batch, context=context, policy="infinigen", dtype=args.dtype, threads=len(cores))
+        reporter.add(name, "step_ms", "ms", "device", steps)
+        reporter.add(name, "kv_bytes", "bytes", "device", kv_bytes)
+        bars.at_least(f"{cell}, times as fast as device", steps.quartiles(smaller_is_better=True)[1], BAR)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
+    parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")
+    parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
