@@ -8,6 +8,7 @@ says how many times better than the baseline (above 1 is better, whatever the un
 import argparse
 import contextlib
 import json
+import math
 import platform
 import random
 import statistics
@@ -103,6 +104,11 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def _finite(value: object) -> object:
+    """JSON has no word for what was never reached, nor for what is not there."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 class Reporter:
     """Prints rows as they come: JSON lines, or a table at the end."""
 
@@ -121,7 +127,7 @@ class Reporter:
         ours, theirs = pairs.our_median, pairs.their_median
         row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
         if self._json:
-            print(json.dumps(asdict(row)), flush=True)
+            print(json.dumps({name: _finite(value) for name, value in asdict(row).items()}), flush=True)
         values = (f"{ours:.4g} {unit}", baseline, f"{theirs:.4g} {unit}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}")
         self._console.print(f"  {case_name} {metric}: " + "  ".join(values), highlight=False, style="dim")
         self._table.add_row(case_name, metric, *values)

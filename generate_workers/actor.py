@@ -65,7 +65,8 @@ class GenerationHost:
             prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
             prefix_disk=disk if keeps else None,
         )
-        give_way_to(server.engine.thread_id)  # what pushes take of its core would be felt between two tokens
+        if self.cores:  # which others do not share: what pushes take of them is felt between two tokens
+            give_way_to(server.engine.thread_id)
         await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
         if disk is not None:
             await asyncio.to_thread(sweep, disk.folder.parent)
