@@ -33,7 +33,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
     "h2o": ("budget",),
 }
 """What of --budget and --alpha means something to a policy."""
-_PREPARED = ("infinigen", "oracle", "window")
+_PREPARED = ("infinigen", "oracle", "window", "h2o")
 """Policies that go by what `baton prepare` wrote; the first takes its basis, too."""
 
 _DESCRIPTION = """\
@@ -224,6 +224,7 @@ def run(args: argparse.Namespace) -> int:
 
 def find_size(args: argparse.Namespace) -> Size:
     """Raises InvalidArgumentError."""
+    option_values.check_threads(args.threads)
     return Size(
         contexts=tuple(option_values.counts("--context", args.context, MAX_TOKENS)),
         num_rows=option_values.count("--rows", args.rows, MAX_ROWS),

@@ -36,6 +36,8 @@ _FULL = Setting("device")
 """Full attention, which the others are compared with."""
 _NUM_CHUNKS = 8
 """Of the steps, whose perplexities are told apart."""
+_NEEDLE_TOKENS = 64
+"""More than a fact, its question and its answer take."""
 
 
 @dataclass(frozen=True)
@@ -216,6 +218,7 @@ def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cel
 def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
     """What would else fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
     needed, limit = size.contexts[-1] + size.num_steps + 1, decoder.config.max_position
+    needed += _NEEDLE_TOKENS if size.has_needles else 0
     if needed > limit:
         raise InvalidArgumentError(
             f"--context {size.contexts[-1]} and --steps {size.num_steps} are beyond the {limit} tokens that the model"

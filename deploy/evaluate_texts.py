@@ -7,6 +7,7 @@ random but the facts, and these by a fixed seed.
 import gzip
 import itertools
 import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,5 +111,5 @@ def _read(path: Path) -> str:
     try:
         data = path.read_bytes()
         return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InvalidArgumentError(f"--text {path} cannot be read as UTF-8 text ({error}): check the file") from error

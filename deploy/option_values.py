@@ -36,3 +36,9 @@ def assignments(option: str, text: str) -> dict[str, int]:
             raise InvalidArgumentError(f"{option}: {assignment!r} is no FIELD=NUMBER: write for example num_layers=32")
         fields[field] = int(value)
     return fields
+
+
+def check_threads(num_threads: int) -> None:
+    """Raises InvalidArgumentError for a number of threads that nobody has."""
+    if num_threads < 0:
+        raise InvalidArgumentError(f"--threads {num_threads} is out of range: use 0 (all cores) or more")

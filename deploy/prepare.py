@@ -164,6 +164,9 @@ def run(args: argparse.Namespace) -> int:
 
 def find_wanted(args: argparse.Namespace) -> Wanted:
     """Raises InvalidArgumentError."""
+    option_values.check_threads(args.threads)
+    if args.output is not None and args.output.is_dir():
+        raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
     kinds = tuple(dict.fromkeys(name.strip() for name in args.kinds.split(",")))
     for kind in kinds:
         if kind not in KINDS:

@@ -107,6 +107,10 @@ class PartialKeys:
         """Of the layer's first block."""
         return self._memory.address + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
+    def expect(self, num_tokens: int) -> None:
+        """So many tokens' partial keys will be written for sure. May be called once between two releases."""
+        self._memory.expect(num_tokens // _BLOCK)
+
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
         """The partial keys of `tokens` are about to be written, in one layer or in all; the latter in ascending order,
         without a gap to those committed by layer."""
@@ -171,7 +175,9 @@ def select_keys(q_BNR: Tensor, rows: PartialRows, layer: int, selection: Selecti
     """What the rows attend to in `layer`. `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what
     a softmax takes. `has_new`: whether the new tokens have their partial keys; they are picked either way. A score that
     is no number is below all that are. Raises RuntimeError for queries of a wrong shape."""
-    num_kv_heads = rows.keys[0].data_LCGRI.shape[2]
+    num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
+    if q_BNR.shape[2] != num_columns:
+        raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
     if not native.load("key_selection"):
         return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new)
     keys_BGK, num_BG = torch.ops.baton.select_keys(

@@ -4,6 +4,7 @@ The tensors are `q_LGHR` and `k_LGHR` (modeling.bases); all else is text in the 
 weights it was made from, down to their dtype and quantization, and says so by their fingerprint. Blocks on the disk.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,8 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
         save_file(tensors, partial, metadata)
         partial.rename(path)
     except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written ({error}); choose another file") from error
 
 
@@ -109,7 +112,8 @@ def _basis(path: Path, kind: str, q_LGHR: Tensor, k_LGHR: Tensor, decoder: Decod
     layout = decoder.layout
     outer = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
     for name, tensor in zip(_TENSORS, (q_LGHR, k_LGHR), strict=True):
-        fits = tensor.shape == q_LGHR.shape and tensor.shape[:3] == outer and 1 <= tensor.shape[3] <= layout.head_dim
+        fits = tensor.dim() == 4 and tensor.shape == q_LGHR.shape and tensor.shape[:3] == outer
+        fits = fits and 1 <= tensor.shape[3] <= layout.head_dim
         if not fits or tensor.dtype != torch.float32 or not tensor.isfinite().all():
             shape = f"[{', '.join(map(str, outer))}, 1 to {layout.head_dim}]"
             raise ModelError(f"{path}: {name} is not finite, of float32 and shape {shape}: {_REMEDY}")

@@ -124,15 +124,17 @@ class Admission:
         self._admit()
 
     def join(self, demand: Demand, chain_s: Callable[[], float] | None = None) -> Entry:
-        """A place for a request; `chain_s` predicts its prefill, in seconds, and is asked if it has a deadline.
+        """A place for a request; `chain_s` predicts its prefill, in seconds, and is asked for every request: what that
+        takes then corrects the predictions for others.
 
         Raises ResourceExhaustedError, which says when to try again, for one that would have to wait where there is no
         place for it, and for one whose first token would come after its deadline. The latter only while others run or
         wait: alone, a request finds out for itself, or wrong predictions would never be corrected.
         """
         entry = Entry(demand, self._clock.now_s())
-        if demand.deadline_s is not None and chain_s is not None and (self._running or self._queue):
-            self._check_deadline(entry, demand.deadline_s, chain_s())
+        predicted_s = None if chain_s is None else chain_s()
+        if demand.deadline_s is not None and predicted_s is not None and (self._running or self._queue):
+            self._check_deadline(entry, demand.deadline_s, predicted_s)
         self._queue.add(entry)
         self._admit()
         if entry.started_s is None and (why := self._why_tenant_full(entry) or self._make_room(entry)):

@@ -155,7 +155,7 @@ class Controller:
         events.put_nowait(started)
         for end in ends:
             events.put_nowait(end)
-        emit = partial(_emit, events, spec.echo)
+        emit = partial(self._emit, record, events, spec.echo)
         task = asyncio.create_task(self._complete(record, entry, spec.deadline_s, emit))
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, record, entry, events))
@@ -184,10 +184,17 @@ class Controller:
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
 
+    def _emit(self, record: RequestRecord, events: "asyncio.Queue[Event]", echo: str, event: TokenEvent) -> None:
+        if event.token is not None:
+            record.first_seen_ns = record.first_seen_ns or self._clock.unix_ns()
+        if echo and event.index == 0 and event.token is not None:
+            event = replace(event, text=echo + event.text)
+        events.put_nowait(event)
+
     def _check_exact(self, wanted: bool) -> bool:
         """Whether the request's tokens will all be exact. What is said of that at its start holds to its end, so where
         no group is approximate, none that comes to be may take it over."""
-        groups = self._members.view.generation
+        groups = self._members.present.generation  # drained ones, too: they may come back, and may have kept a stream
         if wanted and groups and all(group.is_approximate for group in groups):
             policies = ", ".join(sorted({group.residency for group in groups}))
             raise InvalidArgumentError(
@@ -325,12 +332,6 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _emit(events: "asyncio.Queue[Event]", echo: str, event: TokenEvent) -> None:
-    if echo and event.index == 0 and event.token is not None:
-        event = replace(event, text=echo + event.text)
-    events.put_nowait(event)
 
 
 def _log_failure(record: RequestRecord, error: BatonError) -> None:

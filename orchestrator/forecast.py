@@ -55,16 +55,17 @@ class Turnover:
 
 
 class Correction:
-    """What prefill took of late, over what was predicted of it. The latest requests, as in Turnover."""
+    """What prefill took of late, over what was predicted of it. Of the latest requests, as in Turnover; at first as if
+    a second had been predicted, and taken, so that one odd request does not say it all."""
 
     def __init__(self) -> None:
-        self._predicted_s = 0.0
-        self._measured_s = 0.0
+        self._predicted_s = 1.0
+        self._measured_s = 1.0
 
     @property
     def factor(self) -> float:
-        """By which a prediction is to be multiplied; 1 before anything has been measured."""
-        return self._measured_s / self._predicted_s if self._predicted_s else 1.0
+        """By which a prediction is to be multiplied."""
+        return self._measured_s / self._predicted_s
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """A request had its first token so long after its turn came, or none in all that time."""
@@ -94,10 +95,10 @@ class ChainForecast:
         return request.forecast_s * self._correction.factor
 
     def ended(self, request: RequestRecord, finished_ns: int) -> None:
-        """What became of a request; tells of predictions if it was predicted, and had one attempt only. One that ended
-        without a token would have taken longer still: that tells something if it was too long already."""
-        if not request.forecast_s or not request.admitted_ns or request.attempt > 1:
+        """What became of a request; tells of predictions if it was predicted, got its slots, and had one attempt only.
+        One that ended without a token would have taken longer: that tells something if it was too long already."""
+        if not request.forecast_s or not request.leased_ns or request.attempt > 1:
             return
-        took_s = ((request.first_token_ns or finished_ns) - request.admitted_ns) / 1e9
-        if request.first_token_ns or took_s > request.forecast_s * self._correction.factor:
+        took_s = ((request.first_seen_ns or finished_ns) - request.admitted_ns) / 1e9
+        if request.first_seen_ns or took_s > request.forecast_s * self._correction.factor:
             self._correction.observe(request.forecast_s, took_s)

@@ -135,6 +135,8 @@ class RequestRecord:
     """Output tokens, of all choices, that the client had when it came."""
     forecast_s: float = 0.0
     """Seconds that were predicted from its turn to its first token, when it came; 0 when nobody asked, or knew."""
+    first_seen_ns: int = 0
+    """When its first token was passed on, by the orchestrator's own clock."""
     admitted_ns: int = 0
     leased_ns: int = 0
     first_token_ns: int = 0

@@ -42,6 +42,11 @@ class InfinigenRow(SelectiveRow):
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         self.partial = PartialKeys(self._layers, layout.num_kv_heads, basis.num_columns, shape.max_slot_tokens)
 
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begins a claim."""
+        super().open(num_tokens, capacity_tokens)
+        self.partial.expect(num_tokens)
+
     @property
     def index_bytes(self) -> int:
         """Of partial keys."""

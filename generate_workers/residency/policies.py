@@ -20,6 +20,7 @@ from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.selective import require_selective
 from generate_workers.residency.window import WindowResidency
 from modeling.decoder import Decoder
+from modeling.kernels import native
 from modeling.kv_buffers import OUT_OF_MEMORY
 from modeling.kv_memory import PagedMemory, RowMemory, TensorMemory
 from modeling.selection_file import PreparedSelection, load_prepared, prepared_path
@@ -59,6 +60,10 @@ def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency])
 
     def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
         require_selective(name, shape, device)
+        if not native.load("key_selection"):
+            raise ConfigError(
+                f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"
+            )
         assert source is not None, f"{name} needs a model"
         return make(shape, source)
 

@@ -2,8 +2,8 @@
 
 Step 8 of a request's way (DESIGN.md, sections 4 and 5). Two memories are told apart: the *device's*, where attention
 reads, and *home*, where KV lives between steps; for a policy that keeps all of it on the device they are one, and count
-as both. A policy that attends to less than all tokens says so (`is_exact`), takes what it needs to choose them from
-`RowKv.write` and `StepKv.begin`, and reads it no earlier than `StepKv.end` of the layer before.
+as both. A policy that attends to less than all tokens says so (`is_exact`); it takes what it needs to choose them from
+`RowKv.write`, `StepKv.begin` and `StepKv.picks`, and when a step is left.
 """
 
 from collections.abc import Iterable, Sequence

@@ -66,7 +66,10 @@ def test_a_correction_follows_what_requests_took() -> None:
     correction = Correction()
     assert correction.factor == 1.0
     correction.observe(0.2, 0.8)
-    assert correction.factor == pytest.approx(4.0)
+    assert correction.factor == pytest.approx((0.95 + 0.8) / (0.95 + 0.2))
+    for _ in range(60):
+        correction.observe(0.2, 0.8)
+    assert correction.factor == pytest.approx(4.0, rel=0.05)
     for _ in range(60):
         correction.observe(0.5, 0.5)
     assert correction.factor == pytest.approx(1.0, abs=0.1)
@@ -143,8 +146,8 @@ def test_a_scored_prompt_takes_no_chain() -> None:
 
 def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> RequestRecord:
     """The request's turn came, and its first token, if it had any."""
-    record.admitted_ns = int(admitted_s * 1e9)
-    record.first_token_ns = 0 if first_s is None else int(first_s * 1e9)
+    record.admitted_ns = record.leased_ns = int(admitted_s * 1e9)
+    record.first_seen_ns = 0 if first_s is None else int(first_s * 1e9)
     return record
 
 
@@ -153,19 +156,26 @@ def test_predictions_are_corrected_by_what_requests_took() -> None:
     forecast = ChainForecast(cluster.members, cluster.chooser)
     alone_s = forecast.chain_s(record)
     forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), int(9e9))
-    assert forecast.chain_s(request(200)) == pytest.approx(3 * alone_s, rel=1e-6)
+    assert forecast.chain_s(request(200)) == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
 
 
-@pytest.mark.parametrize(("waited", "factor"), [(0.5, 1.0), (4.0, 4.0)])
-def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float, factor: float) -> None:
+def factor_after(predicted_s: float, measured_s: float) -> float:
+    correction = Correction()
+    correction.observe(predicted_s, measured_s)
+    return correction.factor
+
+
+@pytest.mark.parametrize("waited", [0.5, 4.0])
+def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float) -> None:
     cluster, record = Cluster(), request(200)
     forecast = ChainForecast(cluster.members, cluster.chooser)
     alone_s = forecast.chain_s(record)
     forecast.ended(ended(record, 5.0, None), int((5.0 + waited * alone_s) * 1e9))
+    factor = factor_after(alone_s, waited * alone_s) if waited > 1 else 1.0
     assert forecast.chain_s(request(200)) == pytest.approx(factor * alone_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("spoilt", [{"attempt": 2}, {"forecast_s": 0.0}, {"admitted_ns": 0}])
+@pytest.mark.parametrize("spoilt", [{"attempt": 2}, {"forecast_s": 0.0}, {"leased_ns": 0}])
 def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: dict[str, int]) -> None:
     cluster, record = Cluster(), request(200)
     forecast = ChainForecast(cluster.members, cluster.chooser)
