@@ -107,6 +107,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             session.cancel()
             if filling is not None:
                 filling.drop()
+            # An error that the session keeps has this frame in its traceback, and may outlive the job by long.
+            del job, session, outlet
         return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
