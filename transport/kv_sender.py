@@ -191,11 +191,11 @@ class PushSession:
         try:
             self._result.set_result(await self._push(call))
         except asyncio.CancelledError:
-            # Not raised on: this is the task's end, and a kept traceback would keep offered memory alive.
+            # Not raised on: this is the task's end, and its traceback would be kept.
             stopped = RequestCancelledError(f"the push to slot {self._ref.slot} ended with its process's loop")
             self._result.set_exception(self._failure or stopped)
         except Exception as error:  # noqa: BLE001 - `result` raises it
-            self._result.set_exception(error)
+            self._result.set_exception(_without_frames(error))
         finally:
             self._ended = True
             self._offers.clear()
@@ -267,3 +267,12 @@ class PushSession:
 
 def _serialize(piece: Piece) -> bytes:
     return encode_piece(*piece)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """The error and its causes without their tracebacks, whose frames would keep offered memory alive."""
+    each: BaseException | None = error
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__cause__ or each.__context__
+    return error
