@@ -2,7 +2,7 @@
 
 For that its tokens must be known, and residency policies see none. But in layer 0 a token's value depends on the token
 alone, since RoPE turns keys only: it is the projection of the normed embedding. So the tokens are those of the
-vocabulary whose values are the pushed ones. Tokens with equal values are the same to the model, whichever is taken;
+vocabulary whose values are the pushed ones. Tokens with equal values cannot be told apart: either is taken;
 when no token comes near, ModelError says so, and nothing is guessed. Models with learned positions add these to what
 layer 0 sees, and are refused.
 
