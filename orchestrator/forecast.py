@@ -8,19 +8,24 @@ Two waits, one after the other:
     for prefill  its own chain, the jobs that the ranks have before them included, or its generation group's own
                  prefill, as `orchestrator.choosing` would place it now; times as long as that took of late, over what
                  was predicted (`Correction`): the books may be fuller when its turn comes, what workers share, and what
-                 a request costs besides its tokens, nobody predicts
+                 a request costs besides its tokens, nobody predicts. So long that one in twenty takes longer: under
+                 overload whoever is taken is near its deadline, and by a mean half of them would be late
 
 What nobody can know: how much the requests in between will say (so planning.step_times, seconds a step, are no help
 here), who comes later and is more urgent or due earlier, that workers fail. Until a request has ended, how long one
-keeps its slot is unknown, and the first wait counts as nothing. So a prediction is rather too short than too long, and
-it is a mean: who refuses by it makes allowance for scatter. Step 2 of a request's way (DESIGN.md, section 4). Pure.
+keeps its slot is unknown, and the first wait counts as nothing. That wait is a mean: who refuses by it makes allowance
+for scatter. Step 2 of a request's way (DESIGN.md, section 4). Pure.
 """
+
+import math
 
 from orchestrator.choosing import Chooser
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import Members
 
 _KEPT = 0.95
+_ONE_IN_TWENTY = 1.645
+"""Standard deviations above the mean, where deviations are normal."""
 
 
 class Turnover:
@@ -55,20 +60,32 @@ class Turnover:
 
 
 class Correction:
-    """What prefill took of late, over what was predicted of it. Of the latest requests, as in Turnover; at first as if
-    a second had been predicted, and taken, so that one odd request does not say it all."""
+    """What prefill took of late, over what was predicted of it, and how that scatters. Of the latest requests, as in
+    Turnover; at first as if a second had been predicted, and taken, so that one odd request does not say it all."""
 
     def __init__(self) -> None:
         self._predicted_s = 1.0
         self._measured_s = 1.0
+        self._squares = 1.0
+        """Of predictions."""
+        self._square_errors = 0.0
+        """Of what they were off, corrected."""
 
     @property
     def factor(self) -> float:
         """By which a prediction is to be multiplied."""
         return self._measured_s / self._predicted_s
 
+    @property
+    def cautious_factor(self) -> float:
+        """Likewise, if only one request in twenty shall take longer."""
+        return self.factor + _ONE_IN_TWENTY * math.sqrt(self._square_errors / self._squares)
+
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """A request had its first token so long after its turn came, or none in all that time."""
+        error_s = measured_s - self.factor * predicted_s
+        self._squares = _KEPT * self._squares + predicted_s**2
+        self._square_errors = _KEPT * self._square_errors + error_s**2
         self._predicted_s = _KEPT * self._predicted_s + predicted_s
         self._measured_s = _KEPT * self._measured_s + measured_s
 
@@ -89,10 +106,11 @@ class ChainForecast:
         self._correction = Correction()
 
     def chain_s(self, request: RequestRecord) -> float:
-        """Seconds to the request's first token, once it has its slots, as things are, what is cached of it included; 0
-        where nothing is known of whoever would prefill it. The request keeps what was predicted."""
+        """Seconds in which nineteen of twenty such requests have their first token, once they have their slots, as
+        things are, what is cached included; 0 where nothing is known of whoever would prefill. The request keeps what
+        was predicted."""
         request.forecast_s = self._chooser.predict_s(request)
-        return request.forecast_s * self._correction.factor
+        return request.forecast_s * self._correction.cautious_factor
 
     def ended(self, request: RequestRecord, finished_ns: int) -> None:
         """What became of a request; tells of predictions if it was predicted, got its slots, and had one attempt only.

@@ -1,5 +1,6 @@
 """Waits by hand, and chains as dispatch would place them."""
 
+import random
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -73,6 +74,24 @@ def test_a_correction_follows_what_requests_took() -> None:
     for _ in range(60):
         correction.observe(0.5, 0.5)
     assert correction.factor == pytest.approx(1.0, abs=0.1)
+
+
+def test_one_in_twenty_takes_longer_than_the_cautious_prediction() -> None:
+    correction, rng, num_late = Correction(), random.Random(0), 0
+    for number in range(2200):
+        predicted_s = rng.uniform(0.1, 1.0)
+        measured_s = predicted_s * rng.gauss(2.0, 0.4)
+        if number >= 200:
+            num_late += measured_s > predicted_s * correction.cautious_factor
+        correction.observe(predicted_s, measured_s)
+    assert 0.03 < num_late / 2000 < 0.08
+
+
+def test_where_predictions_are_right_caution_costs_nothing() -> None:
+    correction = Correction()
+    for _ in range(20):
+        correction.observe(0.3, 0.3)
+    assert correction.cautious_factor == pytest.approx(1.0)
 
 
 def request(num_tokens: int, **params: int) -> RequestRecord:
@@ -162,7 +181,7 @@ def test_predictions_are_corrected_by_what_requests_took() -> None:
 def factor_after(predicted_s: float, measured_s: float) -> float:
     correction = Correction()
     correction.observe(predicted_s, measured_s)
-    return correction.factor
+    return correction.cautious_factor
 
 
 @pytest.mark.parametrize("waited", [0.5, 4.0])
