@@ -1,0 +1,175 @@
+"""Long contexts on a device that holds few of them: a whole relay whose engine has a device of 1 GiB.
+
+Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts of a novel, each with its own
+place in it. A device of `--device-gib` (for weights and KV; accounted on a CPU too) refuses some of them with policy
+`device`; `host` and `infinigen` keep KV in host memory. Each prompt is asked for once before, for a token, so that its
+KV is cached; then all at once. Rows: milliseconds a token, over the time in which all streams run, of `infinigen`
+beside `host`; the engine's memory at that time's end beside its beginning. Keys are chosen as in `benchmarks.sparse`.
+On a CPU `host` copies what it reads, for the link is memory.
+`--bars`: nothing is refused, which ends the benchmark; 1.5 times as fast; 1.05 times the memory.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from time import time_ns
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.sparse import find_source, text_ids
+from benchmarks.streams import Load, Measured, StreamTimes
+from deploy.cluster import LocalCluster
+from deploy.config import LocalConfig
+from deploy.local_relay import running_controller
+from modeling.selection_file import save_prepared
+from modeling.weights import load_decoder
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.lifecycle import Finished
+
+NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS = 8, 7500, 96
+QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT = 2, 512, 24
+SPEED_BAR = 1.5
+MEMORY_BAR = 1.05
+_POLICIES = ("infinigen", "host")
+_TEXT = "emma.txt.gz"
+_STRIDE = 1000
+"""Tokens from one prompt's place in the text to the next one's."""
+_PREFIX_SHARE = 0.3
+"""Of /dev/shm, for the prompts' KV."""
+_PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@dataclass(frozen=True)
+class Ran:
+    """All streams at once, on one policy."""
+
+    measured: Measured
+    early_mib: float
+    """Of the engine's process, resident, when the last stream has its first token."""
+    late_mib: float
+    """When the first stream has its last."""
+
+
+class _Watch:
+    """Looks at the engine's memory when the time has come in which all streams run, and when it ends."""
+
+    def __init__(self, pid: int, num_streams: int) -> None:
+        self._statm = Path(f"/proc/{pid}/statm")
+        self._num_idle = num_streams
+        self.early_mib = self.late_mib = 0.0
+
+    def began(self) -> None:
+        """A stream has its first token."""
+        self._num_idle -= 1
+        if not self._num_idle:
+            self.early_mib = self._resident_mib()
+
+    def ended(self) -> None:
+        """A stream has its last one."""
+        self.late_mib = self.late_mib or self._resident_mib()
+
+    def _resident_mib(self) -> float:
+        return int(self._statm.read_text().split()[1]) * _PAGE_MIB
+
+
+async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None) -> StreamTimes:
+    """One request to its end; raises what ended it, if that was an error."""
+    asked_ns, first_ns, token_ns = time_ns(), 0, []
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params)
+    async with contextlib.aclosing(controller.generate(spec)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent) and event.token is not None:
+                token_ns.append(event.unix_ns)
+                if not first_ns:
+                    first_ns = time_ns()
+                    if watch is not None:
+                        watch.began()
+            elif isinstance(event, Finished) and event.error is not None:
+                raise event.error
+    if watch is not None:
+        watch.ended()
+    return StreamTimes(asked_ns, first_ns, tuple(token_ns))
+
+
+async def run_policy(config: LocalConfig, load: Load) -> Ran:
+    """All prompts one after the other, then all at once."""
+    clock = SystemClock()
+    async with LocalCluster(config, clock) as cluster, running_controller(cluster, clock) as controller:
+        with progress(f"{config.residency}: prompts", len(load.prompts)) as advance:
+            for prompt in load.prompts:
+                await follow(controller, prompt, 1, None)
+                advance()
+        watch = _Watch(cluster.generation.handle.pid, len(load.prompts))
+        streams = (follow(controller, prompt, load.max_tokens, watch) for prompt in load.prompts)
+        return Ran(Measured(tuple(await asyncio.gather(*streams))), watch.early_mib, watch.late_mib)
+
+
+def make_prompts(folder: Path, num_streams: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """So many passages of a novel, which overlap but do not begin alike."""
+    token_ids = text_ids(folder, _TEXT, num_tokens + (num_streams - 1) * _STRIDE)
+    return tuple(tuple(token_ids[start : start + num_tokens]) for start in range(0, num_streams * _STRIDE, _STRIDE))
+
+
+def save_selection(args: argparse.Namespace, folder: Path, path: Path) -> None:
+    """How `infinigen` chooses keys, to a file."""
+    save_prepared(find_source(load_decoder(folder, dtype=args.dtype), folder, args.selection).load(), path)
+
+
+async def run(args: argparse.Namespace, selection_file: Path) -> int:
+    """Both policies; with --bars 1 when a bar is missed."""
+    folder = resolve(args)
+    save_selection(args, folder, selection_file)
+    sizes = (QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT) if args.quick else (NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS)
+    num_streams, num_tokens, max_tokens = sizes
+    load = Load(make_prompts(folder, num_streams, num_tokens), max_tokens)
+    ran = {}
+    for policy in _POLICIES:
+        config = LocalConfig(
+            folder,
+            num_ranks=1,
+            dtype=args.dtype,
+            residency=policy,
+            selection_file=str(selection_file),
+            device_memory_bytes=int(args.device_gib * 2**30),
+            num_slots=num_streams,
+            prefix_share=_PREFIX_SHARE,
+        )
+        ran[policy] = await run_policy(config, load)
+    sparse, host = ran["infinigen"], ran["host"]
+    name = case(batch=num_streams, context=num_tokens, policy="infinigen", dtype=args.dtype)
+    reporter, bars = Reporter("limited", args.json), Bars()
+    row = reporter.add(name, "step_ms", "ms", "host", Pairs(*([1e3 / _rate(each)] for each in (sparse, host))))
+    reporter.add(name, "rss_mib", "MiB", "early", Pairs([sparse.late_mib], [sparse.early_mib]))
+    bars.at_least("times as fast as host", row.ratio, SPEED_BAR)
+    bars.at_most("memory, over what it was", sparse.late_mib / sparse.early_mib, MEMORY_BAR)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def _rate(ran: Ran) -> float:
+    """Tokens a second of each stream, in the mean, while all run."""
+    return ran.measured.tokens_s / len(ran.measured.streams)
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--device-gib", type=float, default=1.0, help="GiB of the device, for weights and KV")
+    parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    with tempfile.TemporaryDirectory(prefix="baton-") as scratch:
+        return asyncio.run(run(parser.parse_args(), Path(scratch) / "selection.safetensors"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
