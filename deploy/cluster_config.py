@@ -137,6 +137,10 @@ class GenerateSection(Section):
     """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
+    pool_tokens: Annotated[int, Field(ge=0)] = LocalConfig.pool_tokens
+    """Most tokens of KV that a row keeps in each layer but the first two, by residency infinigen; 0: all."""
+    pool_eviction: Literal["counter", "lru", "fifo"] = "counter"
+    """Who goes then: the token that was chosen least often, the one chosen longest ago (lru), or the oldest (fifo)."""
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
     """KV of one engine, like "4GiB"; 0: all that slots could hold, at most half of the free memory over num_groups."""
     device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
@@ -152,6 +156,14 @@ class GenerateSection(Section):
     @model_validator(mode="after")
     def _one_list_for_each_engine(self) -> Self:
         _check_cores(self.cores, self.num_groups, "engines")
+        return self
+
+    @model_validator(mode="after")
+    def _a_pool_evicts(self) -> Self:
+        if self.pool_tokens and self.residency != "infinigen":
+            raise ValueError(
+                f"pool_tokens = {self.pool_tokens} means nothing to residency {self.residency}: use 0, or infinigen"
+            )
         return self
 
 
@@ -292,6 +304,8 @@ class ClusterConfig(Section):
             max_prefill_tokens_per_step=generate.max_prefill_tokens_per_step,
             residency=generate.residency,
             selection_file=generate.selection_file,
+            pool_tokens=generate.pool_tokens,
+            pool_eviction=generate.pool_eviction,
             kv_memory_bytes=generate.kv_memory_bytes,
             device_memory_bytes=generate.device_memory_bytes,
             max_step_stretch=generate.max_step_stretch,

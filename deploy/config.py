@@ -13,6 +13,8 @@ QUANTIZATIONS = ("none", "int8")
 """Of weights."""
 POLICIES = ("device", "host", "infinigen", "window", "oracle", "h2o", "int4")
 """Of residency."""
+EVICTIONS = ("counter", "lru", "fifo")
+"""From pools of KV."""
 DEFAULT_MODEL = "smollm2-135m"
 
 
@@ -74,6 +76,10 @@ class WorkerConfig:
     """Generation: where KV lives, and which of it is attended to."""
     selection_file: str = ""
     """Generation: what `baton prepare` wrote; empty: where it wrote for the model."""
+    pool_tokens: int = 0
+    """Generation: most tokens of KV that a row keeps in a layer that chooses keys; 0: all."""
+    pool_eviction: str = "counter"
+    """Generation: who goes then."""
     kv_memory_bytes: int = 0
     """Generation: of KV, over all slots; 0: derived."""
     device_memory_bytes: int = 0
@@ -140,6 +146,10 @@ class LocalConfig:
     """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
+    pool_tokens: int = 0
+    """Most tokens of KV that a row keeps in each layer but the first two, by residency infinigen; 0: all."""
+    pool_eviction: str = "counter"
+    """Who goes then: counter, lru or fifo."""
     kv_memory_bytes: int = 0
     """Bytes of KV over all slots; 0: what all slots could hold, at most half of the memory free at the start."""
     device_memory_bytes: int = 0
@@ -176,6 +186,9 @@ class LocalConfig:
             self.disaggregation in DISAGGREGATION, "disaggregation", f"use one of {', '.join(DISAGGREGATION)}"
         )
         self._require(self.residency in POLICIES, "residency", f"use one of {', '.join(POLICIES)}")
+        self._require(self.pool_tokens >= 0, "pool_tokens", "use 0 (all are kept) or more")
+        self._require(self.residency == "infinigen" or not self.pool_tokens, "pool_tokens", "use 0, or infinigen")
+        self._require(self.pool_eviction in EVICTIONS, "pool_eviction", f"use one of {', '.join(EVICTIONS)}")
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             self._require(getattr(self, name) >= 0, name, "use 0 (derived) or more")
         self._require(0 <= self.prefix_share <= 1, "prefix_share", "use a part of 1, or 0 to keep nothing")
@@ -201,6 +214,8 @@ class LocalConfig:
             max_prefill_tokens_per_step=self.max_prefill_tokens_per_step,
             residency=self.residency,
             selection_file=self.selection_file,
+            pool_tokens=self.pool_tokens,
+            pool_eviction=self.pool_eviction,
             kv_memory_bytes=self.kv_memory_bytes,
             device_memory_bytes=self.device_memory_bytes,
             max_step_stretch=self.max_step_stretch,

@@ -5,6 +5,7 @@ No cluster: one process reads natural text through each policy, as a generation 
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING
 from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from deploy import option_values
-from deploy.config import DEFAULT_MODEL, DTYPES, QUANTIZATIONS
+from deploy.config import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,12 +50,14 @@ token by token, all rows in one batch, and each step is asked for the token that
   mass          true attention's weight on the keys attended to (--mass)
   needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
 
-Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many."""
+Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many. With
+--pool, infinigen is read as well with so large a part of each row's tokens kept, by each way to evict the others."""
 
 _EXAMPLES = """\
 examples:
   baton evaluate --text emma.txt persuasion.txt
   baton evaluate --text emma.txt --budget 0.02,0.05,0.1,0.2 --mass 32 --plot quality.png
+  baton evaluate --text emma.txt --policies device,infinigen --pool 0.8
   baton evaluate llama-3.1-8b --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
 
 
@@ -69,6 +72,10 @@ class Setting:
     """Keys that come this close to the best score."""
     selection: Path | None = None
     """What `baton prepare` wrote; None: where it wrote for the model."""
+    pool: float | None = None
+    """So large a part of a row's tokens is kept; None: all are."""
+    eviction: str | None = None
+    """Who goes, where they are not."""
 
     def __str__(self) -> str:
         parts = [self.policy]
@@ -78,6 +85,8 @@ class Setting:
             parts.append(f"{self.budget:g}")
         if self.alpha is not None:
             parts.append(f"alpha {self.alpha:g}")
+        if self.pool is not None:
+            parts.append(f"pool {self.pool:g} {self.eviction}")
         return " ".join(parts)
 
 
@@ -104,6 +113,8 @@ class Cell:
     budget: float | None
     alpha: float | None
     selection: str | None
+    pool: float | None
+    eviction: str | None
     is_exact: bool
     perplexity: float
     cost: float
@@ -185,6 +196,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how keys are chosen")
     group.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
     group.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
+    group.add_argument("--pool", metavar="X,X,...", help="so large a part of a row's tokens is kept (infinigen)")
     group.add_argument(
         "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
     )
@@ -243,12 +255,16 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     if args.alpha is not None:
         sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
     files: list[Path | None] = list(args.selection or [None])
+    pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
     settings = []
     for policy in dict.fromkeys(policies):
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
         # to the others, several files would say the same
         used = files if policy == _PREPARED[0] else files[:1] if policy in _PREPARED else [None]
-        settings += [Setting(policy, selection=path, **size) for path in used for size in meant]
+        for path, size in itertools.product(used, meant):
+            whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
+            kept = itertools.product(pools, EVICTIONS) if policy == _PREPARED[0] else ()
+            settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
     return settings
 
 

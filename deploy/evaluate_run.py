@@ -23,6 +23,7 @@ from generate_workers.quality_metrics import agreement, perplexities, perplexity
 from generate_workers.residency.h2o import H2oResidency
 from generate_workers.residency.heavy_hitters import HeavyBudget
 from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.pool import PoolSize, eviction_named
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.selective import require_selective
 from modeling.decoder import Decoder
@@ -183,7 +184,11 @@ def _make(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
     if setting.policy == "h2o" and setting.budget is not None:
         require_selective(setting.policy, shape, decoder.device)
         return H2oResidency(shape, PagedMemory, decoder, HeavyBudget.halved(setting.budget))
-    source = VariedSource(decoder, setting.selection, setting.budget, setting.alpha)
+    pool = None
+    if setting.pool is not None:
+        assert setting.eviction is not None
+        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), eviction_named(setting.eviction))
+    source = VariedSource(decoder, setting.selection, pool, setting.budget, setting.alpha)
     return make_residency(setting.policy, shape, decoder.device, source)
 
 
@@ -198,6 +203,8 @@ def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cel
         budget=setting.budget,
         alpha=setting.alpha,
         selection=None if setting.selection is None else setting.selection.stem,
+        pool=setting.pool,
+        eviction=setting.eviction,
         is_exact=found.is_exact,
         perplexity=perplexity(reading.losses_BM),
         cost=cost,

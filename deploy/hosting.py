@@ -45,6 +45,8 @@ async def start_server(config: WorkerConfig) -> Server:
         max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
         residency=config.residency,
         selection_file=config.selection_file,
+        pool_tokens=config.pool_tokens,
+        pool_eviction=config.pool_eviction,
         kv_memory_bytes=config.kv_memory_bytes,
         device_memory_bytes=config.device_memory_bytes,
         growth_tokens=config.growth_tokens,

@@ -25,7 +25,7 @@ from generate_workers.batcher import Batcher, StepPlan
 from generate_workers.book import StreamBook
 from generate_workers.engine_config import EngineConfig, EngineStatus, StepStats
 from generate_workers.leases import Seat, Standing
-from generate_workers.residency.port import Residency
+from generate_workers.residency.port import Residency, RowError
 from generate_workers.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
 from generate_workers.running import RunningRows
 from generate_workers.slots import SlotTable
@@ -279,7 +279,8 @@ class GenerationEngine:
                 running.fork(leader)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
-            streams = {row.stream.ticket: row.stream for row in (running.rows[span.slot] for span in plan.spans)}
+            failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
+            streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
             for stream in streams.values():
                 self._end(stream, FinishReason.ERROR, _one_line(error))
             return

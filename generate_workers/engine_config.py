@@ -22,6 +22,10 @@ class EngineConfig:
     """Where KV lives, and which of it rows attend to (generate_workers.residency.policies)."""
     selection_file: str = ""
     """What `baton prepare` wrote, for policies that choose keys; empty: where it wrote for the model."""
+    pool_tokens: int = 0
+    """Residency infinigen: most tokens of KV that a row keeps in a layer that chooses; 0: all."""
+    pool_eviction: str = "counter"
+    """Who goes, when a row has so many (generate_workers.residency.pool.Eviction)."""
     kv_memory_bytes: int = 0
     """Of KV, over all slots; 0: what all slots could hold, but at most this engine's part of half of the memory that is
     free at the start."""
@@ -44,6 +48,8 @@ class EngineConfig:
             raise ConfigError(
                 f"max_step_stretch = {self.max_step_stretch!r} is out of range: use 1 (as little as can be) or more"
             )
+        if self.pool_tokens < 0:
+            raise ConfigError(f"pool_tokens = {self.pool_tokens!r} is out of range: use 0 (all are kept) or more")
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} = {getattr(self, name)!r} is out of range: use 0 (derived) or more")

@@ -6,6 +6,7 @@ from baton.errors import ConfigError
 from generate_workers.engine_config import EngineConfig
 from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.pool import PoolSize, eviction_named
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.step_runner import weight_bytes
 from modeling.decoder import Decoder
@@ -22,7 +23,8 @@ def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
     had, ModelError for a policy that lacks what `baton prepare` finds out."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
     path = Path(config.selection_file) if config.selection_file else None
-    residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path))
+    pool = PoolSize(config.pool_tokens, eviction_named(config.pool_eviction)) if config.pool_tokens else None
+    residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))
     limits = memory_limits(config, residency, weight_bytes(decoder.weights))
     return KvMemory(residency, shape, limits, config.growth_tokens)
 

@@ -19,6 +19,7 @@ sample, M = T * J queries that share a kv head.
 """
 
 import enum
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,6 +30,7 @@ from baton.types import TokenRange
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.positions import PositionTable
+from modeling.selection import KeyProjection
 
 NUM_WHOLE_LAYERS = 2
 """The first layers attend to all keys, as in the paper: their attention is spread too wide to leave much out."""
@@ -94,7 +96,15 @@ class Basis:
 
     def keys(self, layer: int, k_TGH: Tensor) -> Tensor:
         """Partial keys `[T, G, R]` in fp32."""
-        return (k_TGH.float().transpose(0, 1) @ self.k_LGHR[layer]).transpose(0, 1).contiguous()
+        return self.key_projection(layer).apply(k_TGH)
+
+    def key_projection(self, layer: int) -> KeyProjection:
+        """What makes a layer's partial keys, for whoever keeps them."""
+        return self._key_projections[layer]
+
+    @functools.cached_property
+    def _key_projections(self) -> list[KeyProjection]:
+        return [KeyProjection.of(k_GHR) for k_GHR in self.k_LGHR]
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
@@ -125,14 +135,12 @@ def fit_bases(
     layout = decoder.layout
     assert 1 <= num_columns <= layout.head_dim, f"{num_columns} of {layout.head_dim} columns"
     shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
-    bases = {kind: Basis(kind, torch.zeros(shape), torch.zeros(shape)) for kind in kinds}
+    fitted = {kind: (torch.zeros(shape), torch.zeros(shape)) for kind in kinds}
     for sample in samples:
         q_TNH, k_TGH = (spread(decoder.weights.positions, x, context) for x in (sample.q_TNH, sample.k_TGH))
-        for kind, basis in bases.items():
-            q_GHR, k_GHR = fit_layer(kind, q_TNH, k_TGH, num_columns)
-            basis.q_LGHR[sample.layer] = q_GHR
-            basis.k_LGHR[sample.layer] = k_GHR
-    return bases
+        for kind, (q_LGHR, k_LGHR) in fitted.items():
+            q_LGHR[sample.layer], k_LGHR[sample.layer] = fit_layer(kind, q_TNH, k_TGH, num_columns)
+    return {kind: Basis(kind, q_LGHR, k_LGHR) for kind, (q_LGHR, k_LGHR) in fitted.items()}
 
 
 def spread(positions: PositionTable, x_TNH: Tensor, context: int) -> Tensor:

@@ -30,21 +30,17 @@ class DecodeRows:
         tokens = [token for token, _ in rows]
         self.tokens_B = torch.tensor(tokens)
         self._in_order = tokens == list(range(len(tokens)))
-        addresses_B = torch.tensor([place.address for _, place in rows])
-        layer_bytes_B = torch.tensor([place.layer_bytes for _, place in rows])
-        (num_layers,) = {place.num_layers for _, place in rows}
-        place_L1 = (torch.arange(len(windows)) % num_layers).unsqueeze(1)
-        self._lengths_B = torch.tensor([place.num_keys for _, place in rows])
-        hidden_LB = torch.stack([_hidden(self._lengths_B, window) for window in windows])
-        addresses_LB = addresses_B + layer_bytes_B * place_L1
+        addresses_LB, lengths_LB = _lie([place for _, place in rows], len(windows))
+        hidden_LB = torch.stack([_hidden(*each) for each in zip(lengths_LB, windows, strict=True)])
         self._addresses = addresses_LB.unbind()
+        self._lengths = lengths_LB.unbind()
         self._first_seen = (addresses_LB + hidden_LB * row_bytes).unbind()
-        self._num_seen = (self._lengths_B - hidden_LB).unbind()
+        self._num_seen = (lengths_LB - hidden_LB).unbind()
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
         """Writes the rows' new keys and values to their places; the arguments are all of the step's."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
-        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths_B)
+        torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths[layer])
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
         """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's. With `picks`, to those
@@ -53,7 +49,7 @@ class DecodeRows:
         keys = self._first_seen[layer], self._num_seen[layer]
         lists: tuple[Tensor, ...] = ()
         if picks is not None:
-            keys = self._addresses[layer], self._lengths_B
+            keys = self._addresses[layer], self._lengths[layer]
             lists = picks.keys_BGK, picks.num_BG
         out_BNH: Tensor = torch.ops.baton.decode_attention(
             self._of_rows(q_TNH), *keys, num_kv_heads, best_product(), *lists
@@ -69,6 +65,22 @@ def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
     """Whether DecodeRows works for such KV here; builds the kernel at the first call."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load("decode_attention")
+
+
+def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
+    """Addresses and numbers of keys, `[L, B]`."""
+    (num_here,) = {place.num_layers for place in places}
+    others = [place.others for place in places if place.others is not None]
+    layers = torch.arange(num_here if others else num_layers)
+    addresses_B = torch.tensor([place.address for place in places])
+    layer_bytes_B = torch.tensor([place.layer_bytes for place in places])
+    addresses_LB = addresses_B + layer_bytes_B * (layers % num_here).unsqueeze(1)
+    lengths_LB = torch.tensor([place.num_keys for place in places]).repeat(len(layers), 1)
+    if not others:
+        return addresses_LB, lengths_LB
+    assert len(others) == len(places), "all rows have memory for the same layers"
+    other_addresses_LB, other_lengths_LB = _lie(others, num_layers - num_here)
+    return torch.cat((addresses_LB, other_addresses_LB)), torch.cat((lengths_LB, other_lengths_LB))
 
 
 def _hidden(lengths_B: Tensor, window: int | None) -> Tensor:

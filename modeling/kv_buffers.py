@@ -165,9 +165,11 @@ class KvPlace:
     layer_bytes: int
     """From a layer to the next."""
     num_layers: int
-    """Layers that have memory there: the model's layer l is number l modulo this."""
+    """Layers that have memory there: the model's layer l is number l modulo this, unless others lie elsewhere."""
     num_keys: int
     """Those of new tokens included."""
+    others: "KvPlace | None" = None
+    """Where the layers from number `num_layers` on lie, if not here."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ row's own, where the paper takes one for a whole batch: what a row attends to de
 Step 8 of a request's way (DESIGN.md, section 4), on the engine's thread; keys are written by whoever writes KV. Memory
 of the CPU only.
 
-B rows of one new token, T tokens, N heads, G kv heads, J = N / G, R columns, L layers, S keys, P keys that have partial
-keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
+B rows of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys, P keys that
+have partial keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
 """
 
 import math
@@ -75,6 +75,28 @@ class Selection:
         return max(1, math.floor(self.most_share * num_keys))
 
 
+@dataclass(frozen=True)
+class KeyProjection:
+    """What makes partial keys of keys, in one layer."""
+
+    basis_GHR: Tensor
+    """fp32."""
+    columns_GR: Tensor | None
+    """int64: where the basis only selects, which of the head's own columns the partial ones are."""
+
+    @classmethod
+    def of(cls, basis_GHR: Tensor) -> "KeyProjection":
+        """Finds out whether the basis only selects."""
+        selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
+        return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
+
+    def apply(self, k_TGH: Tensor) -> Tensor:
+        """Partial keys `[T, G, R]` in fp32, by torch."""
+        if self.columns_GR is not None:
+            return k_TGH.gather(2, self.columns_GR.expand(len(k_TGH), -1, -1)).float()
+        return (k_TGH.float().transpose(0, 1) @ self.basis_GHR).transpose(0, 1).contiguous()
+
+
 class PartialKeys:
     """The partial keys of one slot's row, in some layers, claim after claim; in bf16, in pages that are had as they are
     written. A layer lies as `[C, G, R, I]`: of I keys one column after the other, as the kernel reads them. Not
@@ -83,6 +105,7 @@ class PartialKeys:
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, max_tokens: int) -> None:
         """`layers`: those of the model that have partial keys. Raises OSError when so much address space cannot be
         had."""
+        native.load("partial_keys")  # builds it now, not when the first keys come
         self.layers = layers
         # What a token is to rows of KV, a block is here: of K and V, G heads and 8 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
@@ -93,6 +116,7 @@ class PartialKeys:
         strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
         self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
         """All of it, the model's layer l at l - layers.start; what was not committed must not be touched."""
+        self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
 
     @property
     def num_bytes(self) -> int:
@@ -117,15 +141,32 @@ class PartialKeys:
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
-    def write(self, layer: int, first: int, k_TGR: Tensor) -> None:
-        """Takes the partial keys of the tokens from number `first` on, rounded to bf16."""
-        self.commit(TokenRange(first, first + len(k_TGR)), layer)
-        places_T = torch.arange(first, first + len(k_TGR))
-        if native.load("key_selection"):
-            torch.ops.baton.keep_keys(k_TGR.float(), torch.full_like(places_T, self.address(layer)), places_T)
+    def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection | None = None) -> None:
+        """Makes the partial keys of the tokens from number `first` on, and takes them, rounded to bf16; without a
+        projection, `k_TGH` are partial keys. They are bf16 or fp32, and each head's lies in one piece. Raises
+        RuntimeError when they, or the projection, have another shape.
+
+        Where there is a compiler, on the calling thread alone and without the GIL. What is selected is the same as with
+        torch. Products are fp32 sums there, too, but in another order: they may come out a step of bf16 apart, and
+        where a sum nearly cancels, by what fp32 loses."""
+        projection = self.fitting(projection)
+        self.commit(TokenRange(first, first + len(k_TGH)), layer)
+        if native.load("partial_keys"):
+            _project(k_TGH, projection, torch.tensor([self.address(layer)]), torch.tensor([first]))
         else:
             data_CGRI = self.data_LCGRI[self.layers.index(layer)]
-            data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = k_TGR.to(_DTYPE)
+            places_T = torch.arange(first, first + len(k_TGH))
+            data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
+
+    def fitting(self, projection: KeyProjection | None) -> KeyProjection:
+        """The projection, or that of keys that are partial already. Raises RuntimeError when it makes others."""
+        found = projection or self._unchanged
+        num_kv_heads, _, num_columns = found.basis_GHR.shape
+        kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
+        if (num_kv_heads, num_columns) != (kept_heads, kept_columns):
+            made = f"{num_kv_heads} kv heads and {num_columns} columns"
+            raise RuntimeError(f"the basis has {made}, the partial keys have {kept_heads} and {kept_columns}")
+        return found
 
     def read(self, layer: int, num_keys: int) -> Tensor:
         """A copy of the first `num_keys` partial keys, `[S, G, R]` in bf16."""
@@ -162,13 +203,18 @@ class PartialRows:
         """Of the rows' first blocks."""
         return self._addresses[self.layers.index(layer)]
 
-    def append(self, layer: int, k_BGR: Tensor) -> None:
-        """Takes the new tokens' partial keys, rounded to bf16."""
-        if native.load("key_selection"):
-            torch.ops.baton.keep_keys(k_BGR.float(), self.addresses_B(layer), self.lengths_B - 1)
+    def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
+        """Makes the new tokens' partial keys, and takes them, as PartialKeys.write does."""
+        if native.load("partial_keys"):
+            fitting = self.keys[0].fitting(projection)
+            _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
         else:
-            for keys, length, k_GR in zip(self.keys, self.lengths_B.tolist(), k_BGR, strict=True):
-                keys.write(layer, length - 1, k_GR.unsqueeze(0))
+            for keys, length, k_GH in zip(self.keys, self.lengths_B.tolist(), k_BGH, strict=True):
+                keys.write(layer, length - 1, k_GH.unsqueeze(0), projection)
+
+
+def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, numbers: Tensor) -> None:
+    torch.ops.baton.project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
 
 
 def select_keys(q_BNR: Tensor, rows: PartialRows, layer: int, selection: Selection, *, has_new: bool = True) -> Picks:

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from baton.errors import ModelError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
-from generate_workers.residency.port import KvShape
+from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.pushed_prompts import PushedPrompts
 from generate_workers.residency.selective import SelectiveResidency, SelectiveRow, SelectiveStep
 from modeling.bases import NUM_WHOLE_LAYERS
@@ -156,12 +157,17 @@ class H2oResidency(SelectiveResidency[H2oRow]):
         super().__init__([H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)])
 
     def make_step(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
+        """Raises RowError for a row whose pushed KV is of no tokens of the model."""
         for row, tokens in rows:
-            self._weigh_pushed(row, tokens.start)
+            try:
+                self._weigh_pushed(row, tokens.start)
+            except ModelError as error:
+                raise RowError(SlotId(self._rows.index(row)), str(error)) from error
         return H2oStep(self._decoder.layout, rows, self._decoder)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Within home memory; a pushed prompt is weighed once, not for every copy."""
+        """Within home memory; a pushed prompt is weighed once, not for every copy. Raises ModelError when it is of no
+        tokens of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 

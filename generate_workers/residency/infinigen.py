@@ -8,14 +8,14 @@ With lookahead 1, as in the paper, a layer's queries are guessed while the layer
 one runs on, with the layer's own norm and weights and at the token's own position: so its keys can be fetched in time.
 With lookahead 0 the true queries choose: right where nothing has to be fetched, as on a CPU, whose kernel reads home.
 
-    pushed KV, another row's, a prompt's chunk, a step's new tokens   ->  home  ->  partial keys, at the end of each
+    pushed KV, another row's, a prompt's chunk, a step's new tokens   ->  home  ->  partial keys, behind each
     begin l - 1 (guessed) or picks l (true queries)                   ->  scores over partial keys  ->  picks of l
 
 B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R columns of partial keys, L layers.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.selective import HomeRow, SelectiveResidency, SelectiveRow, SelectiveStep
 from modeling.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.decoder import Decoder, Step
 from modeling.kernels import native
@@ -31,8 +31,25 @@ from modeling.selection import PartialKeys, PartialRows, Picks, select_keys
 from modeling.selection_file import PreparedSelection
 
 
+class ScoredRow(HomeRow, Protocol):
+    """A row with partial keys."""
+
+    @property
+    def partial(self) -> PartialKeys:
+        """Of the keys that it keeps."""
+        ...
+
+    def own_keys(self, position: int) -> Tensor:
+        """Those of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
+        ...
+
+    def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+        """Takes several new tokens in, which the layer has run."""
+        ...
+
+
 class InfinigenRow(SelectiveRow):
-    """A RowKv with partial keys of all that it holds, in the layers that choose."""
+    """A ScoredRow with partial keys of all that it holds, in the layers that choose."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis) -> None:
         """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
@@ -40,7 +57,12 @@ class InfinigenRow(SelectiveRow):
         layout = shape.layout
         self._basis = basis
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
-        self.partial = PartialKeys(self._layers, layout.num_kv_heads, basis.num_columns, shape.max_slot_tokens)
+        self._partial = PartialKeys(self._layers, layout.num_kv_heads, basis.num_columns, shape.max_slot_tokens)
+
+    @property
+    def partial(self) -> PartialKeys:
+        """Of all keys."""
+        return self._partial
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begins a claim."""
@@ -60,7 +82,7 @@ class InfinigenRow(SelectiveRow):
         """Copies pushed KV home, and takes its keys in."""
         super().write(layer, tokens, data)
         if layer in self._layers:
-            self._take_in(layer, tokens)
+            self.take_in(layer, tokens, self.buffer.span(layer, tokens))
 
     def copy_from(self, other: PagedRow, num_tokens: int) -> None:
         """Takes another row's first tokens."""
@@ -68,42 +90,45 @@ class InfinigenRow(SelectiveRow):
         super().copy_from(other, num_tokens)
         self.partial.copy_from(other.partial, num_tokens)
 
-    def take_in(self, tokens: TokenRange) -> None:
-        """Makes the partial keys of `tokens`, whose keys are at home in all layers."""
-        for layer in self._layers:
-            self._take_in(layer, tokens)
+    def own_keys(self, position: int) -> Tensor:
+        """At home."""
+        return self.buffer.data[NUM_WHOLE_LAYERS:, position, 0]
+
+    def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+        """Makes their partial keys; they are at home."""
+        self.partial.write(layer, tokens.start, kv_T2GH[:, 0], self._basis.key_projection(layer))
 
     def release(self) -> None:
         """Ends the claim, if there is one."""
         super().release()
         self.partial.release()
 
-    def _take_in(self, layer: int, tokens: TokenRange) -> None:
-        k_TGH = self.buffer.rows(layer, tokens).k_SGH
-        self.partial.write(layer, tokens.start, self._basis.keys(layer, k_TGH))
+
+S = TypeVar("S", bound=ScoredRow)
 
 
-class InfinigenStep(SelectiveStep[InfinigenRow]):
-    """Scores partial keys; those of the new tokens are made when the forward has ended, for nobody needs them before:
-    a token's own key is chosen in any case."""
+class InfinigenStep(SelectiveStep[S]):
+    """Scores partial keys; those of rows of one new token are made when the forward has ended, for nobody needs them
+    before: a token's own key is chosen in any case."""
 
     def __init__(
         self,
         layout: KvLayout,
-        rows: Sequence[tuple[InfinigenRow, TokenRange]],
+        rows: Sequence[tuple[S, TokenRange]],
         prepared: PreparedSelection,
         decoder: Decoder,
     ) -> None:
         super().__init__(layout, rows)
+        self._longer = [(row, span) for (row, tokens), span in zip(rows, self.spans, strict=True) if len(tokens) != 1]
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         self._guessed: dict[int, Picks] = {}
         """By layer, from the turn before until it is asked for."""
         if self.choosing and self._layers:
-            lengths = [tokens.end for _, tokens in self.choosing]
+            lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             self._partial = PartialRows([row.partial for row, _ in self.choosing], lengths)
-            positions = decoder.weights.positions.lookup(self._partial.lengths_B - 1)
+            positions = decoder.weights.positions.lookup(self.lengths_B.long() - 1)
             self._step = Step(positions, spans=())
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
@@ -117,17 +142,19 @@ class InfinigenStep(SelectiveStep[InfinigenRow]):
             return self._select(layer, q_BNH)
         return self._guessed.pop(layer)
 
+    def end(self, layer: int) -> None:
+        """Longer spans are taken in."""
+        if layer in self._layers:
+            for row, span in self._longer:
+                row.take_in(layer, span.tokens, span.own(layer))
+
     def settle(self) -> None:
-        """The new tokens' partial keys."""
-        for row, tokens in self.rows:
-            if len(tokens) != 1:
-                row.take_in(tokens)
+        """The own tokens' partial keys."""
         if not self.choosing or not self._layers:
             return
-        own = [row.buffer.data[NUM_WHOLE_LAYERS:, tokens.start, 0] for row, tokens in self.choosing]
-        k_LBGH = torch.stack(own, dim=1)
+        k_LBGH = torch.stack([row.own_keys(tokens.start) for row, tokens in self.choosing], dim=1)
         for layer, k_BGH in zip(self._layers, k_LBGH, strict=True):
-            self._partial.append(layer, self._prepared.basis.keys(layer, k_BGH))
+            self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
 
     def _select(self, layer: int, q_BNH: Tensor) -> Picks:
         prepared = self._prepared
@@ -149,5 +176,5 @@ class InfinigenResidency(SelectiveResidency[InfinigenRow]):
         self._decoder = decoder
         native.load("key_selection")  # builds it now, not when the first KV is pushed
 
-    def make_step(self, rows: Sequence[tuple[InfinigenRow, TokenRange]]) -> InfinigenStep:
+    def make_step(self, rows: Sequence[tuple[InfinigenRow, TokenRange]]) -> InfinigenStep[InfinigenRow]:
         return InfinigenStep(self._layout, rows, self._prepared, self._decoder)

@@ -16,9 +16,12 @@ from generate_workers.residency.host_link import HostLink
 from generate_workers.residency.infinigen import InfinigenResidency
 from generate_workers.residency.int4 import make_int4
 from generate_workers.residency.oracle import OracleResidency
+from generate_workers.residency.pool import PoolSize
+from generate_workers.residency.pooled import PooledResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.selective import require_selective
 from generate_workers.residency.window import WindowResidency
+from modeling.bases import NUM_WHOLE_LAYERS
 from modeling.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv_buffers import OUT_OF_MEMORY
@@ -33,6 +36,8 @@ class SelectionSource:
     decoder: Decoder
     path: Path | None = None
     """None: where it wrote for the model."""
+    pool: PoolSize | None = None
+    """How much of its KV a row keeps; None: all."""
 
     def load(self) -> PreparedSelection:
         """Raises ModelError when there is none for this model."""
@@ -70,6 +75,13 @@ def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency])
     return made
 
 
+def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
+    pool = source.pool
+    if pool is None or pool.num_tokens >= shape.max_slot_tokens or shape.layout.num_layers <= NUM_WHOLE_LAYERS:
+        return InfinigenResidency(shape, PagedMemory, source.load(), source.decoder)
+    return PooledResidency(shape, PagedMemory, source.load(), source.decoder, pool)
+
+
 def _budget(source: SelectionSource) -> HeavyBudget:
     return HeavyBudget.halved(source.load().selection.most_share)
 
@@ -83,9 +95,7 @@ def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMe
 POLICIES: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
-    "infinigen": _selecting(
-        "infinigen", lambda shape, source: InfinigenResidency(shape, PagedMemory, source.load(), source.decoder)
-    ),
+    "infinigen": _selecting("infinigen", _infinigen),
     "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
     "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),
     "h2o": _selecting("h2o", lambda shape, source: H2oResidency(shape, PagedMemory, source.decoder, _budget(source))),
@@ -100,6 +110,8 @@ def make_residency(name: str, shape: KvShape, device: torch.device, source: Sele
     should hold."""
     if name not in POLICIES:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
+    if source is not None and source.pool is not None and name != "infinigen":
+        raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency infinigen")
     try:
         return POLICIES[name](shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:

@@ -2,52 +2,80 @@
 
 Step 8 of a request's way (DESIGN.md, section 4). A user limits how many tokens of KV a row may keep. Once that many are
 there, each new token takes the place of a victim, and K, V and partial key are overwritten there, so that a place means
-the same token in all three. Which place that is differs between kv heads, for each has its own picks. The first tokens
-and the latest are never victims: the paper's pool protects neither, and its FIFO loses the first tokens at once, from
-which its quality does not recover. Victims are, by Eviction, the token that came first, the one that was picked longest
-ago, or the one that was picked least often, by counters that are all halved when one of them is full.
+the same token in all three. Who goes differs between layers and kv heads, for each list has its own picks. The first
+tokens and the latest are never victims: the paper's pool protects neither, and its FIFO loses the first tokens at once,
+from which its quality does not recover. Victims are, by Eviction, the token that came first, the one that was picked
+longest ago, or the one that was picked least often, by counters that are all halved when one of them is full.
 
 What lies in places is in no order of positions; attention with picks asks for none, since keys are stored after RoPE.
+There are P places, and one more for a step's own token. While there is room, a token's place is its position. Then
 
-How a policy that picks keys runs on a pool, a KvPool for each slot and layer:
-- memory and partial keys have `num_places + 1` places. A new token's K and V land in the last one, outside the pool,
-  as `append` wants it: a row's `num_keys` is that number, once the pool is full;
-- keys are scored, and picked, by place: the partial keys' indices are places. `first` and `latest` are the places of
-  the tokens that are always picked, the last place that of the own token. `pick` notes what was picked;
-- after the layer, `append` says where each kv head's K, V and partial key of the new token go: they are copied there;
-- pushed KV is written to `PoolLimit.prompt_places`; what has no place is dropped as it comes, in whatever order, so
-  that a prompt never takes more than the limit. Before the first step, `fill` tells the pool how long the prompt was.
-  A prompt that is prefilled locally attends to itself, and is put into places when it is done.
+    [0, F)          the first F tokens
+    [F, P - R + 1)  those that may go
+    [P - R + 1, P)  the latest but the own token, the next one over the earliest of them
+    P               the own token, of which the step that brings it knows no more than that it is picked
 
-G kv heads, P places, K picks at most, T tokens.
+so that what is always picked lies at both ends, where a Selection has it. A token that is among the latest no more
+moves to the victim's place, and the own token to where it was.
+
+A prompt comes in any order, and nothing was picked yet: every Eviction keeps its first tokens and its last. These lie
+in one ring behind the first ones until the row's first step, when the latest are brought to the end.
+
+A pool knows places, not memory: it says what is to be copied. Owned by whoever owns the row; not thread-safe.
+
+L layers that choose, G kv heads, P places, K picks at most, B rows, T tokens.
 """
 
+import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
+from modeling.selection import Picks
 
-Places = NDArray[np.int32]
+Integers = NDArray[np.int64]
+Orders = NDArray[np.signedinteger[Any]]
+"""A mark, and below it the position, by which equal marks are told apart."""
 
-NOWHERE = -1
-"""The place of a token that is not kept, and the position in a place that holds none."""
-_MARK_BITS = 32
-"""Of an order, below the mark: the position, by which equal marks are told apart."""
+MAX_TOKENS = 1 << 23
+"""Of a row: positions have so much room beside a counter."""
+_MAX_COUNT = 255
+_ALL = slice(None)
 
 
 class Eviction(Enum):
     """Whose place a new token takes; among equals, that of the earliest token."""
 
-    FIFO = "fifo"
-    """The token that came first."""
-    LRU = "lru"
-    """The one that was picked longest ago; to come counts as to be picked."""
     COUNTER = "counter"
     """The one that was picked least often: the paper's choice, for it keeps no list."""
+    LRU = "lru"
+    """The one that was picked longest ago; to come counts as to be picked."""
+    FIFO = "fifo"
+    """The token that came first."""
+
+
+def eviction_named(name: str) -> Eviction:
+    """Raises ConfigError for a name that none has."""
+    try:
+        return Eviction(name)
+    except ValueError:
+        names = ", ".join(each.value for each in Eviction)
+        raise ConfigError(f"pool_eviction = {name!r} is unknown: use one of {names}") from None
+
+
+@dataclass(frozen=True)
+class PoolSize:
+    """What a user says of pools."""
+
+    num_tokens: int
+    """Of KV that a row keeps in each layer that chooses."""
+    eviction: Eviction = Eviction.COUNTER
 
 
 @dataclass(frozen=True)
@@ -61,8 +89,8 @@ class PoolLimit:
     """First tokens of the sequence that stay for good: attention sinks."""
     num_last: int = 16
     """Latest tokens that stay, a new one included."""
-    most_count: int = 255
-    """COUNTER: a counter that comes to this makes all of its kv head's counters half of what they are."""
+    most_count: int = _MAX_COUNT
+    """COUNTER: a counter that comes to this makes all of its list's counters half of what they are."""
 
     def __post_init__(self) -> None:
         """Raises ConfigError that names the first field that is out of range."""
@@ -71,129 +99,167 @@ class PoolLimit:
         if self.num_last < 1:
             raise ConfigError(f"num_last = {self.num_last} is out of range: a new token must stay, use 1 or more")
         if self.num_places < self.num_first + self.num_last:
-            kept = f"num_first + num_last = {self.num_first + self.num_last} tokens"
-            raise ConfigError(f"num_places = {self.num_places} holds less than {kept}: raise it to that, or lower them")
-        if self.most_count < 2:
-            raise ConfigError(f"most_count = {self.most_count} is out of range: half of it must count, use 2 or more")
+            always = f"the {self.num_first} first and the {self.num_last} latest, which always stay"
+            least = self.num_first + self.num_last
+            raise ConfigError(f"pool_tokens = {self.num_places} has no room for {always}: use {least} or more, or 0")
+        if not 2 <= self.most_count <= _MAX_COUNT:
+            raise ConfigError(f"most_count = {self.most_count} is out of range: use 2, of which half counts, to 255")
 
-    @classmethod
-    def within(cls, num_bytes: int, place_bytes: int, eviction: Eviction = Eviction.COUNTER) -> "PoolLimit":
-        """As many places as `num_bytes` hold, at `place_bytes` for a token's K, V and partial keys in a layer. Raises
-        ConfigError when these are too few."""
-        return cls(num_bytes // place_bytes, eviction)
+    @property
+    def position_bits(self) -> int:
+        """Of an order: marks of LRU are positions, too."""
+        return 32 if self.eviction is Eviction.LRU else 23
 
-    def prompt_places(self, tokens: TokenRange, num_tokens: int) -> Places:
-        """Where `tokens` of a prompt of `num_tokens` go, for all kv heads, `[T]`; NOWHERE: not kept. Of a prompt
-        nothing was picked yet, so every Eviction keeps its first tokens and its last."""
-        positions_T = np.arange(tokens.start, tokens.end, dtype=np.int32)
-        others = self.num_places - self.num_first
-        places_T = np.where(
-            positions_T < self.num_first, positions_T, self.num_first + (positions_T - self.num_first) % others
-        )
-        is_kept_T = (positions_T < self.num_first) | (positions_T >= num_tokens - others)
-        return np.where(is_kept_T, places_T, NOWHERE).astype(np.int32)
+    @property
+    def order_bytes(self) -> int:
+        """Of an order."""
+        return 8 if self.eviction is Eviction.LRU else 4
+
+    @property
+    def end_others(self) -> int:
+        """The places that tokens may have to leave are [num_first, end_others); of a full pool the others follow."""
+        return self.num_places - self.num_last + 1
+
+    def late_place(self, position: int) -> int:
+        """Of a token of a full pool, while it is among the latest."""
+        return self.end_others + (position - self.end_others) % (self.num_last - 1)
+
+    def own_place(self, position: int) -> int:
+        """Where a step that brings the token of that position has it."""
+        return min(position, self.num_places)
 
 
 class KvPool:
-    """What one layer of one row keeps. Owned by whoever owns the row; not thread-safe."""
+    """What one row keeps, in all layers that choose."""
 
-    def __init__(self, num_kv_heads: int, limit: PoolLimit) -> None:
-        """Nothing is kept yet."""
+    def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
+        """Nothing is kept yet. `orders_LGP`: zeros, with one place more than the limit; becomes the pool's own."""
         self.limit = limit
-        self.num_tokens = 0
-        """That came so far: the next one's position."""
-        shape = (num_kv_heads, limit.num_places)
-        self.positions_GP: Places = np.full(shape, NOWHERE, np.int32)
-        """Of the token in each place. To be read only."""
-        self._orders_GP = np.zeros(shape, np.int64)
-        """Of two tokens, the one with the less goes first."""
-        self._latest_GR: Places = np.zeros((num_kv_heads, limit.num_last), np.int32)
-        """The places of the latest tokens: that of position p in column p modulo R."""
+        self._orders_LGP = orders_LGP
+        """Of two tokens, the one with the less goes first. The last place's mean nothing."""
 
-    @property
-    def num_kept(self) -> int:
-        """Tokens in places, the same number for each kv head: those in places [0, num_kept)."""
-        return min(self.num_tokens, self.limit.num_places)
+    def positions(self, layer: int, num_tokens: int) -> Integers:
+        """Of the tokens that a row of `num_tokens` keeps in a layer, by kv head and place: `[G, P]`."""
+        num_kept = min(num_tokens, self.limit.num_places)
+        return self._orders_LGP[layer, :, :num_kept].astype(np.int64) & ((1 << self.limit.position_bits) - 1)
 
-    @property
-    def first(self) -> range:
-        """The places of the first tokens, which stay."""
-        return range(min(self.limit.num_first, self.num_tokens))
+    def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
+        """`tokens` of a prompt come, in whatever order: `(positions, places)` of those to be copied to their places, in
+        ascending order of positions. The others have no place, since later ones are there."""
+        positions_T = np.arange(tokens.start, tokens.end)
+        num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
+        positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
+        behind_K = num_first + (positions_K - num_first) % num_others
+        places_K = np.where(positions_K < num_first, positions_K, behind_K)
+        orders_K = self._as_they_come(positions_K)
+        is_latest_K = orders_K >= self._orders_LGP[layer, 0, places_K]
+        positions_K, places_K = positions_K[is_latest_K], places_K[is_latest_K]
+        self._orders_LGP[layer, :, places_K] = orders_K[is_latest_K, None]
+        return positions_K, places_K
 
-    def latest(self) -> Places:
-        """The places of the latest `num_last` tokens, or of as many as there are: `[G, R]`, in no order."""
-        return self._latest_GR[:, : self.num_tokens].copy()
+    def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
+        """The prompt, `num_tokens` of it, is there, and the next token is a step's: `(sources, targets)` of tokens to
+        be moved, all at once, in all layers."""
+        limit = self.limit
+        if num_tokens <= limit.num_places or limit.num_last == 1:
+            return np.empty(0, np.int64), np.empty(0, np.int64)
+        latest_R = np.arange(num_tokens - limit.num_last + 1, num_tokens)
+        sources_R = limit.num_first + (latest_R - limit.num_first) % (limit.num_places - limit.num_first)
+        targets_R = np.array([limit.late_place(int(position)) for position in latest_R])
+        sources = np.concatenate((sources_R, np.setdiff1d(targets_R, sources_R)))
+        targets = np.concatenate((targets_R, np.setdiff1d(sources_R, targets_R)))
+        self._orders_LGP[:, :, targets] = self._orders_LGP[:, :, sources]
+        return sources, targets
 
-    def fill(self, num_tokens: int) -> None:
-        """The prompt is there, `num_tokens` of it, each in its `PoolLimit.prompt_places`; nothing was before."""
-        assert self.num_tokens == 0, "the pool holds another prompt"
-        places_T = self.limit.prompt_places(TokenRange(0, num_tokens), num_tokens)
-        kept_K = np.flatnonzero(places_T != NOWHERE)
-        self.positions_GP[:, places_T[kept_K]] = kept_K
-        self._orders_GP[:, places_T[kept_K]] = self._orders(self._came(kept_K), kept_K)
-        recent_R = np.arange(max(num_tokens - self.limit.num_last, 0), num_tokens)
-        self._latest_GR[:, recent_R % self.limit.num_last] = places_T[recent_R]
-        self.num_tokens = num_tokens
-
-    def pick(self, places_GK: Places, num_G: Places) -> None:
-        """The next token attends to these places, for each kv head the first `num_G` of its list, none twice. Called
-        before that token's `append`."""
-        if self.limit.eviction is Eviction.FIFO:
-            return
-        for orders_P, places_K, num in zip(self._orders_GP, places_GK, num_G, strict=True):
-            picked = places_K[:num]
-            if self.limit.eviction is Eviction.LRU:
-                positions = orders_P[picked] & ((1 << _MARK_BITS) - 1)
-                orders_P[picked] = self._orders(np.int64(self.num_tokens), positions)
-            else:
-                orders_P[picked] += 1 << _MARK_BITS
-                self._halve_if_full(orders_P)
-
-    def append(self) -> Places:
-        """The next token has come: its place for each kv head, `[G]`; whoever was there is gone."""
-        position, limit = self.num_tokens, self.limit
-        num_heads = len(self.positions_GP)
-        heads_G = np.arange(num_heads)
-        has_room = position < limit.num_places
-        places_G = np.full(num_heads, position, np.int32) if has_room else self._victims()
-        self.positions_GP[heads_G, places_G] = position
-        self._orders_GP[heads_G, places_G] = self._orders(self._came(np.int64(position)), np.int64(position))
-        self._latest_GR[:, position % limit.num_last] = places_G
-        self.num_tokens += 1
-        return places_G
+    def append(self, position: int, layers: slice = _ALL) -> Integers | None:
+        """The next token is kept, that is at its `own_place`: None when it stays there. Else the places that victims
+        leave, `[L, G]`; the token at `late_place` moves there, and the own one to where that was; when a pool keeps no
+        latest token but the own one, this one moves there."""
+        limit, orders_LGP = self.limit, self._orders_LGP[layers]
+        order = self._as_they_come(np.int64(position))
+        if position < limit.num_places:
+            orders_LGP[:, :, position] = order
+            return None
+        orders_LGP[:, :, limit.num_places] = 0
+        victims_LG: Integers = orders_LGP[:, :, limit.num_first : limit.end_others].argmin(axis=2) + limit.num_first
+        leaving_LG: Orders = np.broadcast_to(order, victims_LG.shape)
+        if limit.num_last > 1:
+            late = limit.late_place(position)
+            leaving_LG = orders_LGP[:, :, late].copy()
+            orders_LGP[:, :, late] = order
+        np.put_along_axis(orders_LGP, victims_LG[:, :, None], leaving_LG[:, :, None], axis=2)
+        return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
         """Becomes what another pool of the same limit is: its row's memory was copied, place by place."""
         assert self.limit == other.limit
-        self.num_tokens = other.num_tokens
-        self.positions_GP[:] = other.positions_GP
-        self._orders_GP[:] = other._orders_GP
-        self._latest_GR[:] = other._latest_GR
+        self._orders_LGP[:] = other._orders_LGP
 
-    def clear(self) -> None:
-        """The row has ended: nothing is kept."""
-        self.num_tokens = 0
-        self.positions_GP[:] = NOWHERE
+    def _as_they_come(self, positions: Integers | np.int64) -> Integers:
+        """The orders of tokens that nobody has picked yet."""
+        if self.limit.eviction is not Eviction.LRU:
+            return np.asarray(positions)
+        return np.asarray((positions << self.limit.position_bits) | positions)
 
-    def _victims(self) -> Places:
-        """Of a full pool; the oldest of the latest tokens may go, for the new one is the latest."""
-        orders_GP = self._orders_GP.copy()
-        orders_GP[:, : self.limit.num_first] = np.iinfo(np.int64).max
-        stay_R = np.arange(self.num_tokens - self.limit.num_last + 1, self.num_tokens) % self.limit.num_last
-        np.put_along_axis(orders_GP, self._latest_GR[:, stay_R].astype(np.int64), np.iinfo(np.int64).max, axis=1)
-        victims_G: Places = orders_GP.argmin(axis=1).astype(np.int32)
-        return victims_G
 
-    def _came(self, positions: NDArray[np.int64] | np.int64) -> NDArray[np.int64] | np.int64:
-        """The marks of tokens as they come."""
-        return positions if self.limit.eviction is Eviction.LRU else positions * 0
+class KvPools:
+    """The pools of all slots, in memory that a row has from its first token on."""
 
-    def _orders(
-        self, marks: NDArray[np.int64] | np.int64, positions: NDArray[np.int64] | np.int64
-    ) -> NDArray[np.int64] | np.int64:
-        return (marks << _MARK_BITS) | positions
+    def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, limit: PoolLimit) -> None:
+        """Raises OSError when so much address space cannot be had."""
+        self.limit = limit
+        num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
+        self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        """Of a row."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared one would not go back
+        self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
+        self._orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
+        row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
+        starts_LG = np.arange(num_layers * num_kv_heads).reshape(num_layers, num_kv_heads) * list_size
+        self._starts_LSG = starts_LG[:, None] + np.arange(num_slots)[:, None] * row_size
+        """Of each list among all orders."""
+        rows_SX = self._orders.reshape(num_slots, row_size)[:, : starts_LG.size * list_size]
+        self._rows = [KvPool(limit, row_X.reshape(num_layers, num_kv_heads, list_size)) for row_X in rows_SX]
 
-    def _halve_if_full(self, orders_P: NDArray[np.int64]) -> None:
-        counts_P = orders_P >> _MARK_BITS
-        if counts_P[: self.num_kept].max(initial=0) >= self.limit.most_count:
-            orders_P[:] = self._orders(counts_P // 2, orders_P & ((1 << _MARK_BITS) - 1))
+    def __getitem__(self, slot: int) -> KvPool:
+        """The slot's."""
+        return self._rows[slot]
+
+    def pick(self, slots: Sequence[int], positions: Sequence[int], picks: Sequence[Picks]) -> None:
+        """The tokens of `positions`, each its slot's row's own, attend to these places, in all layers that choose."""
+        limit = self.limit
+        if limit.eviction is Eviction.FIFO:
+            return
+        num_LBG = np.stack([each.num_BG.numpy() for each in picks])
+        starts_LBG = self._starts_LSG[:, list(slots)]
+        picked = np.concatenate([_flat(*each) for each in zip(picks, num_LBG, strict=True)])
+        picked = picked + np.repeat(starts_LBG.ravel(), num_LBG.ravel())
+        orders = self._orders[picked]
+        if limit.eviction is Eviction.LRU:
+            marks_LBG = np.broadcast_to(np.array(positions)[:, None] << limit.position_bits, num_LBG.shape)
+            orders &= (1 << limit.position_bits) - 1
+            self._orders[picked] = orders | np.repeat(marks_LBG.ravel(), num_LBG.ravel())
+            return
+        orders += 1 << limit.position_bits
+        self._orders[picked] = orders
+        is_full = orders >= limit.most_count << limit.position_bits
+        if is_full.any():
+            self._halve(np.unique(np.repeat(starts_LBG.ravel(), num_LBG.ravel())[is_full]))
+
+    def clear(self, slot: int) -> None:
+        """The slot's row has ended: its pool's memory goes back."""
+        self._mapping.madvise(mmap.MADV_DONTNEED, slot * self.row_bytes, self.row_bytes)
+
+    def _halve(self, starts: Integers) -> None:
+        """All counters of these lists."""
+        bits = self.limit.position_bits
+        for start in starts:
+            orders_P = self._orders[start : start + self.limit.num_places]
+            orders_P[:] = (orders_P >> bits >> 1 << bits) | (orders_P & ((1 << bits) - 1))
+
+
+def _flat(picks: Picks, num_BG: Integers) -> NDArray[np.int32]:
+    """All lists of one layer, one behind the other."""
+    keys_BGK = picks.keys_BGK.numpy()[:, :, : num_BG.max()]
+    flat: NDArray[np.int32] = keys_BGK[np.arange(keys_BGK.shape[2], dtype=np.int32) < num_BG[:, :, None]]
+    return flat

@@ -22,6 +22,14 @@ StepRows = Sequence[tuple[SlotId, TokenRange]]
 """The slots of one forward, each with its new tokens; all earlier ones are there."""
 
 
+class RowError(Exception):
+    """One row's KV serves no step, which therefore did not begin: without that row it can."""
+
+    def __init__(self, slot: SlotId, message: str) -> None:
+        super().__init__(message)
+        self.slot = slot
+
+
 @dataclass(frozen=True)
 class KvBytes:
     """Bytes of KV, by the memory that they take."""
@@ -144,7 +152,7 @@ class Residency(Protocol):
 
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
         """Takes memory for the new tokens, and prepares a forward. On leaving, nobody touches the rows any more,
-        however the forward went."""
+        however the forward went. Raises RowError on entering, before anything has run."""
         ...
 
     def close(self) -> None:

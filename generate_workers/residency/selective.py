@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import ClassVar, Generic, TypeVar
+from typing import ClassVar, Generic, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from baton.errors import ConfigError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
-from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from generate_workers.residency.port import KvBytes, KvShape, RowKv, StepRows
 from modeling.bases import NUM_WHOLE_LAYERS
 from modeling.decode_rows import has_native_rows
 from modeling.decoder import SequenceSpan
@@ -49,8 +49,36 @@ def require_selective(name: str, shape: KvShape, device: torch.device) -> None:
         raise ConfigError(f"{where} without {kernels}: install a C++ compiler, or use residency device or host")
 
 
+class HomeRow(RowKv, Protocol):
+    """A row whose KV lies at home, where attention reads what is chosen."""
+
+    def bytes_for(self, num_tokens: int) -> KvBytes:
+        """What that many tokens take, once all are written."""
+        ...
+
+    def num_kept(self, num_tokens: int) -> int:
+        """Keys that are left in a layer that is not whole, when so many tokens came and no step runs."""
+        ...
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begins a claim; `num_tokens` will be written for sure."""
+        ...
+
+    def commit(self, tokens: TokenRange) -> None:
+        """A step is about to write `tokens`."""
+        ...
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """For a step, whose new tokens these are."""
+        ...
+
+    def copy_from(self, other: Self, num_tokens: int) -> None:
+        """Takes another row's tokens, `num_tokens` of them."""
+        ...
+
+
 class SelectiveRow(PagedRow):
-    """A RowKv: home memory for all layers."""
+    """A HomeRow: home memory for all layers."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
         """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
@@ -79,6 +107,14 @@ class SelectiveRow(PagedRow):
         """What is kept to choose among that many tokens takes."""
         return 0
 
+    def num_kept(self, num_tokens: int) -> int:
+        """All."""
+        return num_tokens
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Over home memory."""
+        return BufferSpan(self.buffer, tokens)
+
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
         """`tokens` are about to be written, in one layer or in all."""
         self.memory.commit(tokens, layer)
@@ -102,14 +138,14 @@ class SelectiveRow(PagedRow):
         self._whole.release()
 
 
-R = TypeVar("R", bound=SelectiveRow)
+R = TypeVar("R", bound=HomeRow)
 
 
 class SelectiveStep(ABC, Generic[R]):
     """A StepKv whose rows of one new token attend to what `choose` says."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[R, TokenRange]]) -> None:
-        self.spans: Sequence[SequenceSpan] = [BufferSpan(row.buffer, tokens) for row, tokens in rows]
+        self.spans: Sequence[SequenceSpan] = [row.span(tokens) for row, tokens in rows]
         self.rows = rows
         self.choosing = [(row, tokens) for row, tokens in rows if len(tokens) == 1]
         """Rows of one new token."""
@@ -121,12 +157,12 @@ class SelectiveStep(ABC, Generic[R]):
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         self.num_chosen_layers = layout.num_layers - num_whole
         """In which rows choose."""
-        others = [tokens for _, tokens in rows if len(tokens) != 1]
+        others = [(row.num_kept(tokens.start), len(tokens)) for row, tokens in rows if len(tokens) != 1]
         self._num_whole_bytes = layout.row_bytes * (
-            num_whole * sum(tokens.end for _, tokens in self.choosing)
-            + layout.num_layers * sum(tokens.end for tokens in others)
+            num_whole * sum(tokens.end for _, tokens in rows)
+            + self.num_chosen_layers * sum(num_kept + num_new for num_kept, num_new in others)
         )
-        self._num_other_bytes = layout.row_bytes * self.num_chosen_layers * sum(each.start for each in others)
+        self._num_other_bytes = layout.row_bytes * self.num_chosen_layers * sum(num_kept for num_kept, _ in others)
         self._num_picked_bytes = 0
 
     @property
@@ -210,7 +246,7 @@ class SelectiveResidency(ABC, Generic[R]):
         """No threads."""
 
 
-def _places(rows: Sequence[tuple[SelectiveRow, TokenRange]]) -> list[int]:
+def _places(rows: Sequence[tuple[HomeRow, TokenRange]]) -> list[int]:
     """Of the rows of one new token, these tokens' places among all."""
     places, start = [], 0
     for _, tokens in rows:

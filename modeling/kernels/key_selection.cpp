@@ -304,21 +304,16 @@ void select(const Problem& p) {
   });
 }
 
-void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, const at::Tensor& numbers_B) {
-  TORCH_CHECK(rows.dim() == 3 && rows.scalar_type() == at::kFloat,
-              "partial queries and keys must be [B, heads, R], in float32");
-  for (const at::Tensor& each : {addresses_B, numbers_B}) {
-    TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == rows.size(0),
-                "there must be an address and a number for each row, in int64");
-  }
-}
-
 std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at::Tensor& addresses_B,
                                                const at::Tensor& lengths_B, int64_t num_kv_heads, int64_t num_new,
                                                double alpha, double most_share, int64_t num_first, int64_t num_last) {
   const int64_t B = q_BNR.size(0), N = q_BNR.size(1), R = q_BNR.size(2), G = num_kv_heads;
-  check_rows(q_BNR, addresses_B, lengths_B);
-  TORCH_CHECK(q_BNR.is_contiguous(), "partial queries must be contiguous");
+  TORCH_CHECK(q_BNR.dim() == 3 && q_BNR.scalar_type() == at::kFloat && q_BNR.is_contiguous(),
+              "partial queries must be [B, N, R], in float32, contiguous");
+  for (const at::Tensor& each : {addresses_B, lengths_B}) {
+    TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
+                "there must be an address and a length for each row, in int64");
+  }
   TORCH_CHECK(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
   const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
   Problem p{q_BNR.const_data_ptr<float>(), addresses, lengths, num_new, num_first, num_last, B, N, G, N / G, R, 0,
@@ -336,30 +331,10 @@ std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at
   return {keys_BGK, num_BG};
 }
 
-// Each row's partial keys, to a place among those that lie at its address.
-void keep_keys(const at::Tensor& k_BGR, const at::Tensor& addresses_B, const at::Tensor& places_B) {
-  check_rows(k_BGR, addresses_B, places_B);
-  const int64_t B = k_BGR.size(0), G = k_BGR.size(1), R = k_BGR.size(2);
-  for (int64_t row = 0; row < B; ++row) {
-    const int64_t place = places_B.const_data_ptr<int64_t>()[row];
-    TORCH_CHECK(place >= 0, "a place is 0 or more");
-    auto* to = reinterpret_cast<at::BFloat16*>(addresses_B.const_data_ptr<int64_t>()[row]);
-    to += place / kBlock * G * R * kBlock + place % kBlock;
-    for (int64_t g = 0; g < G; ++g) {
-      const float* from = k_BGR.const_data_ptr<float>() + row * k_BGR.stride(0) + g * k_BGR.stride(1);
-      for (int64_t r = 0; r < R; ++r, to += kBlock) *to = from[r * k_BGR.stride(2)];
-    }
-  }
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("keep_keys(Tensor k_BGR, Tensor addresses_B, Tensor places_B) -> ()");
   m.def("select_keys(Tensor q_BNR, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, int num_new, float alpha, "
         "float most_share, int num_first, int num_last) -> (Tensor, Tensor)");
 }
-TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
-  m.impl("keep_keys", &keep_keys);
-  m.impl("select_keys", &select_keys);
-}
+TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("select_keys", &select_keys); }

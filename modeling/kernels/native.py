@@ -22,7 +22,16 @@ logger = logging.getLogger(__name__)
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 _CPUINFO = Path("/proc/cpuinfo")
 
-NAMES = ("products", "prefill_attention", "decode_attention", "key_selection", "kv_int4", "linear", "rotary")
+NAMES = (
+    "products",
+    "prefill_attention",
+    "decode_attention",
+    "key_selection",
+    "partial_keys",
+    "kv_int4",
+    "linear",
+    "rotary",
+)
 """All kernels."""
 NATIVE = "native"
 INSTRUCTION_SETS = {

@@ -85,7 +85,7 @@ COMMANDS = {
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "drain": "group name --keep --target --timeout --undo",
-    "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies"
+    "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies --pool"
     " --quantization --rows --selection --steps --text --threads",
     "gateway": "--cache --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.types import TokenRange
 from modeling.kernels import native
 from modeling.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
 from tests.support.kernel_paths import lane, require
@@ -204,24 +203,6 @@ SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS
 
 
 @pytest.mark.parametrize("instruction_set", SETS)
-def test_keys_are_kept_as_torch_rounds_them(instruction_set: str) -> None:
-    """Also from a view, and what is no number."""
-    operators = loaded(instruction_set)
-    keys = [PartialKeys(range(1), 3, 5, 100) for _ in range(4)]
-    k_BGR = random(3, 4, 10, seed=1).transpose(0, 1)[..., ::2]
-    k_BGR[1, 2, 3] = math.nan
-    places_B = torch.tensor([0, 15, 16, 99])
-    for each in keys:
-        each.commit(TokenRange(0, 100))
-    operators.keep_keys(k_BGR, torch.tensor([each.address(0) for each in keys]), places_B)
-    for each, k_GR, place in zip(keys, k_BGR, places_B.tolist(), strict=True):
-        read_SGR = each.read(0, 100)
-        torch.testing.assert_close(read_SGR[place], k_GR.bfloat16(), rtol=0, atol=0, equal_nan=True)
-        read_SGR[place] = 0
-        assert not read_SGR.any()
-
-
-@pytest.mark.parametrize("instruction_set", SETS)
 def test_bad_arguments_are_refused(instruction_set: str) -> None:
     operators = loaded(instruction_set)
     q_BNR, one_B = torch.zeros(1, 4, 5), torch.ones(1, dtype=torch.int64)
@@ -236,7 +217,3 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
         operators.select_keys(q_BNR, one_B, torch.ones(2, dtype=torch.int64), 2, 0, *how_many)
     with pytest.raises(RuntimeError, match="every row has a key"):
         operators.select_keys(q_BNR, one_B, 0 * one_B, 2, 0, *how_many)
-    with pytest.raises(RuntimeError, match="for each row"):
-        operators.keep_keys(q_BNR, one_B, one_B.int())
-    with pytest.raises(RuntimeError, match="place"):
-        operators.keep_keys(q_BNR, one_B, -one_B)

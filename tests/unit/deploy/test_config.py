@@ -7,9 +7,10 @@ import pytest
 
 from baton.errors import ConfigError
 from deploy.cluster_config import ClusterConfig
-from deploy.config import POLICIES, LocalConfig, WorkerConfig
+from deploy.config import EVICTIONS, POLICIES, LocalConfig, WorkerConfig
 from generate_workers.engine import EngineConfig
 from generate_workers.residency import policies
+from generate_workers.residency.pool import Eviction
 
 
 @pytest.mark.parametrize(
@@ -25,6 +26,9 @@ from generate_workers.residency import policies
         ("dead_after_s", 0.5),
         ("max_attempts", 0),
         ("residency", "disk"),
+        ("pool_tokens", -1),
+        ("pool_tokens", 99),
+        ("pool_eviction", "random"),
         ("kv_memory_bytes", -1),
         ("growth_tokens", 0),
         ("prefix_share", 1.5),
@@ -64,6 +68,8 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
     for name in (
         "residency",
         "selection_file",
+        "pool_tokens",
+        "pool_eviction",
         "kv_memory_bytes",
         "device_memory_bytes",
         "growth_tokens",
@@ -74,3 +80,13 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
 
 def test_the_residency_policies_are_the_engine_s() -> None:
     assert tuple(policies.POLICIES) == POLICIES
+
+
+def test_the_ways_to_evict_are_the_pools() -> None:
+    assert tuple(each.value for each in Eviction) == EVICTIONS
+
+
+def test_an_engine_is_told_its_pool() -> None:
+    generate = {"residency": "infinigen", "pool_tokens": 500, "pool_eviction": "lru"}
+    worker = ClusterConfig.model_validate({"generate": generate}).worker(Path("model"), "generate", 0, 0)
+    assert (worker.pool_tokens, worker.pool_eviction) == (500, "lru")

@@ -68,6 +68,11 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         ("prefill.num_ranks=2.0", "prefill.num_ranks = 2.0 is wrong: input should be a valid integer"),
         ("generate.num_slots=true", "generate.num_slots = True is wrong: input should be a valid integer"),
         ("generate.num_slots=0", "generate.num_slots = 0 is wrong: input should be greater than or equal to 1"),
+        ("generate.pool_tokens=-1", "generate.pool_tokens = -1 is wrong: input should be greater than or equal to 0"),
+        (
+            "generate.pool_tokens=99",
+            "pool_tokens = 99 means nothing to residency device: use 0, or infinigen",
+        ),
         ("orchestrator.port=70000", "orchestrator.port = 70000 is wrong: input should be less than or equal to 65535"),
         ("model.dtype=fp8", "model.dtype = 'fp8' is wrong: input should be 'bfloat16' or 'float32'"),
         ("name=a b", "name = 'a b' is wrong"),

@@ -120,6 +120,19 @@ def test_heavy_hitters_keep_their_budget_of_the_prompt(capsys: pytest.CaptureFix
     assert (cell["setting"], cell["is_exact"]) == ("h2o 0.5", False)
 
 
+def test_a_pool_keeps_its_part_and_evicts_in_every_way(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = f"--policies infinigen --budget 0.3 --pool 0.5,1 --selection {folder / 'whole.safetensors'}"
+    whole, *half, full, _, _ = evaluated(capsys, folder, options)["cells"]
+    assert (whole["setting"], whole["pool"], whole["eviction"]) == ("infinigen whole 0.3", None, None)
+    assert [cell["setting"] for cell in half] == [
+        f"infinigen whole 0.3 pool 0.5 {how}" for how in ("counter", "lru", "fifo")
+    ]
+    assert full["chunks"] == whole["chunks"]  # where nobody has to go
+    for cell in half:
+        assert cell["perplexity"] != whole["perplexity"]
+        assert cell["picked_share"] < whole["picked_share"]
+
+
 def test_the_table_and_the_plot(capsys: pytest.CaptureFixture[str], folder: Path, tmp_path: Path) -> None:
     plot = tmp_path / "quality.png"
     text = str(folder / "text.txt")
@@ -144,6 +157,8 @@ def test_settings_are_what_means_something_to_each_policy() -> None:
     assert budgets == ["device", "window 0.1", "window 0.2", "oracle 0.1", "oracle 0.2", "oracle alpha 4"]
     files = settings("--policies infinigen --selection a/skew.safetensors b/columns.safetensors --budget 0.2")
     assert files == ["infinigen skew 0.2", "infinigen columns 0.2"]
+    pools = settings("--policies device,infinigen --pool 0.8")
+    assert pools == ["device", "infinigen", *(f"infinigen pool 0.8 {how}" for how in ("counter", "lru", "fifo"))]
     assert settings("--policies device,oracle --selection a/skew.safetensors b.safetensors") == [
         "device",
         "oracle skew",
@@ -187,6 +202,7 @@ REFUSALS = {
     "--policies devise": "residency = 'devise' is unknown: use one of device, host",
     "--budget 1.5": "--budget: 1.5 is out of range",
     "--alpha 0": "--alpha = '0' is out of range",
+    "--pool 1.5": "--pool: 1.5 is out of range",
     "--context 502": "--context 502 and --steps 10 are beyond the 512 tokens that the model takes",
     "--rows 5 --context 400": "has 400 tokens, and 411 are read: give longer texts",
     "--plot quality.pdf": "the plot is a PNG",
@@ -204,6 +220,12 @@ def test_refusals_are_one_line(capsys: pytest.CaptureFixture[str], folder: Path,
 def test_a_policy_that_needs_preparing_says_so(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), "--policies", "infinigen"]
     assert "run `baton prepare`" in refusal(capsys, *arguments, "--selection", "nothing.safetensors")
+
+
+def test_a_pool_without_room_for_what_stays_is_refused(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    arguments = [str(folder), "--text", str(folder / "text.txt"), *SMALL.split(), "--policies", "infinigen"]
+    options = ["--pool", "0.05", "--selection", str(folder / "whole.safetensors")]
+    assert "pool_tokens = 3 has no room for the 2 first and the 4 latest" in refusal(capsys, *arguments, *options)
 
 
 def test_help_needs_no_torch() -> None:

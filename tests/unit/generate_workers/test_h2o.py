@@ -303,6 +303,23 @@ def test_what_was_dropped_is_never_read() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("part", [0, 1], ids=["key", "value"])
+def test_what_is_kept_is_read(part: int) -> None:
+    """Every kept key, one at a time."""
+    calm = make()
+    push(calm, NUM_PROMPT)
+    expected = run(calm, steps(NUM_PROMPT, NUM_PROMPT + 2))[1]
+    kept = calm._rows[SLOT].hitters(3).positions_GK[1].tolist()
+    assert len(kept) < NUM_PROMPT // 2
+    for position in kept[:-1]:  # those that the last of these steps attended to, but its own
+        residency = make()
+        push(residency, NUM_PROMPT)
+        run(residency, steps(NUM_PROMPT, NUM_PROMPT + 1))
+        residency._rows[SLOT].buffer.data[3, position, part, 1] += 1
+        assert not torch.equal(run(residency, steps(NUM_PROMPT + 1, NUM_PROMPT + 2))[0], expected)
+
+
+@needs_kernel
 def test_a_row_keeps_the_same_alone_and_among_others() -> None:
     alone, together = make(), make()
     for residency in (alone, together):

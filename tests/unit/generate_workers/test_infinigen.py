@@ -1,7 +1,6 @@
 """InfiniGen: partial keys that are always those of the keys at home, and picks that follow from them."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,64 +10,45 @@ from torch import Tensor
 
 from baton.errors import ModelError
 from baton.ids import SlotId
-from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, TokenRange
 from generate_workers.engine import EngineConfig
 from generate_workers.machine_memory import make_memory
 from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.infinigen import InfinigenResidency, InfinigenRow
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvBytes, KvShape
 from modeling.bases import Basis, BasisKind
-from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.kv_memory import PAGE_BYTES, PagedMemory
 from modeling.selection import Picks, Selection
-from modeling.selection_file import PreparedSelection, save_prepared
+from modeling.selection_file import save_prepared
 from tests.support.generation import Harness, harness, prompt, reference_ids
+from tests.support.infinigen import (
+    ALL,
+    DECODER,
+    LAYERS,
+    LAYOUT,
+    LENGTHS,
+    NUM_COLUMNS,
+    PARAMS,
+    SOME,
+    infinigen,
+    lookaheads,
+    partial_of,
+    prepared,
+    random_basis,
+)
 from tests.support.selective import Bench, lists
 from tests.support.slot_tables import page_bytes
 from tests.support.tiny_models import random_decoder
 
-DECODER = random_decoder(num_layers=5)
-LAYOUT = DECODER.layout
-LAYERS = range(2, LAYOUT.num_layers)
-ALL = Selection(math.inf, 1.0, 0, 1)
-SOME = Selection(3.0, 0.2, 2, 3)
-PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
-LENGTHS = (40, 7, 1, 61)
-NUM_COLUMNS = 6
 GIB = 1 << 30
-lookaheads = pytest.mark.parametrize("lookahead", [0, 1])
-
-
-def random_basis(layout: KvLayout, num_columns: int = NUM_COLUMNS) -> Basis:
-    generator = torch.Generator().manual_seed(num_columns)
-    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
-    q_LGHR, k_LGHR = (torch.randn(shape, generator=generator) / math.sqrt(layout.head_dim) for _ in range(2))
-    return Basis(BasisKind.CENTRED, q_LGHR, k_LGHR)
 
 
 def whole_basis(layout: KvLayout) -> Basis:
     """All columns as they are: partial scores are the scores."""
     eye_LGHR = torch.eye(layout.head_dim).repeat(layout.num_layers, layout.num_kv_heads, 1, 1)
     return Basis(BasisKind.COLUMNS, eye_LGHR, eye_LGHR)
-
-
-def prepared(
-    selection: Selection = SOME, lookahead: int = 0, basis: Basis | None = None, decoder: Decoder = DECODER
-) -> PreparedSelection:
-    layout = decoder.layout
-    return PreparedSelection(
-        basis or random_basis(layout), selection, lookahead, layout.model_fingerprint, "text", 0.9, 0.1
-    )
-
-
-def infinigen(
-    found: PreparedSelection, decoder: Decoder = DECODER
-) -> Callable[[KvShape, MakeMemory], InfinigenResidency]:
-    return lambda shape, make: InfinigenResidency(shape, make, found, decoder)
 
 
 # What is chosen.
@@ -165,12 +145,6 @@ def expected_picks(bench: Bench, basis: Basis, q_NH: Tensor, layer: int, at: tup
     num_picks = min(max(count, 1), math.floor(SOME.most_share * (length + 1)))
     always = {0, 1, length - 2, length - 1, length}
     return [sorted({*row.sort(descending=True, stable=True).indices[:num_picks].tolist(), *always}) for row in close_GS]
-
-
-def partial_of(k_SGH: Tensor, basis: Basis, layer: int) -> Tensor:
-    """In bf16, one kv head after the other."""
-    heads = range(k_SGH.shape[1])
-    return torch.stack([k_SGH[:, g].float() @ basis.k_LGHR[layer, g] for g in heads], dim=1).bfloat16()
 
 
 @lookaheads

@@ -5,62 +5,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
-from generate_workers.residency.pool import NOWHERE, Eviction, KvPool, PoolLimit
+from generate_workers.residency.pool import Eviction, Integers, KvPool, KvPools, PoolLimit, eviction_named
+from modeling.selection import Picks
+from tests.support.pools import ReferenceList
 
-NUM_HEADS = 2
-
-
-@dataclass
-class Kept:
-    """A token that the reference keeps."""
-
-    position: int
-    came_first: int
-    picked_last: int
-    count: int = 0
-
-
-@dataclass
-class ReferenceHead:
-    """One kv head's part of a pool, as the paper's words have it: a list of tokens, each in its place."""
-
-    limit: PoolLimit
-    places: list[Kept] = field(default_factory=list)
-
-    def pick(self, places: list[int], step: int) -> None:
-        for place in places:
-            self.places[place].picked_last = step
-            self.places[place].count += 1
-        if any(kept.count >= self.limit.most_count for kept in self.places):
-            for kept in self.places:
-                kept.count //= 2
-
-    def append(self, position: int) -> int:
-        new = Kept(position, position, position)
-        if len(self.places) < self.limit.num_places:
-            self.places.append(new)
-            return len(self.places) - 1
-        may_go = [
-            (self._rank(kept), kept.position, place)
-            for place, kept in enumerate(self.places)
-            if self.limit.num_first <= kept.position <= position - self.limit.num_last
-        ]
-        place = min(may_go)[2]
-        self.places[place] = new
-        return place
-
-    def _rank(self, kept: Kept) -> int:
-        return {
-            Eviction.FIFO: kept.came_first,
-            Eviction.LRU: kept.picked_last,
-            Eviction.COUNTER: kept.count,
-        }[self.limit.eviction]
-
+NUM_LAYERS, NUM_HEADS = 2, 2
+NOTHING = -1
 
 limits = st.builds(
     lambda first, last, more, eviction, most: PoolLimit(first + last + more, eviction, first, last, most),
@@ -72,57 +28,116 @@ limits = st.builds(
 )
 
 
-def padded(lists: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Lists of picks as the pool takes them; what is behind a list's end is no place at all."""
-    longest = max(map(len, lists))
-    rows = [each + [10**6] * (longest - len(each)) for each in lists]
-    return np.array(rows, np.int32).reshape(len(lists), longest), np.array([len(each) for each in lists], np.int32)
+@dataclass
+class Traced:
+    """A row: its pool, a memory in which every place holds a token's position, and what lists make of it."""
+
+    limit: PoolLimit
+    pools: KvPools
+    slot: int
+    num_tokens: int = 0
+    heads: list[list[ReferenceList]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.memory_LGP = np.full((NUM_LAYERS, NUM_HEADS, self.limit.num_places + 1), NOTHING)
+        self.heads = [[ReferenceList(self.limit) for _ in range(NUM_HEADS)] for _ in range(NUM_LAYERS)]
+
+    @property
+    def pool(self) -> KvPool:
+        return self.pools[self.slot]
+
+    def fill(self, pieces: list[TokenRange], num_tokens: int) -> None:
+        """A prompt of so many tokens comes in these pieces."""
+        for layer in range(NUM_LAYERS):
+            for piece in pieces:
+                positions_K, places_K = self.pool.take_prompt(layer, piece)
+                assert len(set(places_K.tolist())) == len(places_K)
+                self.memory_LGP[layer, :, places_K] = positions_K[:, None]
+        sources, targets = self.pool.arrange(num_tokens)
+        self.memory_LGP[:, :, targets] = self.memory_LGP[:, :, sources]
+        for position in range(num_tokens):
+            self._in_lists(position)
+        self.num_tokens = num_tokens
+
+    def pick(self, layer: int, places_G: list[set[int]]) -> None:
+        """The lists hear of positions."""
+        for head, places in enumerate(places_G):
+            self.heads[layer][head].pick({int(self.memory_LGP[layer, head, place]) for place in places})
+
+    def append(self) -> None:
+        """The memory does what the pool says."""
+        position, limit, memory_LGP = self.num_tokens, self.limit, self.memory_LGP
+        memory_LGP[:, :, limit.own_place(position)] = position
+        victims_LG = self.pool.append(position)
+        if victims_LG is not None:
+            leaving = limit.late_place(position) if limit.num_last > 1 else limit.num_places
+            np.put_along_axis(memory_LGP, victims_LG[:, :, None], memory_LGP[:, :, leaving, None], axis=2)
+            memory_LGP[:, :, leaving] = position if limit.num_last > 1 else NOTHING
+        self._in_lists(position)
+        self.num_tokens += 1
+
+    def check(self) -> None:
+        """Also: never more than the limit, no token twice, the first and the latest always there, and at their ends."""
+        limit, num_tokens = self.limit, self.num_tokens
+        num_kept = min(num_tokens, limit.num_places)
+        for layer, heads in enumerate(self.heads):
+            found_GP = self.pool.positions(layer, num_tokens)
+            assert found_GP.tolist() == self.memory_LGP[layer, :, :num_kept].tolist()
+            for head, held in zip(heads, found_GP.tolist(), strict=True):
+                assert len(held) == num_kept
+                assert sorted(held) == head.positions
+                assert held[: limit.num_first] == list(range(min(limit.num_first, num_tokens)))
+                num_latest = min(limit.num_last - 1, num_tokens)
+                latest = held[len(held) - num_latest :]
+                assert sorted(latest) == list(range(num_tokens - num_latest, num_tokens))
+
+    def _in_lists(self, position: int) -> None:
+        for head in (head for heads in self.heads for head in heads):
+            head.append(position)
+
+
+def picks_of(rows: list[list[set[int]]]) -> Picks:
+    """Of several rows in one layer; what is behind a list's end is no place at all."""
+    longest = max(len(places) for row in rows for places in row)
+    lists = [[sorted(places) + [10**6] * (longest + 3 - len(places)) for places in row] for row in rows]
+    counts = [[len(places) for places in row] for row in rows]
+    return Picks(torch.tensor(lists, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
 
 @settings(max_examples=200, deadline=None)
-@given(limits, st.integers(0, 30), st.integers(1, 40), st.data())
+@given(limits, st.tuples(st.integers(0, 30), st.integers(0, 30)), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_random_trace_is_that_of_lists(
-    limit: PoolLimit, num_prompt: int, num_steps: int, data: st.DataObject
+    limit: PoolLimit, num_prompts: tuple[int, int], num_steps: int, random: Any
 ) -> None:
-    """Also: never more than the limit, no token twice, the first and the latest always there."""
-    pool = KvPool(NUM_HEADS, limit)
-    heads = [ReferenceHead(limit) for _ in range(NUM_HEADS)]
-    for position in range(num_prompt):
-        for head in heads:
-            head.append(position)
-    pool.fill(num_prompt)
-    for position in range(num_prompt, num_prompt + num_steps):
-        check_same(pool, heads)
-        picks = [sorted(data.draw(st.sets(st.integers(0, pool.num_kept - 1)))) if pool.num_kept else [] for _ in heads]
-        pool.pick(*padded(picks))
-        for head, picked in zip(heads, picks, strict=True):
-            head.pick(picked, position)
-        assert pool.append().tolist() == [head.append(position) for head in heads]
-    check_same(pool, heads)
+    """Of two rows, which are told in one call what they pick, and in a slot that had another row before."""
+    pools = KvPools(3, NUM_LAYERS, NUM_HEADS, limit)
+    before = Traced(limit, pools, 2)
+    before.fill([TokenRange(0, 40)], 40)
+    before.append()
+    pools.clear(2)
+    rows = [Traced(limit, pools, slot) for slot in (2, 0)]
+    for row, num_prompt in zip(rows, num_prompts, strict=True):
+        row.fill([TokenRange(0, num_prompt)] if num_prompt else [], num_prompt)
+    for _ in range(num_steps):
+        for row in rows:
+            row.check()
+        own = [{limit.own_place(row.num_tokens)} for row in rows]
+        picked: list[Picks] = []
+        for layer in range(NUM_LAYERS):
+            places = [[drawn(row, random) for _ in range(NUM_HEADS)] for row in rows]
+            picked.append(picks_of([[each | one for each in row] for row, one in zip(places, own, strict=True)]))
+            for row, places_G in zip(rows, places, strict=True):
+                row.pick(layer, places_G)
+        pools.pick([2, 0], [row.num_tokens for row in rows], picked)
+        for row in rows:
+            row.append()
+    for row in rows:
+        row.check()
 
 
-def check_same(pool: KvPool, heads: list[ReferenceHead]) -> None:
-    limit, num_tokens = pool.limit, pool.num_tokens
-    for head, positions_P, latest_R in zip(heads, pool.positions_GP, pool.latest(), strict=True):
-        held = positions_P[: pool.num_kept].tolist()
-        assert held == [kept.position for kept in head.places]
-        assert set(positions_P[pool.num_kept :].tolist()) <= {NOWHERE}
-        assert len(set(held)) == len(held) == min(num_tokens, limit.num_places)
-        assert [held[place] for place in pool.first] == list(range(min(limit.num_first, num_tokens)))
-        recent = range(max(num_tokens - limit.num_last, 0), num_tokens)
-        assert {held[place] for place in latest_R} == set(recent)
-
-
-@settings(max_examples=100, deadline=None)
-@given(limits, st.integers(0, 40))
-def test_a_prompt_is_filled_as_if_its_tokens_came_one_by_one(limit: PoolLimit, num_prompt: int) -> None:
-    filled, appended = KvPool(NUM_HEADS, limit), KvPool(NUM_HEADS, limit)
-    filled.fill(num_prompt)
-    for _ in range(num_prompt):
-        appended.append()
-    assert filled.positions_GP.tolist() == appended.positions_GP.tolist()
-    assert sorted(filled.latest()[0]) == sorted(appended.latest()[0])
-    assert [filled.append().tolist() for _ in range(20)] == [appended.append().tolist() for _ in range(20)]
+def drawn(row: Traced, random: Any) -> set[int]:
+    num_kept = min(row.num_tokens, row.limit.num_places)
+    return set(random.sample(range(num_kept), random.randint(0, num_kept)))
 
 
 @settings(max_examples=100, deadline=None)
@@ -130,50 +145,61 @@ def test_a_prompt_is_filled_as_if_its_tokens_came_one_by_one(limit: PoolLimit, n
 def test_a_prompt_that_is_pushed_in_pieces_is_the_same_in_any_order(
     limit: PoolLimit, num_prompt: int, data: st.DataObject
 ) -> None:
-    memory = np.full(limit.num_places, NOWHERE)
+    row = Traced(limit, KvPools(1, NUM_LAYERS, NUM_HEADS, limit), 0)
     pieces = TokenRange(0, num_prompt).split(data.draw(st.integers(1, num_prompt)))
-    for piece in data.draw(st.permutations(pieces)):
-        for position, place in zip(range(piece.start, piece.end), limit.prompt_places(piece, num_prompt), strict=True):
-            if place != NOWHERE:
-                assert memory[place] == NOWHERE  # nothing is overwritten: the limit holds while the prompt comes
-                memory[place] = position
-    pool = KvPool(1, limit)
-    pool.fill(num_prompt)
-    assert memory.tolist() == pool.positions_GP[0].tolist()
+    row.fill(data.draw(st.permutations(pieces)), num_prompt)
+    row.check()
+    for _ in range(20):
+        row.append()
+        row.check()
 
 
 @pytest.mark.parametrize(("eviction", "gone"), [(Eviction.FIFO, 1), (Eviction.LRU, 2), (Eviction.COUNTER, 3)])
 def test_each_way_has_its_own_victim(eviction: Eviction, gone: int) -> None:
-    pool = KvPool(1, PoolLimit(6, eviction, num_first=1, num_last=2))
-    pool.fill(4)
-    places = np.empty(0, np.int32)
-    for picked in ([1, 2], [2], [1, 3, 4]):  # while there is room, places are positions
-        pool.pick(*padded([picked]))
-        places = pool.append()
-    assert places.tolist() == [gone]
+    row = alone(PoolLimit(6, eviction, num_first=1, num_last=2), num_prompt=4)
+    for picked in ({1, 2}, {2}, {1, 3, 4}):  # while there is room, places are positions
+        step(row, picked)
+    assert gone_of(row) == [gone]
 
 
 def test_counters_are_halved_by_the_one_that_is_full() -> None:
     """Three picks fill the first token's counter: of counts 3 and 1 one and none are left, and one more pick of the
     other makes them equal; without halving it would be 3 to 2, and the later token would go."""
-    pool = KvPool(1, PoolLimit(4, Eviction.COUNTER, num_first=0, num_last=3, most_count=3))
-    pool.fill(4)
-    for picked in ([0, 1], [0], [0], [1]):
-        pool.pick(*padded([picked]))
-    assert pool.append().tolist() == [0]
+    row = alone(PoolLimit(4, Eviction.COUNTER, num_first=0, num_last=3, most_count=3), num_prompt=4)
+    for picked in ({0, 1}, {0}, {0}, {1}):
+        row.pools.pick([0], [4], [picks_of([[picked, picked]])] * NUM_LAYERS)
+    row.append()
+    assert gone_of(row) == [0]
 
 
-def test_a_copy_goes_on_alike_and_a_cleared_pool_begins_anew() -> None:
+def test_a_copy_goes_on_alike() -> None:
     limit = PoolLimit(5, Eviction.LRU, num_first=1, num_last=2)
-    source, target = KvPool(1, limit), KvPool(1, limit)
-    source.fill(7)
-    source.pick(*padded([[3]]))
-    target.copy_from(source)
-    assert [source.append().tolist() for _ in range(9)] == [target.append().tolist() for _ in range(9)]
-    target.clear()
-    target.fill(3)
-    assert (target.num_kept, target.positions_GP[0].tolist()) == (3, [0, 1, 2, NOWHERE, NOWHERE])
-    assert [target.append().tolist() for _ in range(2)] == [[3], [4]]
+    pools = KvPools(2, NUM_LAYERS, NUM_HEADS, limit)
+    source = Traced(limit, pools, 0)
+    source.fill([TokenRange(0, 7)], 7)
+    step(source, {3})
+    pools[1].copy_from(pools[0])
+    for position in range(8, 17):
+        victims_LG, copied_LG = (pool.append(position) for pool in (pools[0], pools[1]))
+        assert victims_LG is not None and copied_LG is not None
+        assert victims_LG.tolist() == copied_LG.tolist()
+
+
+def alone(limit: PoolLimit, num_prompt: int) -> Traced:
+    row = Traced(limit, KvPools(1, NUM_LAYERS, NUM_HEADS, limit), 0)
+    row.fill([TokenRange(0, num_prompt)], num_prompt)
+    return row
+
+
+def step(row: Traced, places: set[int]) -> None:
+    row.pools.pick([row.slot], [row.num_tokens], [picks_of([[places, places]])] * NUM_LAYERS)
+    row.append()
+
+
+def gone_of(row: Traced) -> list[int]:
+    """Of the first list; the others are alike."""
+    positions: Integers = row.pool.positions(0, row.num_tokens)[0]
+    return sorted({*range(row.num_tokens)} - {*positions.tolist()})
 
 
 @pytest.mark.parametrize(
@@ -181,8 +207,11 @@ def test_a_copy_goes_on_alike_and_a_cleared_pool_begins_anew() -> None:
     [
         ({"num_first": -1}, "num_first = -1 is out of range: use 0 or more"),
         ({"num_last": 0}, "num_last = 0 is out of range: a new token must stay, use 1 or more"),
-        ({"num_places": 19}, r"num_places = 19 holds less than num_first \+ num_last = 20 tokens: raise it"),
-        ({"most_count": 1}, "most_count = 1 is out of range: half of it must count, use 2 or more"),
+        (
+            {"num_places": 19},
+            r"pool_tokens = 19 has no room for the 4 first and the 16 latest, .*: use 20 or more, or 0",
+        ),
+        ({"most_count": 1}, "most_count = 1 is out of range: use 2, of which half counts, to 255"),
     ],
 )
 def test_a_limit_that_cannot_be_kept_is_a_config_error(changes: dict[str, Any], message: str) -> None:
@@ -190,7 +219,7 @@ def test_a_limit_that_cannot_be_kept_is_a_config_error(changes: dict[str, Any], 
         PoolLimit(**{"num_places": 100, **changes})
 
 
-def test_bytes_are_whole_places() -> None:
-    assert PoolLimit.within(100 * 384 + 383, 384).num_places == 100
-    with pytest.raises(ConfigError, match="num_places = 1 holds less"):
-        PoolLimit.within(500, 384)
+def test_evictions_are_known_by_name() -> None:
+    assert eviction_named("lru") is Eviction.LRU
+    with pytest.raises(ConfigError, match="pool_eviction = 'random' is unknown: use one of counter, lru, fifo"):
+        eviction_named("random")

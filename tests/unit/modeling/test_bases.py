@@ -7,7 +7,17 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from modeling.bases import NUM_PLACES, NUM_WHOLE_LAYERS, BasisKind, fit_bases, fit_layer, sample_layers, skew, spread
+from modeling.bases import (
+    NUM_PLACES,
+    NUM_WHOLE_LAYERS,
+    Basis,
+    BasisKind,
+    fit_bases,
+    fit_layer,
+    sample_layers,
+    skew,
+    spread,
+)
 from modeling.decoder import Decoder
 from modeling.kv_buffers import BufferSpan, KvBuffer
 from modeling.positions import LearnedTable
@@ -225,6 +235,30 @@ def test_a_basis_covers_the_layers_that_select_and_makes_partial_queries_and_key
             expected = float(sample.k_TGH[t, g] @ basis.k_LGHR[layer, g, :, r])
             assert float(k_TGR[t, g, r]) == pytest.approx(expected, abs=1e-5)
         assert q_TNR.dtype == k_TGR.dtype == torch.float32
+
+
+def test_layers_whose_basis_only_selects_are_known_whatever_the_kind() -> None:
+    one_LGHR = torch.eye(4)[:, [2, 0]].repeat(6, 2, 1, 1)
+    one_LGHR[0] = 0
+    one_LGHR[2, 1, 0, 1] = 2
+    one_LGHR[3, 1, 1, 1] = 1
+    one_LGHR[4, 1, :3, 1] = torch.tensor([1.0, 1.0, -1.0])
+    one_LGHR[5, 1, :, 1] = torch.tensor([math.nan, 1.0, 0.0, 0.0])
+    basis = Basis(BasisKind.CENTRED, one_LGHR, one_LGHR)
+    columns = [basis.key_projection(layer).columns_GR for layer in range(6)]
+    assert columns[1] is not None and columns[1].tolist() == [[2, 0]] * 2
+    assert [each is None for each in columns] == [True, False, True, True, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_selected_columns_are_copied(dtype: torch.dtype) -> None:
+    """So that what is no number in a column that nobody selects stays there."""
+    columns_LGHR = torch.eye(HEAD_DIM)[:, [7, 3, 12]].repeat(1, NUM_KV_HEADS, 1, 1)
+    k_TGH = noise(9, NUM_KV_HEADS, HEAD_DIM).to(dtype)
+    k_TGH[..., 0] = math.nan
+    k_TGR = Basis(BasisKind.COLUMNS, columns_LGHR, columns_LGHR).keys(0, k_TGH)
+    assert k_TGR.dtype == torch.float32
+    assert torch.equal(k_TGR, k_TGH[..., [7, 3, 12]].float())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,6 +1,9 @@
 """Partial keys: what is written is read, memory is counted to the page, and there is a way without a compiler."""
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from modeling.kernels import native
 from modeling.kv_memory import PAGE_BYTES
-from modeling.selection import PartialKeys, PartialRows, Picks, Selection, select_keys
+from modeling.selection import KeyProjection, PartialKeys, PartialRows, Picks, Selection, select_keys
 
 LAYERS = range(2, 5)
 NUM_KV_HEADS = 3
@@ -36,6 +39,11 @@ def random(num_tokens: int, seed: int) -> Tensor:
     return torch.randn(num_tokens, NUM_KV_HEADS, NUM_COLUMNS, generator=torch.Generator().manual_seed(seed))
 
 
+def whole_numbers(*shape: int) -> Tensor:
+    """So small that every sum is exact in fp32."""
+    return torch.randint(-15, 16, shape, generator=torch.Generator().manual_seed(len(shape) + shape[0])).float()
+
+
 def pages(num_tokens: int) -> int:
     """Bytes of the pages that so many tokens' partial keys touch in a layer."""
     num_bytes = -(-num_tokens // 16) * BLOCK_BYTES
@@ -53,6 +61,69 @@ def test_what_is_written_is_read_rounded(way: str) -> None:
     keys.write(3, 17, -k_TGR[17:18])
     assert torch.equal(keys.read(3, 70)[17], -k_TGR[17].bfloat16())
     assert torch.equal(keys.read(3, 70)[[16, 18]], k_TGR[[16, 18]].bfloat16())
+
+
+@pytest.mark.parametrize("selects", [True, False], ids=["columns", "product"])
+def test_keys_become_partial_as_they_are_kept(way: str, selects: bool) -> None:
+    """Those of pushed tokens, and those of a step's rows."""
+    k_TGH = whole_numbers(40, NUM_KV_HEADS, 32)
+    basis_GHR = torch.eye(32)[:, :NUM_COLUMNS].repeat(NUM_KV_HEADS, 1, 1)
+    projection = KeyProjection.of(basis_GHR if selects else whole_numbers(NUM_KV_HEADS, 32, NUM_COLUMNS))
+    assert (projection.columns_GR is not None) == selects
+    expected_TGR = torch.einsum("tgh,ghr->tgr", k_TGH.double(), projection.basis_GHR.double()).bfloat16()
+    one, other = empty(), empty()
+    one.write(3, 0, k_TGH[:20], projection)
+    one.write(3, 20, k_TGH[20:38], projection)
+    rows = PartialRows([one, other], [39, 1])
+    rows.append(3, k_TGH[38:], projection)
+    assert torch.equal(one.read(3, 39), expected_TGR[:39])
+    assert torch.equal(other.read(3, 1), expected_TGR[39:])
+
+
+def test_a_basis_that_makes_other_partial_keys_is_refused(way: str) -> None:
+    keys, k_TGH = empty(), torch.zeros(1, NUM_KV_HEADS, 32)
+    for heads, columns in ((NUM_KV_HEADS, NUM_COLUMNS + 1), (NUM_KV_HEADS + 1, NUM_COLUMNS)):
+        projection = KeyProjection.of(torch.zeros(heads, 32, columns))
+        message = f"the basis has {heads} kv heads and {columns} columns, the partial keys have 3 and 20"
+        with pytest.raises(RuntimeError, match=message):
+            keys.write(3, 0, k_TGH, projection)
+        with pytest.raises(RuntimeError, match=message):
+            PartialRows([keys], [1]).append(3, k_TGH, projection)
+    with pytest.raises(RuntimeError):
+        keys.write(3, 0, torch.zeros(1, NUM_KV_HEADS, 31), KeyProjection.of(torch.zeros(NUM_KV_HEADS, 32, NUM_COLUMNS)))
+
+
+_THREADS = """
+import os, threading
+import torch
+from modeling.selection import KeyProjection, PartialKeys
+
+def check():
+    torch.set_num_threads(1)
+    k_TGH, basis_GHR = torch.ones(4000, 3, 64), torch.ones(3, 64, 20)
+    keys, projection = PartialKeys(range(1), 3, 20, 4000), KeyProjection.of(basis_GHR)
+    torch.set_num_threads(3)
+    before = len(os.listdir("/proc/self/task"))
+    keys.write(0, 0, k_TGH, projection)
+    after = len(os.listdir("/proc/self/task"))
+    projection.apply(k_TGH)
+    print(after - before, len(os.listdir("/proc/self/task")) - before)
+
+thread = threading.Thread(target=check)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads as Linux does")
+def test_the_kernel_starts_no_threads() -> None:
+    """As torch does, on a thread that comes to it for the first time."""
+    if not native.load("partial_keys"):
+        pytest.skip("needs a C++ compiler")
+    run = subprocess.run([sys.executable, "-c", _THREADS], text=True, capture_output=True, timeout=60, check=True)
+    by_kernel, by_torch = map(int, run.stdout.split())
+    assert by_kernel == 0
+    assert by_torch > 0
 
 
 def test_memory_is_counted_to_the_page_and_given_back_at_once() -> None:

@@ -1,0 +1,126 @@
+"""Who stays in a pool of KV, told by lists of tokens, as the paper's words have it; and whether rows hold just that."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from generate_workers.residency.pool import Eviction, PoolLimit
+from generate_workers.residency.pooled import PooledRow
+from modeling.bases import Basis
+from modeling.selection import Picks
+from tests.support.infinigen import LAYERS, LAYOUT, partial_of
+from tests.support.selective import Bench, lists
+
+NUM_HEADS = LAYOUT.num_kv_heads
+
+
+@dataclass
+class Kept:
+    """A token that is kept."""
+
+    position: int
+    picked_last: int
+    count: int = 0
+
+
+@dataclass
+class ReferenceList:
+    """What one kv head keeps in one layer of one row."""
+
+    limit: PoolLimit
+    kept: list[Kept] = field(default_factory=list)
+    num_tokens: int = 0
+
+    @property
+    def positions(self) -> list[int]:
+        """Of all that is kept, ascending."""
+        return sorted(each.position for each in self.kept)
+
+    def pick(self, positions: set[int]) -> None:
+        """The next token attends to these, which are kept."""
+        assert positions <= {each.position for each in self.kept}
+        for each in self.kept:
+            if each.position in positions:
+                each.picked_last = self.num_tokens
+                each.count += 1
+        if any(each.count >= self.limit.most_count for each in self.kept):
+            for each in self.kept:
+                each.count //= 2
+
+    def append(self, position: int) -> None:
+        """The next token comes."""
+        assert position == self.num_tokens
+        if len(self.kept) == self.limit.num_places:
+            may_go = [
+                each for each in self.kept if self.limit.num_first <= each.position <= position - self.limit.num_last
+            ]
+            self.kept.remove(min(may_go, key=lambda each: (self._rank(each), each.position)))
+        self.kept.append(Kept(position, picked_last=position))
+        self.num_tokens += 1
+
+    def _rank(self, each: Kept) -> int:
+        return {
+            Eviction.FIFO: each.position,
+            Eviction.LRU: each.picked_last,
+            Eviction.COUNTER: each.count,
+        }[self.limit.eviction]
+
+
+def row_of(bench: Bench, slot: int) -> PooledRow:
+    """Of a policy on pools."""
+    row = bench.residency._rows[slot]  # type: ignore[attr-defined]
+    assert isinstance(row, PooledRow)
+    return row
+
+
+@dataclass
+class Trace:
+    """What came to one slot's row: true K and V of every token, and the lists of what should be left of them."""
+
+    bench: Bench
+    slot: int
+    limit: PoolLimit
+    truth: list[Tensor] = field(default_factory=list)
+    """`[L, 2, G, H]` of each token."""
+
+    def __post_init__(self) -> None:
+        self.lists = [[ReferenceList(self.limit) for _ in range(NUM_HEADS)] for _ in LAYERS]
+
+    def came(self, kv_LT2GH: Tensor) -> None:
+        """New tokens, in all layers that choose."""
+        for kv_L2GH in kv_LT2GH.unbind(1):
+            for head in (head for heads in self.lists for head in heads):
+                head.append(len(self.truth))
+            self.truth.append(kv_L2GH)
+
+    def check(self, basis: Basis) -> None:
+        """Every kv head's places hold K, V and partial keys of exactly what its list keeps."""
+        row, num_tokens = row_of(self.bench, self.slot), len(self.truth)
+        num_kept = min(num_tokens, self.limit.num_places)
+        truth_LN2GH = torch.stack(self.truth, 1)
+        for at, layer in enumerate(LAYERS):
+            kv_P2GH = row.placed_rows(layer, TokenRange(0, num_kept))
+            k_PGR = row.partial.read(layer, num_kept)
+            expected_NGR = partial_of(truth_LN2GH[at, :, 0], basis, layer)
+            for head in range(NUM_HEADS):
+                positions = self.positions(at, head, kv_P2GH[:, :, head])
+                assert sorted(positions) == self.lists[at][head].positions
+                torch.testing.assert_close(k_PGR[:, head], expected_NGR[positions, head], atol=1e-6, rtol=2**-7)
+
+    def positions(self, at: int, head: int, kv_P2H: Tensor) -> list[int]:
+        """Of the tokens that these are, to the bit."""
+        known = {_bytes(kv_L2GH[at, :, head]): position for position, kv_L2GH in enumerate(self.truth)}
+        assert len(known) == len(self.truth)
+        return [known[_bytes(each)] for each in kv_P2H]
+
+    def picked(self, at: int, picks: Picks, row: int, before: Tensor) -> None:
+        """By place, the own one last; `before`: `[P, 2, G, H]`, what lay in the places."""
+        for head, places in enumerate(lists(picks, row)):
+            assert places[-1] == len(before)
+            self.lists[at][head].pick({*self.positions(at, head, before[places[:-1], :, head])})
+
+
+def _bytes(kv_2H: Tensor) -> bytes:
+    return kv_2H.contiguous().numpy().tobytes()
