@@ -161,7 +161,8 @@ class PassageRows:
         link_bytes = self._residency.num_link_bytes
         start_s = time.perf_counter()
         with self._residency.step(spans) as step:
-            hidden_BD = self._decoder.forward(self._tokens(places), step.spans, meter.watch(step) if meter else step)
+            turns = meter.watch(step) if meter else step.turns
+            hidden_BD = self._decoder.forward(self._tokens(places), step.spans, turns)
             num_kv_bytes = step.num_bytes_read
         logits_BV = self._decoder.logits(hidden_BD)
         choices_B = logits_BV.argmax(-1)

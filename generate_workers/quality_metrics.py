@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from generate_workers.residency.port import StepKv
-from modeling.decoder import SequenceSpan
+from modeling.decoder import LayerTurns, SequenceSpan
 from modeling.selection import Picks
 
 
@@ -61,9 +61,9 @@ class PicksMeter:
         """Mean weight that softmax over all keys gives those picked; None when nothing was weighed."""
         return statistics.fmean(self._masses) if self._masses else None
 
-    def watch(self, step: StepKv) -> "WatchedTurns":
-        """The step's turns, watched. All its rows have one new token."""
-        return WatchedTurns(self, step)
+    def watch(self, step: StepKv) -> "WatchedTurns | None":
+        """The step's turns, watched, if it has any. All its rows have one new token."""
+        return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:
         """What was picked in one layer, for these queries."""
@@ -81,21 +81,23 @@ class WatchedTurns:
 
     meter: PicksMeter
     step: StepKv
+    turns: LayerTurns
+    """The step's own."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """The step's."""
-        self.step.begin(layer, hidden_TD)
+        self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """The step's."""
-        picks = self.step.picks(layer, q_TNH)
+        picks = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.meter.take(layer, picks, self.step, q_TNH)
         return picks
 
     def end(self, layer: int) -> None:
         """The step's."""
-        self.step.end(layer)
+        self.turns.end(layer)
 
 
 def _keys(span: SequenceSpan, layer: int) -> Tensor:

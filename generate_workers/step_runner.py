@@ -54,7 +54,7 @@ class StepRunner:
             if part.samples:
                 last += [len(token_ids) - 1] * (1 + len(row.followers))
         with self._residency.step([(part.slot, part.tokens) for part in plan.spans]) as step:
-            hidden_TD = self._decoder.forward(token_ids, step.spans, step)
+            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns)
             self.num_kv_bytes += step.num_bytes_read
         for part in plan.spans:
             self._score(rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])

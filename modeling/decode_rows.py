@@ -29,8 +29,14 @@ class DecodeRows:
         number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: of all layers."""
         tokens = [token for token, _ in rows]
         self.tokens_B = torch.tensor(tokens)
-        self._in_order = tokens == list(range(len(tokens)))
-        addresses_LB, lengths_LB = _lie([place for _, place in rows], len(windows))
+        self.in_order = tokens == list(range(len(tokens)))
+        """Whether these tokens are the step's first, one after the other."""
+        places = [place for _, place in rows]
+        addresses_LB, lengths_LB = _lie(places, len(windows))
+        self.addresses_LB = addresses_LB
+        """Of each row's first key."""
+        self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
+        """Keys of each row, the new token's included; None where layers differ."""
         hidden_LB = torch.stack([_hidden(*each) for each in zip(lengths_LB, windows, strict=True)])
         self._addresses = addresses_LB.unbind()
         self._lengths = lengths_LB.unbind()
@@ -57,7 +63,7 @@ class DecodeRows:
         return out_BNH
 
     def _of_rows(self, x_TNH: Tensor) -> Tensor:
-        is_all = self._in_order and len(x_TNH) == len(self.tokens_B)
+        is_all = self.in_order and len(x_TNH) == len(self.tokens_B)
         return x_TNH if is_all else x_TNH[self.tokens_B]
 
 

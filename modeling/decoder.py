@@ -22,6 +22,7 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from modeling.attention import Attention, Kernel, default_kernel
 from modeling.decode_rows import DecodeRows, has_native_rows
+from modeling.fused_layers import fuse
 from modeling.kv_buffers import KvPlace, KvRows
 from modeling.layers import Layer
 from modeling.linear import Linear
@@ -114,6 +115,8 @@ class Decoder:
         self.dtype = weights.dtype
         self.kernel = kernel or default_kernel(self.device, self.dtype)
         self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
+        self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
+        """All layers in one call, if they and this machine allow it."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -159,9 +162,13 @@ class Decoder:
     def forward(
         self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
     ) -> Tensor:
-        """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`."""
+        """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
+        `turns` that pick nothing the same bits as without any."""
         step, others = self._begin_ragged(spans)
         hidden_TD = self.embed(token_ids, step)
+        fused = self.fused if turns is None else None
+        if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
+            return fused.run(hidden_TD, step.positions, step.rows)
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)

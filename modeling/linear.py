@@ -97,7 +97,7 @@ class PanelLinear:
         self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
         num_rows, self._num_inputs = weight_NK.shape
         self._gated = gated
-        self._product = product or _product()
+        self.product = product or _product()
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
         self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
@@ -105,7 +105,7 @@ class PanelLinear:
         if int8:
             weight_NK, scale_N = _rounded(weight_NK)
             self._scales = self._placed(scale_N)
-        self._format = panel_format(self._product, weight_NK.dtype)
+        self._format = panel_format(self.product, weight_NK.dtype)
         self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
         self._bias = None if bias_N is None else self._placed(bias_N.float())
 
@@ -114,16 +114,22 @@ class PanelLinear:
         return _num_bytes(self._panels_PJL, self._scales, self._bias)
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
-        gain_K, eps = None, 0.0
-        if isinstance(norm, RmsNorm):
-            gain_K, eps = norm.gain_D, norm.eps
-        else:
+        gain_K, eps = _gain(norm)
+        if gain_K is None:
             x_TK = norm(x_TK)
         out_TN: Tensor = self._linear(
             *(x_TK, self._panels_PJL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN),
-            *(self._gated, self._product),
+            *(self._gated, self.product),
         )
         return out_TN
+
+    def described(self, norm: Transform) -> tuple[Tensor | float | None, ...]:
+        """Weights, sizes and what stands around the products, `norm` included: RMSNorm or none. As
+        modeling/kernels/decode_layers.cpp takes them."""
+        gain_K, eps = _gain(norm)
+        assert gain_K is not None or norm is unchanged, norm
+        sizes = self._num_inputs, self._num_outputs
+        return self._panels_PJL, *sizes, self._scales, self._bias, gain_K, eps, self._gated
 
     def weight(self) -> Tensor:
         return self._rows(torch.arange(len(self._order_N)))
@@ -144,6 +150,11 @@ class PanelLinear:
         placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
         placed[self._order_N] = of_rows
         return placed
+
+
+def _gain(norm: Transform) -> tuple[Tensor | None, float]:
+    """What the kernel takes of a norm that it computes: its gain `[K]` and epsilon; no gain for another norm."""
+    return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
 
 
 def _num_bytes(*tensors: Tensor | None) -> int:

@@ -90,12 +90,13 @@ class RotaryTable:
         cos_PF, sin_PF = angles_PF.cos() * factor, angles_PF.sin() * factor
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
-        self._in_place = has_native_turn(device, dtype, config.head_dim)
+        self.in_place = has_native_turn(device, dtype, config.head_dim)
+        """As in `Rotation`."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
         """The factors of these positions, which must be below the model's context."""
         positions_T = positions_T.to(self._cos_P1H.device)
-        return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self._in_place)
+        return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:

@@ -7,14 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from baton.ids import SlotId
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
 from modeling.decoder import SequenceSpan
 from modeling.kv_buffers import BufferSpan
-from modeling.selection import Picks
 
 
 @dataclass(frozen=True)
@@ -23,16 +20,8 @@ class DeviceStep:
 
     spans: Sequence[SequenceSpan]
     num_bytes_read: int
-
-    def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """All keys are in place."""
-
-    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """All keys."""
-        return None
-
-    def end(self, layer: int) -> None:
-        """And stay there."""
+    turns: None = None
+    """All keys are in place, and stay there."""
 
 
 class DeviceRow(PagedRow):

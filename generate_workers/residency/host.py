@@ -102,6 +102,11 @@ class HostStep:
         self._link = link
         self._fetch = self._begin_fetch(0)
 
+    @property
+    def turns(self) -> "HostStep":
+        """Itself."""
+        return self
+
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Waits for the layer, then sends for the next: its area was left by the layer before this one."""
         self._fetch.result()

@@ -148,6 +148,11 @@ class Int4Step:
         packed_L = rows[0][0].packed.buffer.data
         self._layer_bytes = packed_L.stride(0) * packed_L.element_size()
 
+    @property
+    def turns(self) -> "Int4Step":
+        """Itself."""
+        return self
+
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """What was cached is in the areas on return."""
         if layer < NUM_WHOLE_LAYERS:

@@ -3,7 +3,7 @@
 Step 8 of a request's way (DESIGN.md, sections 4 and 5). Two memories are told apart: the *device's*, where attention
 reads, and *home*, where KV lives between steps; for a policy that keeps all of it on the device they are one, and count
 as both. A policy that attends to less than all tokens says so (`is_exact`); it takes what it needs to choose them from
-`RowKv.write`, `StepKv.begin` and `StepKv.picks`, and when a step is left.
+`RowKv.write`, from its turns' `begin` and `picks`, and when a step is left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,12 +11,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch import Tensor
-
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import SequenceSpan
-from modeling.selection import Picks
+from modeling.decoder import LayerTurns, SequenceSpan
 
 StepRows = Sequence[tuple[SlotId, TokenRange]]
 """The slots of one forward, each with its new tokens; all earlier ones are there."""
@@ -94,7 +91,7 @@ class RowKv(Protocol):
 
 
 class StepKv(Protocol):
-    """One forward's view of its rows: the spans that the decoder runs, and its `modeling.decoder.LayerTurns`."""
+    """One forward's view of its rows: the spans that the decoder runs, and who takes part between its layers."""
 
     @property
     def spans(self) -> Sequence[SequenceSpan]:
@@ -106,16 +103,9 @@ class StepKv(Protocol):
         """KV that attention reads, in all layers."""
         ...
 
-    def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """The layer's keys are in place on return; `hidden_TD` is what the layer runs on."""
-        ...
-
-    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Which keys the rows of one new token attend to, in the rows' order; None: all."""
-        ...
-
-    def end(self, layer: int) -> None:
-        """The layer has run."""
+    @property
+    def turns(self) -> LayerTurns | None:
+        """Who takes part in the forward between layers; None: nobody, and rows attend to all keys."""
         ...
 
 

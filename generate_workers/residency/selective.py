@@ -175,6 +175,11 @@ class SelectiveStep(ABC, Generic[R]):
         """Of the rows at home, those that were read: the chosen ones, and those before a longer span."""
         return self._num_other_bytes + self._num_picked_bytes
 
+    @property
+    def turns(self) -> "SelectiveStep[R]":
+        """Itself."""
+        return self
+
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """All keys are in place."""
 

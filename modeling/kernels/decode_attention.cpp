@@ -18,97 +18,26 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <optional>
-#include <vector>
 
-#include "decode_attention.h"
+#include "decode_tasks.h"
 
 namespace {
 
-constexpr int64_t kRun = 512;  // keys of a task, about; fixed, so that a row's result depends on no other row
-
-// What the tasks [begin, end) found of a query head of their row, to its output.
-template <class Element>
-void merge(const Problem& p, const Task* begin, const Task* end, int64_t head, const Found& found) {
-  const int64_t num = p.H / kLanes;
-  const auto of_head = [&](auto use) {
-    for (const Task* task = begin; task != end; ++task) {
-      const int64_t place = task->place + head - task->head * p.R;
-      if (task->head <= head / p.R && head / p.R < task->end_head) use(found.softmax[place], &found.sums[place * num]);
-    }
-  };
-  float largest = kNothing, total = 0.0f;
-  of_head([&](const Softmax& softmax, const Floats*) { largest = std::max(largest, softmax.largest); });
-  of_head([&](const Softmax& softmax, const Floats*) { total += std::exp2(softmax.largest - largest) * softmax.sum(); });
-  Element* to = static_cast<Element*>(p.o) + (begin->row * p.N + head) * p.H;
-  for (int64_t i = 0; i < num; ++i) {
-    Floats all = {};
-    of_head([&](const Softmax& softmax, const Floats* sums) { all += sums[i] * std::exp2(softmax.largest - largest); });
-    store_floats(to + i * kLanes, all * (1.0f / total));
-  }
-}
-
-// All rows' runs of keys, all kv heads of a run together; with picks, whose numbers differ, each kv head's own runs.
-std::vector<Task> divide(const Problem& p) {
-  std::vector<Task> tasks;
-  int64_t place = 0;
-  const auto add = [&](int64_t row, int64_t head, int64_t end_head, int64_t length) {
-    const int64_t num_runs = (length + kRun - 1) / kRun;
-    for (int64_t i = 0; i < num_runs; ++i, place += (end_head - head) * p.R) {
-      tasks.push_back({row, head, end_head, length * i / num_runs, length * (i + 1) / num_runs, place});
-    }
-  };
-  for (int64_t row = 0; row < p.B; ++row) {
-    if (!p.picks) add(row, 0, p.G, p.lengths[row]);
-    for (int64_t g = 0; p.picks && g < p.G; ++g) add(row, g, g + 1, p.num_picks[row * p.G + g]);
-  }
-  return tasks;
-}
-
-// Calls `work` on every thread, with a function that gives it its next task, `num_tasks` when there are no more. Each
-// thread has a range of tasks to itself, one after the other, so that one's keys are fetched while those before them are
-// at work; who is done helps the others.
-template <class Work>
-void share_in_order(int64_t num_tasks, const Work& work) {
-  const int64_t num_threads = std::min<int64_t>(at::get_num_threads(), num_tasks);
-  std::vector<std::atomic<int64_t>> next(num_threads);
-  const auto first = [&](int64_t thread) { return num_tasks * thread / num_threads; };
-  for (int64_t thread = 0; thread < num_threads; ++thread) next[thread] = first(thread);
-  at::parallel_for(0, num_threads, 1, [&](int64_t own, int64_t) {
-    int64_t helped = 0;
-    work([&] {
-      for (; helped < num_threads; ++helped) {
-        const int64_t thread = (own + helped) % num_threads;
-        if (const int64_t task = next[thread]++; task < first(thread + 1)) return task;
-      }
-      return num_tasks;
-    });
-  });
-}
-
 template <class P, bool kPicked>
-void run_tasks(const Problem& p) {
-  const std::vector<Task> tasks = divide(p);
-  const auto num_tasks = int64_t(tasks.size());
-  if (tasks.empty()) return;
-  const int64_t num_found = tasks.back().place + (tasks.back().end_head - tasks.back().head) * p.R;
-  Found found{std::vector<Floats>(num_found * p.H / kLanes), std::vector<Softmax>(num_found)};
-  share_in_order(num_tasks, [&](const auto& take) {
-    [[maybe_unused]] typename P::Scope scope;
-    Attention<P, kPicked> attention(p, found);
-    for (int64_t i = take(); i < num_tasks; i = take()) attention.run(tasks[i], i + 1 < num_tasks ? &tasks[i + 1] : nullptr);
+void run_tasks(const AttentionProblem& p) {
+  Tasks tasks;
+  const int64_t num_threads = tasks.divide(p, at::get_num_threads());
+  tasks.rewind();
+  at::parallel_for(0, num_threads, 1, [&](int64_t own, int64_t) {
+    Attention<P, kPicked> attention(p, tasks.found());
+    tasks.work(attention, p, own);
   });
-  for (const Task *begin = tasks.data(), *last = begin + num_tasks; begin != last;) {
-    const Task* end = std::find_if(begin, last, [&](const Task& task) { return task.row != begin->row; });
-    for (int64_t head = 0; head < p.N; ++head) merge<typename P::Element>(p, begin, end, head, found);
-    begin = end;
-  }
 }
 
 template <class P>
-void run(const Problem& p) {
+void run(const AttentionProblem& p) {
   p.picks ? run_tasks<P, true>(p) : run_tasks<P, false>(p);
 }
 
@@ -124,7 +53,7 @@ void check_lengths(const at::Tensor& lengths_B) {
               "every row has a key, its own");
 }
 
-void check_picks(const Problem& p) {
+void check_picks(const AttentionProblem& p) {
   for (int64_t list = 0; list < p.B * p.G; ++list) {
     const int32_t* picks = p.picks + list * p.K;
     const int32_t num = p.num_picks[list];
@@ -143,8 +72,7 @@ void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tenso
   check_lengths(lengths_B);
   TORCH_CHECK(v_BGH.sizes() == k_BGH.sizes() && v_BGH.dtype() == k_BGH.dtype(), "keys and values have one shape");
   for (int64_t row = 0; row < B; ++row) {
-    const int64_t place = lengths_B.const_data_ptr<int64_t>()[row] - 1;
-    char* to = reinterpret_cast<char*>(addresses_B.const_data_ptr<int64_t>()[row]) + place * 2 * G * H;
+    char* to = place_of(addresses_B.const_data_ptr<int64_t>()[row], lengths_B.const_data_ptr<int64_t>()[row] - 1, G * H);
     for (const at::Tensor* from : {&k_BGH, &v_BGH}) {
       const char* heads = static_cast<const char*>(from->const_data_ptr()) + row * from->stride(0) * size;
       for (int64_t g = 0; g < G; ++g, to += H) std::copy_n(heads + g * from->stride(1) * size, H, to);
@@ -163,9 +91,9 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
   TORCH_CHECK(H % 16 == 0, "head dim ", H, " is no multiple of 16");
   TORCH_CHECK(picks_BGK.has_value() == num_picks_BG.has_value(), "picks come with their numbers");
   auto o_BNH = at::empty(q_BNH.sizes(), q_BNH.options());
-  Problem p{q_BNH.const_data_ptr(), addresses_B.const_data_ptr<int64_t>(), lengths_B.const_data_ptr<int64_t>(),
-            nullptr, nullptr, o_BNH.data_ptr(), B, N, G, N / G, H, 0, q_BNH.stride(0), q_BNH.stride(1),
-            kLog2E / std::sqrt(float(H))};
+  const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
+  AttentionProblem p{q_BNH.const_data_ptr(), addresses, lengths, nullptr, nullptr, o_BNH.data_ptr(), B, N, G, N / G, H, 0,
+                     q_BNH.stride(0), q_BNH.stride(1), kLog2E / std::sqrt(float(H))};
   if (picks_BGK) {
     p.K = picks_BGK->size(2);
     TORCH_CHECK(picks_BGK->is_contiguous() && picks_BGK->numel() == B * G * p.K, "picks must be [B, G, K]");
@@ -175,11 +103,7 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
     check_picks(p);
   }
   const bool is_bf16 = q_BNH.scalar_type() == at::kBFloat16;
-#ifdef __AMX_BF16__
-  const bool fit_tiles = is_bf16 && H % kTileDepth == 0 && p.R <= kMostHeads;
-  if (product == "tiles" && fit_tiles) return run<TiledScores>(p), o_BNH;
-#endif
-  with_product(is_bf16, product == "tiles" ? "widened" : product, [&](auto way) { run<decltype(way)>(p); });
+  with_scores(p, is_bf16, product, [&](auto way) { run<decltype(way)>(p); });
   return o_BNH;
 }
 

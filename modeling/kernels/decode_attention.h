@@ -16,7 +16,7 @@ constexpr int kHeads = 4;      // query heads whose sums are held in registers a
 constexpr int kMostHeads = 16;  // query heads whose scores are held
 constexpr int kLine = 64;      // bytes that are fetched at a time
 
-struct Problem {
+struct AttentionProblem {
   const void* q;             // [B][N][H]
   const int64_t* addresses;  // of each row's first key, and
   const int64_t* lengths;    // keys of each row
@@ -26,6 +26,11 @@ struct Problem {
   int64_t B, N, G, R, H, K, q_row, q_head;
   float scale;
 };
+
+// Where a row's key number `index` begins, and behind its heads its value; `bytes` are those of either.
+inline char* place_of(int64_t address, int64_t index, int64_t bytes) {
+  return reinterpret_cast<char*>(address) + index * 2 * bytes;
+}
 
 // The keys [first, end) of a row, or of what its kv head picks, for the kv heads [head, end_head). What it finds is kept
 // at `place`, query head by query head.
@@ -53,7 +58,7 @@ class Attention {
   using Element = typename P::Element;
   using Factor = typename P::Factor;
 
-  Attention(const Problem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found) {
+  Attention(const AttentionProblem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found) {
     if constexpr (kInTiles) {
       tiles_.resize(kMostHeads * p_.G * H_);
       rows_.resize(kMostHeads * H_);
@@ -64,6 +69,7 @@ class Attention {
 
   // All keys of a task, for all of its heads: tile by tile, so that memory is read in order. `next` is done after it.
   void run(const Task& task, const Task* next) {
+    clear(task);
     if constexpr (kInTiles) this->pack_queries(task);  // not there for every processor
     for (int64_t first = task.first; first < task.end; first += kKeys) {
       const int count = int(std::min<int64_t>(kKeys, task.end - first));
@@ -82,6 +88,13 @@ class Attention {
 
  private:
   static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
+
+  // Nothing is found yet.
+  void clear(const Task& task) {
+    const int64_t num = (task.end_head - task.head) * p_.R, width = H_ / kLanes;
+    std::fill_n(&found_.softmax[task.place], num, Softmax());
+    std::fill_n(&found_.sums[task.place * width], num * width, Floats{});
+  }
 
   void attend(const Task& task, int64_t first, int count) {
     for (int64_t g = task.head; g < task.end_head; ++g) {
@@ -289,7 +302,7 @@ class Attention {
     }
   }
 
-  const Problem& p_;
+  const AttentionProblem& p_;
   const int H_;
   Found& found_;
   std::vector<Factor> q_;       // of the heads at work

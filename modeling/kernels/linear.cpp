@@ -23,30 +23,14 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <string_view>
 #include <vector>
 
-#include "linear.h"
+#include "linear_weights.h"
 
 namespace {
 
 constexpr int64_t kPackedRows = 384;         // rows packed at a time
-constexpr int64_t kFewRows = 48;             // are packed by one thread: waking the others takes longer
 constexpr int64_t kGroupBytes = 512 * 1024;  // panels that stay in the second-level cache together
-
-// Blocks of nearly equal height.
-template <class Way>
-std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
-  const int64_t rows = end - begin, num_blocks = (rows + Way::kMostRows - 1) / Way::kMostRows;
-  std::vector<Block> blocks;
-  int64_t place = 0;
-  for (int64_t i = 0; i < num_blocks; ++i) {
-    const int64_t first = rows * i / num_blocks, last = rows * (i + 1) / num_blocks;
-    blocks.push_back({begin + first, int(last - first), place});
-    place += Way::size(last - first, K);
-  }
-  return blocks;
-}
 
 // work(i) for each i below count, on all threads.
 template <class Work>
@@ -57,27 +41,18 @@ void share(int64_t count, const Work& work) {
   });
 }
 
-// Few rows: each panel comes from memory for them alone, and the blocks that it meets share the fetching of the next.
+// Few rows: each thread has panels of its own.
 template <class Way>
-void run_few(const Problem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
-  const int64_t num_blocks = int64_t(blocks.size()), input_bytes = Way::kInputBytes;
+void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
   const int64_t num_runs = std::min<int64_t>(at::get_num_threads(), p.P);
   share(num_runs, [&](int64_t run) {
-    [[maybe_unused]] typename Way::Scope scope;
-    const int64_t last = p.P * (run + 1) / num_runs;
-    for (int64_t panel = p.P * run / num_runs; panel < last; ++panel) {
-      const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;
-      for (int64_t i = 0; i < num_blocks; ++i) {
-        const Ahead ahead{next + p.depth / num_blocks * i * input_bytes, input_bytes / num_blocks};
-        Way::multiply(p, blocks[i], packed + blocks[i].place, panel, ahead);
-      }
-    }
+    multiply_few<Way>(p, blocks, packed, p.P * run / num_runs, p.P * (run + 1) / num_runs);
   });
 }
 
 // Many rows: a group of panels stays in the second-level cache while all blocks pass.
 template <class Way>
-void run_many(const Problem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
+void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
   const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);
   const int64_t per_group = std::clamp<int64_t>(p.P / (4 * at::get_num_threads()), 1, in_cache);
   share((p.P + per_group - 1) / per_group, [&](int64_t group) {
@@ -92,9 +67,7 @@ void run_many(const Problem& p, const std::vector<Block>& blocks, const typename
 }
 
 template <class Way>
-void run(Problem p) {
-  p.depth = Way::depth(p.K);
-  p.panel_bytes = p.depth * Way::kInputBytes;
+void run(const LinearProblem& p) {
   std::vector<typename Way::Packed> packed;
   for (int64_t begin = 0; begin < p.M; begin += kPackedRows) {
     const std::vector<Block> blocks = divide<Way>(begin, std::min(p.M, begin + kPackedRows), p.K);
@@ -110,51 +83,26 @@ void run(Problem p) {
   }
 }
 
-// By the name that modeling/kernels/products.py gives a way to multiply.
-template <class Weights>
-void run_as(const Problem& p, std::string_view product) {
-#ifdef __AMX_BF16__
-  if (product == "tiles") return run<InTiles<Weights>>(p);
-#endif
-  TORCH_CHECK(product == "widened", "this kernel does not multiply as ", product);
-  run<Widened<Weights>>(p);
-}
-
-// A vector's data, null where there is none.
-template <class T>
-const T* data(const std::optional<at::Tensor>& vector, at::ScalarType type, int64_t size) {
-  if (!vector) return nullptr;
-  TORCH_CHECK(vector->dtype() == type && vector->is_contiguous() && vector->numel() == size, "expected ", size, " of ",
-              type);
-  return static_cast<const T*>(vector->const_data_ptr());
-}
-
 at::Tensor linear(const at::Tensor& x_MK, const at::Tensor& panels_PKL, int64_t N,
                   const std::optional<at::Tensor>& scales, const std::optional<at::Tensor>& bias,
                   const std::optional<at::Tensor>& gain_K, double eps, const std::optional<at::Tensor>& residual_MN,
                   bool gated, c10::string_view product) {
   TORCH_CHECK(x_MK.dtype() == at::kBFloat16 && x_MK.dim() == 2 && x_MK.stride(1) == 1, "x must be bfloat16 rows");
-  const int64_t unit = product == "tiles" ? kTileInputs : 1, K = x_MK.size(1);
-  TORCH_CHECK(panels_PKL.dim() == 3 && panels_PKL.is_contiguous() && panels_PKL.size(2) == 2 * kHalf &&
-                  panels_PKL.size(1) == (K + unit - 1) / unit * unit,
-              "the weights are packed for another number of inputs");
-  TORCH_CHECK(panels_PKL.dtype() == at::kBFloat16 || (panels_PKL.dtype() == at::kChar && scales),
-              "weights are bfloat16, or int8 with scales");
-  const int64_t M = x_MK.size(0), P = panels_PKL.size(0);
-  TORCH_CHECK(N <= P * (gated ? 1 : 2) * kHalf, "the weights have fewer outputs than ", N);
+  LinearProblem p = of_weights(panels_PKL, x_MK.size(1), N, {scales, bias, gain_K, eps, gated}, product);
+  const int64_t M = x_MK.size(0);
   if (residual_MN) {
     TORCH_CHECK(residual_MN->dtype() == at::kBFloat16 && residual_MN->sizes() == at::IntArrayRef({M, N}) &&
                     residual_MN->stride(1) == 1,
                 "residual must be bfloat16 rows like the result");
   }
   auto y_MN = at::empty({M, N}, x_MK.options());
-  const Problem p{static_cast<const uint16_t*>(x_MK.const_data_ptr()),
-       static_cast<const uint8_t*>(panels_PKL.const_data_ptr()), data<float>(scales, at::kFloat, P * 2 * kHalf),
-       data<float>(bias, at::kFloat, P * 2 * kHalf), data<uint16_t>(gain_K, at::kBFloat16, K),
-       residual_MN ? static_cast<const uint16_t*>(residual_MN->const_data_ptr()) : nullptr,
-       static_cast<uint16_t*>(y_MN.data_ptr()), M, N, K, P, x_MK.stride(0), residual_MN ? residual_MN->stride(0) : 0,
-       float(eps), gated};
-  panels_PKL.dtype() == at::kChar ? run_as<Int8>(p, product) : run_as<Bf16>(p, product);
+  p.x = static_cast<const uint16_t*>(x_MK.const_data_ptr());
+  p.x_row = x_MK.stride(0);
+  p.residual = residual_MN ? static_cast<const uint16_t*>(residual_MN->const_data_ptr()) : nullptr;
+  p.residual_row = residual_MN ? residual_MN->stride(0) : 0;
+  p.y = static_cast<uint16_t*>(y_MN.data_ptr());
+  p.M = M;
+  with_way(panels_PKL.dtype() == at::kChar, product, [&](auto way) { run<decltype(way)>(p); });
   return y_MN;
 }
 

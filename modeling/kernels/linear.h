@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <utility>
+#include <vector>
 
 #include "simd.h"
 #include "tiles.h"
@@ -18,7 +19,7 @@ constexpr int kTileInputs = 32;  // inputs of a panel for tiles are a multiple
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
-struct Problem {
+struct LinearProblem {
   const uint16_t* x;
   const uint8_t* panels;      // [P][K][32] bf16 or int8
   const float* scales;        // [P][32] of int8, or null
@@ -67,7 +68,7 @@ inline Floats load_some(const uint16_t* from, int64_t count) {
 }
 
 // 1 / RMS of a row, 1 where there is no norm.
-float scale_of(const Problem& p, const uint16_t* row) {
+float scale_of(const LinearProblem& p, const uint16_t* row) {
   if (!p.gain) return 1.0f;
   Floats squares = {};
   for (int64_t k = 0; k < p.K; k += kLanes) {
@@ -78,7 +79,7 @@ float scale_of(const Problem& p, const uint16_t* row) {
 }
 
 // A block's activations, normed, as [K][rows]; may write zeros up to kLanes behind them.
-void pack_floats(const Problem& p, Block block, float* to) {
+void pack_floats(const LinearProblem& p, Block block, float* to) {
   float scales[kVectorRows];
   for (int r = 0; r < block.rows; ++r) scales[r] = scale_of(p, p.x + (block.first + r) * p.x_row);
   for (int64_t k = 0; k < p.K; k += kLanes) {
@@ -99,7 +100,7 @@ inline Floats silu(Floats x) {
   return (x < 0.0f ? x * e : x) / (e + 1.0f);
 }
 
-inline void put(const Problem& p, int64_t row, int64_t column, Floats sums) {
+inline void put(const LinearProblem& p, int64_t row, int64_t column, Floats sums) {
   const int64_t count = p.N - column;
   if (count <= 0) return;
   if (p.residual) sums += load_some(p.residual + row * p.residual_row + column, count);
@@ -112,7 +113,7 @@ inline void put(const Problem& p, int64_t row, int64_t column, Floats sums) {
 
 // What is done to a panel's sums of a block.
 template <int R>
-void finish(const Problem& p, int64_t first, int64_t panel, int part, Floats (&low)[R], Floats (&high)[R]) {
+void finish(const LinearProblem& p, int64_t first, int64_t panel, int part, Floats (&low)[R], Floats (&high)[R]) {
   const int64_t at = panel * 2 * kHalf + part * kLanes;
   const auto of_outputs = [&](const float* values, int half, float otherwise) {
     return values ? load<Floats>(values + at + half * kHalf) : splat(otherwise);
@@ -139,7 +140,7 @@ struct Ahead {
 
 // A block's R rows times one panel, to their place in y.
 template <class Weights, int R>
-void multiply_floats(const Problem& p, int64_t first, const float* x, int64_t panel, Ahead ahead) {
+void multiply_floats(const LinearProblem& p, int64_t first, const float* x, int64_t panel, Ahead ahead) {
   const uint8_t* weights = p.panels + panel * p.panel_bytes;
   for (int part = 0; part < kHalf / kLanes; ++part) {
     Floats low[R] = {}, high[R] = {};
@@ -157,7 +158,7 @@ void multiply_floats(const Problem& p, int64_t first, const float* x, int64_t pa
   }
 }
 
-using MultiplyFloats = void (*)(const Problem&, int64_t, const float*, int64_t, Ahead);
+using MultiplyFloats = void (*)(const LinearProblem&, int64_t, const float*, int64_t, Ahead);
 
 // By the block's rows, from 1.
 template <class Weights, int... R>
@@ -182,8 +183,8 @@ struct Widened {
   static constexpr int kMostRows = kVectorRows;
   static int64_t depth(int64_t K) { return K; }
   static int64_t size(int64_t rows, int64_t K) { return rows * K + kLanes; }
-  static void pack(const Problem& p, Block block, float* to) { pack_floats(p, block, to); }
-  static void multiply(const Problem& p, Block block, const float* x, int64_t panel, Ahead ahead) {
+  static void pack(const LinearProblem& p, Block block, float* to) { pack_floats(p, block, to); }
+  static void multiply(const LinearProblem& p, Block block, const float* x, int64_t panel, Ahead ahead) {
     static const MultiplyFloats* by_rows = multiplies<Weights>(std::make_integer_sequence<int, kVectorRows>()) - 1;
     by_rows[block.rows](p, block.first, x, panel, ahead);
   }
@@ -214,7 +215,7 @@ struct InTiles {
   static int64_t depth(int64_t K) { return (K + kTileDepth - 1) / kTileDepth * kTileDepth; }
   static int64_t size(int64_t rows, int64_t K) { return (rows + kTileHeight - 1) / kTileHeight * kTileHeight * depth(K); }
 
-  static void pack(const Problem& p, Block block, uint16_t* to) {
+  static void pack(const LinearProblem& p, Block block, uint16_t* to) {
     std::fill_n(to, size(block.rows, p.K), 0);
     for (int r = 0; r < block.rows; ++r) {
       const uint16_t* row = p.x + (block.first + r) * p.x_row;
@@ -228,7 +229,7 @@ struct InTiles {
     }
   }
 
-  static void multiply(const Problem& p, Block block, const uint16_t* x, int64_t panel, Ahead ahead) {
+  static void multiply(const LinearProblem& p, Block block, const uint16_t* x, int64_t panel, Ahead ahead) {
     const uint8_t* weights = p.panels + panel * p.panel_bytes;
     const uint16_t* below = x + kTileHeight * p.depth;  // rows from number 16 on
     const bool is_tall = block.rows > kTileHeight;
@@ -266,5 +267,37 @@ struct InTiles {
   }
 };
 #endif
+
+constexpr int64_t kFewRows = 48;  // are packed by one thread, where the others would have to be woken for it
+
+// Blocks of nearly equal height.
+template <class Way>
+std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
+  const int64_t rows = end - begin, num_blocks = (rows + Way::kMostRows - 1) / Way::kMostRows;
+  std::vector<Block> blocks;
+  int64_t place = 0;
+  for (int64_t i = 0; i < num_blocks; ++i) {
+    const int64_t first = rows * i / num_blocks, last = rows * (i + 1) / num_blocks;
+    blocks.push_back({begin + first, int(last - first), place});
+    place += Way::size(last - first, K);
+  }
+  return blocks;
+}
+
+// Few rows times the panels [first, last): each panel comes from memory for them alone, and the blocks that it meets share
+// the fetching of the next.
+template <class Way>
+void multiply_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
+                  int64_t first, int64_t last) {
+  [[maybe_unused]] typename Way::Scope scope;
+  const int64_t num_blocks = int64_t(blocks.size()), input_bytes = Way::kInputBytes;
+  for (int64_t panel = first; panel < last; ++panel) {
+    const uint8_t* next = p.panels + std::min(panel + 1, last - 1) * p.panel_bytes;
+    for (int64_t i = 0; i < num_blocks; ++i) {
+      const Ahead ahead{next + p.depth / num_blocks * i * input_bytes, input_bytes / num_blocks};
+      Way::multiply(p, blocks[i], packed + blocks[i].place, panel, ahead);
+    }
+  }
+}
 
 }  // namespace

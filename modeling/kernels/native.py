@@ -31,6 +31,7 @@ NAMES = (
     "kv_int4",
     "linear",
     "rotary",
+    "decode_layers",
 )
 """All kernels."""
 NATIVE = "native"

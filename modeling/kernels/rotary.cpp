@@ -10,37 +10,14 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "simd.h"
+#include "rotary.h"
 
 namespace {
 
 constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
 
-struct Problem {
-  void* x;          // [T][K][H]
-  const void* cos;  // [T][H]
-  const void* sin;  // [T][H], negative in the first half
-  int64_t K, H, token, head;
-};
-
 template <class Element>
-void turn(const Problem& p, int64_t t) {
-  const int64_t half = p.H / 2;
-  const Element* cos = static_cast<const Element*>(p.cos) + t * p.H;
-  const Element* sin = static_cast<const Element*>(p.sin) + t * p.H;
-  for (int64_t k = 0; k < p.K; ++k) {
-    Element* low = static_cast<Element*>(p.x) + t * p.token + k * p.head;
-    Element* high = low + half;
-    for (int64_t i = 0; i < half; i += kLanes) {
-      const Floats a = load_floats(low + i), b = load_floats(high + i);
-      store_floats(low + i, a * load_floats(cos + i) + b * load_floats(sin + i));
-      store_floats(high + i, b * load_floats(cos + half + i) + a * load_floats(sin + half + i));
-    }
-  }
-}
-
-template <class Element>
-void turn_all(const Problem& p, int64_t T) {
+void turn_all(const Turning& p, int64_t T) {
   const int64_t tokens = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, p.K * p.H));
   at::parallel_for(0, T, tokens, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) turn<Element>(p, t);
@@ -60,7 +37,7 @@ void turn_heads(at::Tensor& x_TKH, const at::Tensor& cos_TH, const at::Tensor& s
   TORCH_CHECK(x_TKH.size(2) % (2 * kLanes) == 0, "head dim ", x_TKH.size(2), " is no multiple of ", 2 * kLanes);
   check_factors(cos_TH, x_TKH);
   check_factors(sin_TH, x_TKH);
-  const Problem p{x_TKH.data_ptr(), cos_TH.const_data_ptr(), sin_TH.const_data_ptr(), x_TKH.size(1), x_TKH.size(2),
+  const Turning p{x_TKH.data_ptr(), cos_TH.const_data_ptr(), sin_TH.const_data_ptr(), x_TKH.size(1), x_TKH.size(2),
                   x_TKH.stride(0), x_TKH.stride(1)};
   x_TKH.scalar_type() == at::kFloat ? turn_all<float>(p, x_TKH.size(0)) : turn_all<uint16_t>(p, x_TKH.size(0));
 }

@@ -9,9 +9,9 @@ from torch import Tensor
 from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.residency.paged_row import MakeMemory
-from generate_workers.residency.port import KvShape, Residency, StepKv
+from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.selective import SelectiveResidency
-from modeling.decoder import Decoder
+from modeling.decoder import Decoder, LayerTurns
 from modeling.selection import Picks
 from tests.support.generation import prefilled
 from tests.support.slot_tables import PoisonedMemory
@@ -24,23 +24,23 @@ Disturb = Callable[[int, Picks], None]
 class Watched:
     """LayerTurns that note what a step picks, by layer."""
 
-    step: StepKv
+    turns: LayerTurns
     disturb: Disturb = lambda layer, picks: None
     found: dict[int, Picks | None] = field(default_factory=dict)
     queries: dict[int, Tensor] = field(default_factory=dict)
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        self.step.begin(layer, hidden_TD)
+        self.turns.begin(layer, hidden_TD)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         self.queries[layer] = q_TNH.clone()
-        picks = self.found[layer] = self.step.picks(layer, q_TNH)
+        picks = self.found[layer] = self.turns.picks(layer, q_TNH)
         if picks is not None:
             self.disturb(layer, picks)
         return picks
 
     def end(self, layer: int) -> None:
-        self.step.end(layer)
+        self.turns.end(layer)
 
 
 @dataclass
@@ -81,7 +81,8 @@ class Bench:
             for slot, ids in tokens.items()
         ]
         with self.residency.step(rows) as step:
-            watched = Watched(step, disturb)
+            assert step.turns is not None
+            watched = Watched(step.turns, disturb)
             hidden_TD = self.decoder.forward([each for ids in tokens.values() for each in ids], step.spans, watched)
         for slot, ids in tokens.items():
             self.lengths[slot] += len(ids)

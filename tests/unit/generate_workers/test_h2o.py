@@ -208,7 +208,7 @@ def run(residency: Residency, parts: Sequence[TokenRange], ids: Sequence[int] = 
     found = []
     for tokens in parts:
         with residency.step([(slot, tokens)]) as step:
-            hidden_TD = DECODER.forward(ids[tokens.start : tokens.end], step.spans, step)
+            hidden_TD = DECODER.forward(ids[tokens.start : tokens.end], step.spans, step.turns)
             found.append(DECODER.logits(hidden_TD))
     return torch.cat(found)
 
@@ -333,7 +333,7 @@ def test_a_row_keeps_the_same_alone_and_among_others() -> None:
             (SLOT, TokenRange(NUM_PROMPT + at, NUM_PROMPT + at + 1)),
         ]
         with torch.inference_mode(), together.step(rows) as step:
-            DECODER.forward([other_ids[70 + at], IDS[NUM_PROMPT + at]], step.spans, step)
+            DECODER.forward([other_ids[70 + at], IDS[NUM_PROMPT + at]], step.spans, step.turns)
     for layer in range(2, DECODER.layout.num_layers):
         one, same = alone._rows[SLOT].hitters(layer), together._rows[SLOT].hitters(layer)
         assert one.positions_GK.tolist() == same.positions_GK.tolist()
@@ -358,7 +358,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     run(residency, steps(NUM_PROMPT, NUM_PROMPT + 1))
     before = residency.num_link_bytes
     with torch.inference_mode(), residency.step([(SLOT, TokenRange(41, 42))]) as step:
-        DECODER.forward(IDS[41:42], step.spans, step)
+        DECODER.forward(IDS[41:42], step.spans, step.turns)
     picked = (layout.num_layers - 2) * 30 * layout.row_bytes  # 20 heavy and 10 recent
     assert residency.num_link_bytes - before == picked
     assert step.num_bytes_read == 2 * 42 * layout.row_bytes + picked

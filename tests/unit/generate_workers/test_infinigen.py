@@ -108,19 +108,20 @@ def test_with_lookahead_queries_are_those_that_the_layer_makes_of_the_input_befo
         torch.inference_mode(),
         residency.step([(SlotId(0), TokenRange(40, 41)), (SlotId(1), TokenRange(61, 62))]) as step,
     ):
-        begin = step.begin
+        assert step.turns is not None
+        turns = step.turns
 
         class Noting:
             def begin(self, layer: int, hidden_TD: Tensor) -> None:
                 inputs[layer] = hidden_TD.clone()
-                begin(layer, hidden_TD)
+                turns.begin(layer, hidden_TD)
 
             def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-                found[layer] = step.picks(layer, q_TNH)
+                found[layer] = turns.picks(layer, q_TNH)
                 return found[layer]
 
             def end(self, layer: int) -> None:
-                step.end(layer)
+                turns.end(layer)
 
         found: dict[int, Picks | None] = {}
         DECODER.forward([5, 6], step.spans, Noting())

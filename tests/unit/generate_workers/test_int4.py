@@ -214,7 +214,7 @@ def logits(residency: Int4Residency, decoder: Decoder, token_ids: Sequence[int],
     found = []
     for position in range(start, len(token_ids)):
         with residency.step([(SLOT, TokenRange(position, position + 1))]) as step:
-            found.append(decoder.logits(decoder.forward([token_ids[position]], step.spans, step)))
+            found.append(decoder.logits(decoder.forward([token_ids[position]], step.spans, step.turns)))
     return torch.cat(found)
 
 
@@ -258,7 +258,7 @@ def test_a_local_prompt_in_chunks_goes_the_same_way() -> None:
     parts = []
     for tokens in TokenRange(0, 50).split(20):
         with torch.inference_mode(), residency.step([(SLOT, tokens)]) as step:
-            got_TV = DECODER.logits(DECODER.forward(ids[tokens.start : tokens.end], step.spans, step))
+            got_TV = DECODER.logits(DECODER.forward(ids[tokens.start : tokens.end], step.spans, step.turns))
             parts.append(got_TV)
     _, full_TV = prefilled(DECODER, ids)
     error = (torch.cat(parts) - full_TV).square().mean().sqrt().item()

@@ -18,7 +18,8 @@ from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.pool import Eviction, PoolLimit, PoolSize
 from generate_workers.residency.pooled import PooledResidency
-from generate_workers.residency.port import KvBytes, KvShape
+from generate_workers.residency.port import KvBytes, KvShape, StepKv
+from modeling.decoder import LayerTurns
 from modeling.kv_buffers import KvBuffer, KvPlace, KvRows
 from modeling.kv_memory import PAGE_BYTES, PagedMemory
 from modeling.selection import Picks, Selection
@@ -104,6 +105,11 @@ def fill_in_pieces(bench: Bench, slot: int, ids: Sequence[int], order: Sequence[
     return buffer.data[LAYERS.start :]
 
 
+def turns_of(step: StepKv) -> LayerTurns:
+    assert step.turns is not None
+    return step.turns
+
+
 def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]]) -> None:
     """One forward, of which the lists hear."""
     rows = [
@@ -112,13 +118,14 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
     single = [slot for slot, ids in fed.items() if len(ids) == 1]
     new: dict[int, list[Tensor]] = {slot: [] for slot in fed}
     with torch.inference_mode(), bench.residency.step(rows) as step:
+        turns = turns_of(step)
 
         class Noting:
             def begin(self, layer: int, hidden_TD: Tensor) -> None:
-                step.begin(layer, hidden_TD)
+                turns.begin(layer, hidden_TD)
 
             def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-                picks = step.picks(layer, q_TNH)
+                picks = turns.picks(layer, q_TNH)
                 for row, slot in enumerate(single if picks is not None else []):
                     trace = traces[slot]
                     num_kept = min(len(trace.truth), trace.limit.num_places)
@@ -131,7 +138,7 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
                 if layer in LAYERS:
                     for (slot, _), span in zip(rows, step.spans, strict=True):
                         new[slot].append(span.own(layer).clone())
-                step.end(layer)
+                turns.end(layer)
 
         hidden_TD = DECODER.forward([each for ids in fed.values() for each in ids], step.spans, Noting())
     assert torch.isfinite(DECODER.logits(hidden_TD)).all()

@@ -96,16 +96,17 @@ def test_the_next_layer_is_fetched_while_this_one_computes() -> None:
     for layer in range(LAYOUT.num_layers):
         row.write(layer, TokenRange(0, 5), memoryview(bytes([layer + 1]) * (5 * LAYOUT.row_bytes)))
     with residency.step([(SlotId(0), TokenRange(5, 6))]) as step:
-        step.begin(0, torch.empty(0))
+        assert step.turns is not None
+        step.turns.begin(0, torch.empty(0))
         [rows] = step.spans[0].segments(0)
         assert set(rows.k_SGH[:5].reshape(-1).view(torch.uint8).tolist()) == {1}
         step.spans[0].own(0).fill_(1.5)
-        step.end(0)
+        step.turns.end(0)
         allowed.release()
-        step.begin(1, torch.empty(0))
+        step.turns.begin(1, torch.empty(0))
         [rows] = step.spans[0].segments(1)
         assert set(rows.k_SGH[:5].reshape(-1).view(torch.uint8).tolist()) == {2}
-        step.end(1)
+        step.turns.end(1)
     assert set(torch.frombuffer(row.export(0, TokenRange(5, 6)), dtype=torch.float32).tolist()) == {1.5}
     row.release()
     residency.close()

@@ -181,7 +181,8 @@ def test_bytes_are_those_of_the_formula() -> None:
     bench = Bench.of(DECODER, window(SOME), [prompt(40), prompt(61), prompt(9)])
     residency = bench.residency
     with residency.step([(SlotId(0), TokenRange(40, 41)), (SlotId(2), TokenRange(9, 13))]) as step:
-        watched = Watched(step)
+        assert step.turns is not None
+        watched = Watched(step.turns)
         with torch.inference_mode():
             DECODER.forward([1, 2, 3, 4, 5], step.spans, watched)
         num_bytes_read = step.num_bytes_read

@@ -1,0 +1,207 @@
+"""All layers in one native call against the operators one by one: the same bits, on every path through the kernels."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from modeling.decode_rows import DecodeRows
+from modeling.fused_layers import FusedLayers
+from modeling.kernels import native
+from modeling.kernels.products import DOT, TILES, WIDENED
+from modeling.kv_buffers import KvPlace
+from modeling.linear import PanelLinear
+from modeling.model_config import ModelConfig
+from modeling.norms import RmsNorm, Transform, unchanged
+from modeling.rope import Rotation
+from tests.support.kernel_paths import has_tiles, lane, require
+
+
+@dataclass(frozen=True)
+class Path:
+    """What the kernels are built for, and how they multiply."""
+
+    instruction_set: str
+    linears: str = WIDENED
+    attention: str = WIDENED
+
+    def __str__(self) -> str:
+        return f"{self.instruction_set}-{self.linears}-{self.attention}"
+
+
+needs_tiles = pytest.mark.skipif(not has_tiles(), reason="needs AMX")
+PATHS = [
+    *(pytest.param(Path(each), id=str(Path(each)), marks=lane(each)) for each in native.INSTRUCTION_SETS),
+    pytest.param(Path(native.NATIVE, WIDENED, DOT), id="dot"),
+    pytest.param(Path(native.NATIVE, TILES, TILES), id="tiles", marks=needs_tiles),
+]
+SHAPES = [
+    pytest.param((64, 88, 2, 2, 32), id="mha"),
+    pytest.param((72, 200, 6, 2, 64), id="gqa"),
+    pytest.param((100, 33, 14, 2, 32), id="gqa7"),
+    pytest.param((96, 64, 17, 1, 32), id="mqa17"),
+]
+"""Hidden size, intermediate size, heads, kv heads, head dim."""
+NUM_LAYERS = 3
+LENGTHS = (1, 2, 17, 64, 65, 700, 1100)
+"""Of rows, in turn, their new keys included."""
+
+pytestmark = [
+    pytest.mark.parametrize("path", PATHS),
+    pytest.mark.timeout(300),  # four kernels may have to be built
+]
+
+
+@pytest.fixture(autouse=True)
+def loaded(path: Path) -> None:
+    """The kernels are there: built at their first use."""
+    for name in ("linear", "rotary", "decode_attention", "decode_layers"):
+        require(name, path.instruction_set)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).bfloat16()
+
+
+def config_of(shape: tuple[int, int, int, int, int]) -> ModelConfig:
+    hidden, inner, num_heads, num_kv_heads, head_dim = shape
+    return ModelConfig("llama", 10, NUM_LAYERS, hidden, inner, num_heads, num_kv_heads, head_dim, 2048, False)
+
+
+class Pieces:
+    """Random layers, and a batch of rows; whoever runs the layers is handed copies of what they write to."""
+
+    def __init__(self, path: Path, config: ModelConfig, num_rows: int, int8: bool = False) -> None:
+        self.path, self.config, self.num_rows = path, config, num_rows
+        hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
+        self.width, self.kv_width = width, config.num_kv_heads * config.head_dim
+        self.linears: list[tuple[PanelLinear, Transform]] = []
+        shapes = (width + 2 * self.kv_width, hidden), (hidden, width), (2 * inner, hidden), (hidden, inner)
+        for layer in range(NUM_LAYERS):
+            for index, (num_outputs, num_inputs) in enumerate(shapes):
+                seed = 10 * layer + index
+                weight_NK = random(num_outputs, num_inputs, seed=seed, scale=num_inputs**-0.5)
+                bias_N = random(num_outputs, seed=seed + 100) if layer == 1 else None
+                gain_K = random(num_inputs, seed=seed + 200)
+                linear = PanelLinear(
+                    *(weight_NK, bias_N, index == 2),
+                    int8=int8,
+                    product=path.linears,
+                    instruction_set=path.instruction_set,
+                )
+                self.linears.append((linear, unchanged if index % 2 else RmsNorm(gain_K, 1e-5)))
+        self.hidden_TD = random(num_rows, hidden, seed=7, scale=3)
+        cos_T1H, sin_T1H = (random(num_rows, 1, config.head_dim, seed=seed) for seed in (8, 9))
+        self.rotation = Rotation(cos_T1H, sin_T1H, in_place=True)
+        self.lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num_rows)]
+        self.caches = [
+            random(NUM_LAYERS, length, 2, config.num_kv_heads, config.head_dim, seed=300 + row)
+            for row, length in enumerate(self.lengths)
+        ]
+
+    def rows(self, caches: list[Tensor]) -> DecodeRows:
+        places = [KvPlace(each.data_ptr(), each[0].nbytes, NUM_LAYERS, each.shape[1]) for each in caches]
+        return DecodeRows(list(enumerate(places)), 4 * self.kv_width, (None,) * NUM_LAYERS)
+
+    def layers(self) -> FusedLayers:
+        """All linears as one."""
+        return FusedLayers(
+            self.linears,
+            self.config,
+            attention_product=self.path.attention,
+            instruction_set=self.path.instruction_set,
+        )
+
+    def fused(self, layers: FusedLayers) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states and caches after one call."""
+        hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
+        rows = self.rows(caches)
+        assert layers.fit(rows, self.num_rows)
+        return layers.run(hidden_TD, self.rotation, rows), caches
+
+    def one_by_one(self) -> tuple[Tensor, list[Tensor]]:
+        """The same by the operators alone."""
+        hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
+        operators: Any = getattr(torch.ops, native.namespace(self.path.instruction_set))
+        config, addresses_LB = self.config, self.rows(caches).addresses_LB
+        lengths_B = torch.tensor(self.lengths)
+        splits = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+        for layer in range(NUM_LAYERS):
+            (qkv, norm), (output, _), (gate_up, mlp_norm), (down, _) = self.linears[4 * layer : 4 * layer + 4]
+            qkv_TKH = qkv(hidden_TD, norm).view(self.num_rows, -1, config.head_dim)
+            operators.turn_heads(qkv_TKH[:, : sum(splits[:2])], self.rotation.cos_T1H, self.rotation.sin_T1H)
+            q_TNH, k_TGH, v_TGH = torch.split(qkv_TKH, splits, dim=1)
+            operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
+            attended_TNH = operators.decode_attention(
+                q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention
+            )
+            hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
+            hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)
+        return hidden_TD, caches
+
+    def check(self, num_callers: int = 1) -> None:
+        """By so many threads that call the same layers at a time."""
+        layers = self.layers()
+        expected_TD, expected = self.one_by_one()
+        assert expected_TD.isfinite().all()
+        with ThreadPoolExecutor(num_callers) as pool:
+            for hidden_TD, caches in pool.map(self.fused, [layers] * num_callers):
+                assert torch.equal(hidden_TD, expected_TD)
+                assert all(torch.equal(cache, other) for cache, other in zip(caches, expected, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 16, 17, 32, 33, 48])
+def test_one_call_makes_the_bits_of_many(
+    path: Path, num_rows: int, shape: tuple[int, int, int, int, int], two_threads: None
+) -> None:
+    Pieces(path, config_of(shape), num_rows).check()
+
+
+@pytest.mark.parametrize("num_rows", [1, 9, 33])
+def test_and_of_int8_weights(path: Path, num_rows: int, two_threads: None) -> None:
+    Pieces(path, config_of((72, 200, 6, 2, 64)), num_rows, int8=True).check()
+
+
+def test_and_for_several_callers_at_a_time(path: Path, two_threads: None) -> None:
+    Pieces(path, config_of((72, 200, 6, 2, 64)), 9).check(num_callers=3)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_and_whatever_the_threads(path: Path, num_threads: int) -> None:
+    """More than there are panels, or rows, or processors."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        for num_rows in (1, 7):
+            Pieces(path, config_of((32, 16, 1, 1, 32)), num_rows).check()
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_layers_that_do_not_fit_are_refused(path: Path) -> None:
+    pieces = Pieces(path, config_of((64, 88, 2, 2, 32)), 1)
+    pieces.linears[6:8] = pieces.linears[2:4][::-1]
+    with pytest.raises(RuntimeError, match="does not fit the heads or the layers before it"):
+        pieces.layers()
+
+
+def test_a_row_without_a_key_is_refused(path: Path) -> None:
+    pieces = Pieces(path, config_of((64, 88, 2, 2, 32)), 2)
+    rows = pieces.rows(pieces.caches)
+    assert rows.lengths_B is not None
+    rows.lengths_B[1] = 0
+    with pytest.raises(RuntimeError, match="every row has a key"):
+        pieces.layers().run(pieces.hidden_TD, pieces.rotation, rows)
