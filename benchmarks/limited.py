@@ -1,11 +1,11 @@
 """Long contexts on a device that holds few of them: a whole relay whose engine has a device of 1 GiB.
 
 Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts of a novel, each with its own
-place in it. A device of `--device-gib` (for weights and KV; accounted on a CPU too) refuses some of them with policy
-`device`; `host` and `infinigen` keep KV in host memory. Each prompt is asked for once before, for a token, so that its
-KV is cached; then all at once. Rows: milliseconds a token, over the time in which all streams run, of `infinigen`
-beside `host`; the engine's memory at that time's end beside its beginning. Keys are chosen as in `benchmarks.sparse`.
-On a CPU `host` copies what it reads, for the link is memory.
+place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and
+`infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is asked for once
+before, for a token, so that its KV is cached; then all at once. Rows: milliseconds a token, over the time in which all
+streams run, of `infinigen` beside `host`; the engine's memory at that time's end beside its beginning. Keys are chosen
+as in `benchmarks.sparse`. On a CPU `host` copies what it reads, for the link is memory.
 `--bars`: nothing is refused, which ends the benchmark; 1.5 times as fast; 1.05 times the memory.
 """
 

@@ -233,7 +233,10 @@ def main() -> int:
     parser = make_parser(__doc__)
     parser.add_argument("--cases", default=",".join((*_CASES, _FAIR)), help="of these, which")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
-    return asyncio.run(run(parser.parse_args()))
+    args = parser.parse_args()
+    if unknown := set(args.cases.split(",")) - {*_CASES, _FAIR}:
+        parser.error(f"--cases: {', '.join(sorted(unknown))} is unknown: use {', '.join((*_CASES, _FAIR))}")
+    return asyncio.run(run(args))
 
 
 if __name__ == "__main__":

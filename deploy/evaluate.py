@@ -256,6 +256,8 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
     files: list[Path | None] = list(args.selection or [None])
     pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
+    if pools and _PREPARED[0] not in policies:
+        raise InvalidArgumentError(f"--pool means nothing without {_PREPARED[0]}: name it in --policies")
     settings = []
     for policy in dict.fromkeys(policies):
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]

@@ -72,6 +72,7 @@ def _curves(cells: Sequence[Cell]) -> _Curves:
     curves: _Curves = {}
     for cell in sorted(cells, key=lambda cell: cell.kv_share):
         label = cell.policy if cell.selection is None else f"{cell.policy} {cell.selection}"
+        label += "" if cell.pool is None else f" pool {cell.pool:g} {cell.eviction}"
         curves.setdefault(label, []).append(cell)
     return dict(sorted(curves.items()))  # a policy has its colour in all panels, whatever it reads
 

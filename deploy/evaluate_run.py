@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -231,8 +232,9 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
             f"--context {size.contexts[-1]} and --steps {size.num_steps} are beyond the {limit} tokens that the model"
             " takes: shorten one of them"
         )
-    for setting in settings:
-        with _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, needed)):
+    shortest = size.contexts[0] + size.num_steps + 1  # a part of it must be a pool, too
+    for setting, num_tokens in itertools.product(settings, {shortest, needed}):
+        with _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)):
             pass
     copies = 4 if size.has_needles else 2  # contexts, and the rows that read them
     kv_bytes = copies * size.num_rows * needed * decoder.layout.token_bytes

@@ -148,6 +148,8 @@ class _Budget:
         if self._max_work < math.inf:
             fitting = self._work.num_fitting(start, self._max_work - self.work_taken)
             most = min(most, max(fitting, LEAST_STEP_TOKENS - self.num_taken))
+        if most == 1 < min(num_tokens, self._max_tokens):
+            return 0  # a span of one token is a step's: residency policies may choose its keys
         self.num_taken += most
         self.work_taken += self._work.of(TokenRange(start, start + most))
         return most

@@ -149,10 +149,8 @@ class GenerationEngine:
         self._join_committed()
         self._join_waiting()
         plan = self._running.plan(self._give_up_saving)
-        if plan:
-            self._num_steps += 1
-            kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
-            self._run_plan(plan)
+        kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
+        if plan and self._run_plan(plan):
             self._last_step = StepStats(
                 num_decode_rows=plan.num_decode_rows,
                 num_prefill_tokens=plan.num_prefill_tokens,
@@ -268,7 +266,8 @@ class GenerationEngine:
         self._running.add(rows, seats[0].num_cached)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> None:
+    def _run_plan(self, plan: StepPlan) -> bool:
+        self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
         rows = [row for leader in leaders for row in (leader, *leader.followers)]
@@ -283,9 +282,10 @@ class GenerationEngine:
             streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
             for stream in streams.values():
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return
+            return False
         for row, token in zip(rows, tokens, strict=True):
             self._accept(row, token)
+        return True
 
     def _accept(self, row: Row, token: SampledToken) -> None:
         """A row's next token: its event goes out. If it is the last, its slot is freed before, unless its KV is to be

@@ -57,8 +57,9 @@ class FusedLayers:
         return is_plain and len(rows.tokens_B) == num_tokens <= _MOST_ROWS
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
-        """Takes hidden states `[T, D]` through all layers, in place; writes the rows' new keys and values."""
+        """Takes hidden states `[T, D]` through all layers, mostly in place; writes the rows' new keys and values."""
         assert isinstance(positions, Rotation), positions
+        hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         self._native.run(hidden_TD, positions.cos_T1H, positions.sin_T1H, rows.addresses_LB, rows.lengths_B)
         return hidden_TD
 

@@ -26,6 +26,8 @@ from orchestrator.membership import Members
 _KEPT = 0.95
 _ONE_IN_TWENTY = 1.645
 """Standard deviations above the mean, where deviations are normal."""
+_MOST_LATE = 3.0
+"""How late a request counts at most, in corrected predictions: one that hung says little of the next."""
 
 
 class Turnover:
@@ -68,8 +70,8 @@ class Correction:
         self._measured_s = 1.0
         self._squares = 1.0
         """Of predictions."""
-        self._square_errors = 0.0
-        """Of what they were off, corrected."""
+        self._square_delays = 0.0
+        """Of how much longer it took than they said, corrected; what took less makes nobody late."""
 
     @property
     def factor(self) -> float:
@@ -79,13 +81,14 @@ class Correction:
     @property
     def cautious_factor(self) -> float:
         """Likewise, if only one request in twenty shall take longer."""
-        return self.factor + _ONE_IN_TWENTY * math.sqrt(self._square_errors / self._squares)
+        return self.factor + _ONE_IN_TWENTY * math.sqrt(2 * self._square_delays / self._squares)  # half of all are late
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """A request had its first token so long after its turn came, or none in all that time."""
-        error_s = measured_s - self.factor * predicted_s
+        corrected_s = self.factor * predicted_s
+        delay_s = min(max(measured_s - corrected_s, 0.0), _MOST_LATE * corrected_s)
         self._squares = _KEPT * self._squares + predicted_s**2
-        self._square_errors = _KEPT * self._square_errors + error_s**2
+        self._square_delays = _KEPT * self._square_delays + delay_s**2
         self._predicted_s = _KEPT * self._predicted_s + predicted_s
         self._measured_s = _KEPT * self._measured_s + measured_s
 

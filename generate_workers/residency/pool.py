@@ -26,6 +26,7 @@ A pool knows places, not memory: it says what is to be copied. Owned by whoever 
 L layers that choose, G kv heads, P places, K picks at most, B rows, T tokens.
 """
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -213,6 +214,8 @@ class KvPools:
         """Of a row."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared one would not go back
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
+        with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # rows have pages of their own
         self._orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
         starts_LG = np.arange(num_layers * num_kv_heads).reshape(num_layers, num_kv_heads) * list_size

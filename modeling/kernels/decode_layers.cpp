@@ -242,7 +242,8 @@ class DecodeLayers : public torch::CustomClassHolder {
     const Layer& first = layers_.empty() ? layer : layers_[0];
     const int64_t D = first[kQkv].weights.K, I = first[kDown].weights.K, width = heads_.N * heads_.H;
     const auto fits = [&](Part part, int64_t K, int64_t N) {
-      return layer[part].weights.K == K && layer[part].weights.N == N;
+      const LinearProblem& weights = layer[part].weights;
+      return weights.K == K && weights.N == N && weights.gated == (part == kGateUp);
     };
     TORCH_CHECK(fits(kQkv, D, width + 2 * heads_.G * heads_.H) && fits(kOutput, width, D) && fits(kGateUp, D, I) &&
                     fits(kDown, I, D),

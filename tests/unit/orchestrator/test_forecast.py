@@ -88,10 +88,33 @@ def test_one_in_twenty_takes_longer_than_the_cautious_prediction() -> None:
 
 
 def test_where_predictions_are_right_caution_costs_nothing() -> None:
-    correction = Correction()
-    for _ in range(20):
-        correction.observe(0.3, 0.3)
+    correction = settled()
     assert correction.cautious_factor == pytest.approx(1.0)
+    correction.observe(3.0, 0.3)  # a long queue that was gone when its turn came
+    assert correction.cautious_factor == correction.factor < 1.0
+
+
+def test_one_that_hung_does_not_shut_out_the_next() -> None:
+    correction = settled()
+    correction.observe(0.3, 0.3 * 4)
+    late = correction.cautious_factor
+    correction = settled()
+    correction.observe(0.3, 30.0)
+    assert correction.cautious_factor - correction.factor == pytest.approx(late - settled_factor(0.3 * 4))
+
+
+def settled() -> Correction:
+    """After many predictions that were right."""
+    correction = Correction()
+    for _ in range(100):
+        correction.observe(0.3, 0.3)
+    return correction
+
+
+def settled_factor(measured_s: float) -> float:
+    correction = settled()
+    correction.observe(0.3, measured_s)
+    return correction.factor
 
 
 def request(num_tokens: int, **params: int) -> RequestRecord:
