@@ -7,9 +7,10 @@ not asked here. In a row of S keys, with partial queries q_h and partial keys k_
     s_h[j] = q_h . k_g[j]
     S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
     c_g    = number of keys with S_g[j] > -alpha: they come close enough to the best key of some head
-    n      = ceil(mean of c_g over all g), at most floor(most_share * S), at least 1
+    n      = ceil(mean of c_g over all g), at most floor(most_share * tokens), at least 1
 
-Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. n is a
+Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. A row
+has as many tokens as keys, or more where some were evicted: what is read does not shrink with what is kept. n is a
 row's own, where the paper takes one for a whole batch: what a row attends to depends on no other row.
 
 Step 8 of a request's way (DESIGN.md, section 4), on the engine's thread; keys are written by whoever writes KV. Memory
@@ -54,7 +55,7 @@ class Selection:
     """In units of scaled scores, which are exponents of weights: keys count that come this close to the best for some
     head. Infinity: all do."""
     most_share: float
-    """Most keys to choose by score, as a part of the row's. 1: no bound."""
+    """Most keys to choose by score, as a part of the row's tokens. 1: no bound."""
     num_first: int
     """Keys at the row's start that are always chosen, for models rest attention on them."""
     num_last: int
@@ -70,9 +71,9 @@ class Selection:
         if self.num_last < 1:
             raise ConfigError(f"num_last = {self.num_last} leaves out the token itself: use 1 or more")
 
-    def most_by_score(self, num_keys: int) -> int:
-        """Of a row of that many keys."""
-        return max(1, math.floor(self.most_share * num_keys))
+    def most_by_score(self, num_tokens: int) -> int:
+        """Of a row of that many tokens."""
+        return max(1, math.floor(self.most_share * num_tokens))
 
 
 @dataclass(frozen=True)
@@ -187,14 +188,18 @@ class PartialKeys:
 class PartialRows:
     """The partial keys of a step's rows of one new token. Holds addresses: the PartialKeys must outlive it."""
 
-    def __init__(self, keys: Sequence[PartialKeys], lengths: Sequence[int]) -> None:
-        """`lengths`: keys of each row, the new token's included; for its partial key memory is taken in all layers. All
-        rows have the same layers."""
+    def __init__(
+        self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
+    ) -> None:
+        """`lengths`: keys of each row, the new token's included; for its partial key memory is taken in all layers.
+        `num_tokens`: how many tokens a row has, the new one included, where it does not keep all. All rows have the
+        same layers."""
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
         self.keys = keys
         self.layers = keys[0].layers
         self.lengths_B = torch.tensor(lengths)
+        self.tokens_B = self.lengths_B if num_tokens is None else torch.tensor(num_tokens)
         first_B = torch.tensor([each.address(self.layers.start) for each in keys])
         step_B = torch.tensor([each.data_LCGRI.stride(0) * _DTYPE.itemsize for each in keys])
         self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
@@ -217,37 +222,57 @@ def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, number
     torch.ops.baton.project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
 
 
-def select_keys(q_BNR: Tensor, rows: PartialRows, layer: int, selection: Selection, *, has_new: bool = True) -> Picks:
+def select_keys(
+    q_BNR: Tensor,
+    rows: PartialRows,
+    layer: int,
+    selection: Selection,
+    *,
+    has_new: bool = True,
+    closeness_BGS: Tensor | None = None,
+) -> Picks:
     """What the rows attend to in `layer`. `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what
     a softmax takes. `has_new`: whether the new tokens have their partial keys; they are picked either way. A score that
-    is no number is below all that are. Raises RuntimeError for queries of a wrong shape."""
+    is no number is below all that are. `closeness_BGS`: takes S_g of every key that has a partial key, in fp32; what
+    lies behind a row's is left as it is. Raises RuntimeError for queries of a wrong shape."""
     num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
     if q_BNR.shape[2] != num_columns:
         raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
     if not native.load("key_selection"):
-        return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new)
+        return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
     keys_BGK, num_BG = torch.ops.baton.select_keys(
         q_BNR,
         rows.addresses_B(layer),
         rows.lengths_B,
+        rows.tokens_B,
         num_kv_heads,
         int(not has_new),
         selection.alpha,
         selection.most_share,
         selection.num_first,
         selection.num_last,
+        closeness_BGS,
     )
     return Picks(keys_BGK, num_BG)
 
 
 def plain_select_keys(
-    q_BNR: Tensor, rows: PartialRows, layer: int, selection: Selection, *, has_new: bool = True
+    q_BNR: Tensor,
+    rows: PartialRows,
+    layer: int,
+    selection: Selection,
+    *,
+    has_new: bool = True,
+    closeness_BGS: Tensor | None = None,
 ) -> Picks:
     """The same with torch, row by row and without care for time: where there is no compiler."""
     lists = []
-    for keys, length, q_NR in zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True):
-        k_PGR = keys.read(layer, length - int(not has_new)).float()
-        lists += _chosen(_closeness(q_NR, k_PGR), length, selection)
+    for row, (keys, length, q_NR) in enumerate(zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True)):
+        num_scored = length - int(not has_new)
+        closeness_GP = _closeness(q_NR, keys.read(layer, num_scored).float())
+        if closeness_BGS is not None:
+            closeness_BGS[row, :, :num_scored] = closeness_GP
+        lists += _chosen(closeness_GP, length, selection.most_by_score(int(rows.tokens_B[row])), selection)
     num_X = torch.tensor([len(each) for each in lists], dtype=torch.int32)
     keys_XK = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
     num_BG = num_X.view(len(q_BNR), -1)
@@ -265,11 +290,11 @@ def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
     return (score_GJP - most_GJ1).nan_to_num(least, math.inf, least).amax(1)
 
 
-def _chosen(closeness_GP: Tensor, length: int, selection: Selection) -> list[Tensor]:
-    """Each kv head's picks in a row of `length` keys."""
+def _chosen(closeness_GP: Tensor, length: int, most: int, selection: Selection) -> list[Tensor]:
+    """Each kv head's picks in a row of `length` keys, at most so many by score."""
     num_kv_heads, num_scored = closeness_GP.shape
     num_close = int((closeness_GP > -selection.alpha).sum())
-    num = min(max(-(-num_close // num_kv_heads), 1), selection.most_by_score(length), num_scored)
+    num = min(max(-(-num_close // num_kv_heads), 1), most, num_scored)
     is_chosen_GS = torch.zeros(num_kv_heads, length, dtype=torch.bool)
     best_GK = closeness_GP.sort(descending=True, stable=True).indices[:, :num]
     is_chosen_GS.scatter_(1, best_GK, torch.ones_like(best_GK, dtype=torch.bool))

@@ -39,17 +39,21 @@ class ScoredRow(HomeRow, Protocol):
         """Of the keys that it keeps."""
         ...
 
-    def own_keys(self, position: int) -> Tensor:
-        """Those of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
-        ...
-
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
         """Takes several new tokens in, which the layer has run."""
         ...
 
 
+class KeyedRow(ScoredRow, Protocol):
+    """A ScoredRow whose keys are there when all layers have run."""
+
+    def own_keys(self, position: int) -> Tensor:
+        """Those of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
+        ...
+
+
 class InfinigenRow(SelectiveRow):
-    """A ScoredRow with partial keys of all that it holds, in the layers that choose."""
+    """A KeyedRow with partial keys of all that it holds, in the layers that choose."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis) -> None:
         """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
@@ -107,9 +111,9 @@ class InfinigenRow(SelectiveRow):
 S = TypeVar("S", bound=ScoredRow)
 
 
-class InfinigenStep(SelectiveStep[S]):
-    """Scores partial keys; those of rows of one new token are made when the forward has ended, for nobody needs them
-    before: a token's own key is chosen in any case."""
+class ScoringStep(SelectiveStep[S]):
+    """Scores partial keys. A subclass makes those of the choosing rows' own tokens, which nobody needs before the step
+    has ended: a token's own key is chosen in any case."""
 
     def __init__(
         self,
@@ -127,7 +131,8 @@ class InfinigenStep(SelectiveStep[S]):
         """By layer, from the turn before until it is asked for."""
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
-            self._partial = PartialRows([row.partial for row, _ in self.choosing], lengths)
+            num_tokens = [tokens.end for _, tokens in self.choosing]
+            self._partial = PartialRows([row.partial for row, _ in self.choosing], lengths, num_tokens)
             positions = decoder.weights.positions.lookup(self.lengths_B.long() - 1)
             self._step = Step(positions, spans=())
 
@@ -148,18 +153,30 @@ class InfinigenStep(SelectiveStep[S]):
             for row, span in self._longer:
                 row.take_in(layer, span.tokens, span.own(layer))
 
+    def append_keys(self, layer: int, k_BGH: Tensor) -> None:
+        """Makes the partial keys of the choosing rows' own tokens."""
+        self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
+
+    def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
+        """Once a layer, in order; `closeness_BGS`: as `select_keys` takes it."""
+        prepared = self._prepared
+        q_BNR = prepared.basis.queries(layer, q_BNH)
+        return select_keys(q_BNR, self._partial, layer, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
+
+
+K = TypeVar("K", bound=KeyedRow)
+
+
+class InfinigenStep(ScoringStep[K]):
+    """Makes the own tokens' partial keys when the forward has ended, those of all layers at once."""
+
     def settle(self) -> None:
         """The own tokens' partial keys."""
         if not self.choosing or not self._layers:
             return
         k_LBGH = torch.stack([row.own_keys(tokens.start) for row, tokens in self.choosing], dim=1)
         for layer, k_BGH in zip(self._layers, k_LBGH, strict=True):
-            self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
-
-    def _select(self, layer: int, q_BNH: Tensor) -> Picks:
-        prepared = self._prepared
-        q_BNR = prepared.basis.queries(layer, q_BNH)
-        return select_keys(q_BNR, self._partial, layer, prepared.selection, has_new=False)
+            self.append_keys(layer, k_BGH)
 
 
 class InfinigenResidency(SelectiveResidency[InfinigenRow]):

@@ -5,7 +5,8 @@ there, each new token takes the place of a victim, and K, V and partial key are 
 the same token in all three. Who goes differs between layers and kv heads, for each list has its own picks. The first
 tokens and the latest are never victims: the paper's pool protects neither, and its FIFO loses the first tokens at once,
 from which its quality does not recover. Victims are, by Eviction, the token that came first, the one that was picked
-longest ago, or the one that was picked least often, by counters that are all halved when one of them is full.
+longest ago, or the one that was picked least often, by counters that are all halved when one of them is full. Of a
+prompt much was never picked when the first has to go: of equals goes the one that the running step scores least.
 
 What lies in places is in no order of positions; attention with picks asks for none, since keys are stored after RoPE.
 There are P places, and one more for a step's own token. While there is room, a token's place is its position. Then
@@ -23,10 +24,11 @@ in one ring behind the first ones until the row's first step, when the latest ar
 
 A pool knows places, not memory: it says what is to be copied. Owned by whoever owns the row; not thread-safe.
 
-L layers that choose, G kv heads, P places, K picks at most, B rows, T tokens.
+L layers that choose, G kv heads, P places, B rows, T tokens.
 """
 
 import contextlib
+import math
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,10 +36,13 @@ from enum import Enum
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
+from modeling.kernels import native
 from modeling.selection import Picks
 
 Integers = NDArray[np.int64]
@@ -51,12 +56,12 @@ _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Whose place a new token takes; among equals, that of the earliest token."""
+    """Whose place a new token takes; among equals, that of the farthest from being picked now, else of the earliest."""
 
     COUNTER = "counter"
     """The one that was picked least often: the paper's choice, for it keeps no list."""
     LRU = "lru"
-    """The one that was picked longest ago; to come counts as to be picked."""
+    """The one that was picked longest ago. To come counts as to be picked; all of a prompt came at once."""
     FIFO = "fifo"
     """The token that came first."""
 
@@ -152,10 +157,9 @@ class KvPool:
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
         behind_K = num_first + (positions_K - num_first) % num_others
         places_K = np.where(positions_K < num_first, positions_K, behind_K)
-        orders_K = self._as_they_come(positions_K)
-        is_latest_K = orders_K >= self._orders_LGP[layer, 0, places_K]
+        is_latest_K = positions_K >= self._orders_LGP[layer, 0, places_K]
         positions_K, places_K = positions_K[is_latest_K], places_K[is_latest_K]
-        self._orders_LGP[layer, :, places_K] = orders_K[is_latest_K, None]
+        self._orders_LGP[layer, :, places_K] = positions_K[:, None]
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
@@ -172,17 +176,21 @@ class KvPool:
         self._orders_LGP[:, :, targets] = self._orders_LGP[:, :, sources]
         return sources, targets
 
-    def append(self, position: int, layers: slice = _ALL) -> Integers | None:
+    def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
         """The next token is kept, that is at its `own_place`: None when it stays there. Else the places that victims
         leave, `[L, G]`; the token at `late_place` moves there, and the own one to where that was; when a pool keeps no
-        latest token but the own one, this one moves there."""
+        latest token but the own one, this one moves there. `victims_LG`: as PoolNotes found them; None: nobody's keys
+        were scored."""
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
-        order = self._as_they_come(np.int64(position))
+        order = np.int64(position)
+        if limit.eviction is Eviction.LRU:
+            order |= order << limit.position_bits
         if position < limit.num_places:
             orders_LGP[:, :, position] = order
             return None
         orders_LGP[:, :, limit.num_places] = 0
-        victims_LG: Integers = orders_LGP[:, :, limit.num_first : limit.end_others].argmin(axis=2) + limit.num_first
+        if victims_LG is None:
+            victims_LG = orders_LGP[:, :, limit.num_first : limit.end_others].argmin(axis=2) + limit.num_first
         leaving_LG: Orders = np.broadcast_to(order, victims_LG.shape)
         if limit.num_last > 1:
             late = limit.late_place(position)
@@ -195,12 +203,6 @@ class KvPool:
         """Becomes what another pool of the same limit is: its row's memory was copied, place by place."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
-
-    def _as_they_come(self, positions: Integers | np.int64) -> Integers:
-        """The orders of tokens that nobody has picked yet."""
-        if self.limit.eviction is not Eviction.LRU:
-            return np.asarray(positions)
-        return np.asarray((positions << self.limit.position_bits) | positions)
 
 
 class KvPools:
@@ -216,53 +218,64 @@ class KvPools:
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # rows have pages of their own
-        self._orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
+        orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
-        starts_LG = np.arange(num_layers * num_kv_heads).reshape(num_layers, num_kv_heads) * list_size
-        self._starts_LSG = starts_LG[:, None] + np.arange(num_slots)[:, None] * row_size
-        """Of each list among all orders."""
-        rows_SX = self._orders.reshape(num_slots, row_size)[:, : starts_LG.size * list_size]
-        self._rows = [KvPool(limit, row_X.reshape(num_layers, num_kv_heads, list_size)) for row_X in rows_SX]
+        lists = num_layers, num_kv_heads, list_size
+        rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(lists)]
+        self._rows = [KvPool(limit, row_X.reshape(lists)) for row_X in rows_SX]
+        self._start = orders.ctypes.data
+        self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
+        """Of each layer's lists, from a row's first one on."""
 
     def __getitem__(self, slot: int) -> KvPool:
         """The slot's."""
         return self._rows[slot]
 
-    def pick(self, slots: Sequence[int], positions: Sequence[int], picks: Sequence[Picks]) -> None:
-        """The tokens of `positions`, each its slot's row's own, attend to these places, in all layers that choose."""
-        limit = self.limit
-        if limit.eviction is Eviction.FIFO:
-            return
-        num_LBG = np.stack([each.num_BG.numpy() for each in picks])
-        starts_LBG = self._starts_LSG[:, list(slots)]
-        picked = np.concatenate([_flat(*each) for each in zip(picks, num_LBG, strict=True)])
-        picked = picked + np.repeat(starts_LBG.ravel(), num_LBG.ravel())
-        orders = self._orders[picked]
-        if limit.eviction is Eviction.LRU:
-            marks_LBG = np.broadcast_to(np.array(positions)[:, None] << limit.position_bits, num_LBG.shape)
-            orders &= (1 << limit.position_bits) - 1
-            self._orders[picked] = orders | np.repeat(marks_LBG.ravel(), num_LBG.ravel())
-            return
-        orders += 1 << limit.position_bits
-        self._orders[picked] = orders
-        is_full = orders >= limit.most_count << limit.position_bits
-        if is_full.any():
-            self._halve(np.unique(np.repeat(starts_LBG.ravel(), num_LBG.ravel())[is_full]))
+    def addresses(self, slots: Sequence[int | None]) -> Integers:
+        """Of the slots' lists, `[L, B]`; 0 for None."""
+        is_there_B = np.array([slot is not None for slot in slots])
+        firsts_B = self._start + np.array([slot or 0 for slot in slots]) * self.row_bytes
+        found: Integers = (firsts_B + self._starts_L1) * is_there_B
+        return found
 
     def clear(self, slot: int) -> None:
         """The slot's row has ended: its pool's memory goes back."""
         self._mapping.madvise(mmap.MADV_DONTNEED, slot * self.row_bytes, self.row_bytes)
 
-    def _halve(self, starts: Integers) -> None:
-        """All counters of these lists."""
-        bits = self.limit.position_bits
-        for start in starts:
-            orders_P = self._orders[start : start + self.limit.num_places]
-            orders_P[:] = (orders_P >> bits >> 1 << bits) | (orders_P & ((1 << bits) - 1))
 
+class PoolNotes:
+    """What the rows of one step pick, noted in their pools layer by layer, and who then has to go."""
 
-def _flat(picks: Picks, num_BG: Integers) -> NDArray[np.int32]:
-    """All lists of one layer, one behind the other."""
-    keys_BGK = picks.keys_BGK.numpy()[:, :, : num_BG.max()]
-    flat: NDArray[np.int32] = keys_BGK[np.arange(keys_BGK.shape[2], dtype=np.int32) < num_BG[:, :, None]]
-    return flat
+    def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
+        """Rows of one new token each, `positions`; None for a row whose pool need not hear. Not for FIFO."""
+        limit = pools.limit
+        assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
+        found = native.load("pool_notes")
+        assert found, "who chooses keys has kernels"
+        self._limit = limit
+        self._is_heard = [slot is not None for slot in slots]
+        self._addresses_LB = torch.from_numpy(pools.addresses(slots))
+        self._positions_B = torch.tensor(positions)
+        self._victims: list[Tensor] = []
+
+    def note(self, picks: Picks, closeness_BGS: Tensor) -> None:
+        """Of the next layer; `closeness_BGS`: of all that is kept, as `select_keys` has it."""
+        limit = self._limit
+        victims_BG = torch.ops.baton.note_picks(
+            picks.keys_BGK,
+            picks.num_BG,
+            closeness_BGS,
+            self._addresses_LB[len(self._victims)],
+            self._positions_B,
+            limit.num_places,
+            limit.num_first,
+            limit.end_others,
+            limit.position_bits,
+            0 if limit.eviction is Eviction.LRU else limit.most_count,
+        )
+        self._victims.append(victims_BG)
+
+    def victims(self) -> list[Integers | None]:
+        """Each row's places, `[L, G]`, once all layers are noted; those of rows that are not full mean nothing."""
+        victims_BLG = torch.stack(self._victims, 1).numpy()
+        return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

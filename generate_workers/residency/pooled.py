@@ -27,7 +27,15 @@ from torch import Tensor
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.infinigen import InfinigenStep
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
-from generate_workers.residency.pool import MAX_TOKENS, Integers, KvPools, PoolLimit, PoolSize
+from generate_workers.residency.pool import (
+    MAX_TOKENS,
+    Eviction,
+    Integers,
+    KvPools,
+    PoolLimit,
+    PoolNotes,
+    PoolSize,
+)
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.selective import SelectiveResidency
 from modeling.bases import NUM_WHOLE_LAYERS, Basis
@@ -78,7 +86,7 @@ class PooledRow:
     @property
     def pool_slot(self) -> int | None:
         """Of the pools, where what is picked is to be noted; None: nowhere."""
-        return self._slot if self._can_overflow else None
+        return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
     def num_bytes(self) -> KvBytes:
@@ -163,8 +171,8 @@ class PooledRow:
         return self._kept.buffer.data[:, self.num_kept(position), 0]
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """To their places: all at once, where nothing was picked yet, or nobody has to go."""
-        if self._has_begun and tokens.end > self._pools.limit.num_places:
+        """To their places: all at once, where nothing was picked yet."""
+        if self._has_begun:
             for position, kv_2GH in zip(range(tokens.start, tokens.end), kv_T2GH, strict=True):
                 own = TokenRange(self.num_kept(position), self.num_kept(position) + 1)
                 self.placed_rows(layer, own)[0] = kv_2GH
@@ -175,13 +183,13 @@ class PooledRow:
             self.placed_rows(layer, places).copy_(kv_T2GH[part.start - tokens.start : part.end - tokens.start])
             self._take_keys(layer, places)
 
-    def keep(self, position: int, layers: slice = slice(None)) -> None:
+    def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
         """The own token, whose partial keys are made, is one of the row's from now on; `layers`, of those that choose,
-        counted from the first of them."""
+        counted from the first of them. `victims_LG`: who goes if somebody has to, where that was found."""
         if not self._can_overflow:
             return
         limit = self._pools.limit
-        victims_LG = self._pools[self._slot].append(position, layers)
+        victims_LG = self._pools[self._slot].append(position, layers, victims_LG)
         if victims_LG is None:
             return
         leaving = limit.late_place(position) if limit.num_last > 1 else limit.num_places
@@ -287,26 +295,25 @@ class PooledStep(InfinigenStep[PooledRow]):
         pools: KvPools,
     ) -> None:
         super().__init__(shape.layout, rows, *source)
-        self._pools = pools
-        noted = [(at, row.pool_slot, tokens.start) for at, (row, tokens) in enumerate(self.choosing)]
-        self._noted = [(at, slot, position) for at, slot, position in noted if slot is not None]
-        """Of the choosing rows those whose pools hear what they pick: which, its slot, and its own token's position."""
-        self._picks: list[Picks] = []
-        """Theirs, layer by layer."""
-
-    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        picks = super().choose(layer, q_BNH)
-        if self._noted:
-            self._picks.append(_part(picks, [at for at, _, _ in self._noted]))
-        return picks
+        slots = [row.pool_slot for row, _ in self.choosing]
+        self._notes: PoolNotes | None = None
+        if any(slot is not None for slot in slots):
+            self._notes = PoolNotes(pools, slots, [tokens.start for _, tokens in self.choosing])
+            num_places = pools.limit.num_places
+            self._closeness_BGS = torch.empty(len(slots), shape.layout.num_kv_heads, num_places)
 
     def settle(self) -> None:
         super().settle()
-        if self._noted:
-            _, slots, positions = zip(*self._noted, strict=True)
-            self._pools.pick(slots, positions, self._picks)
-        for row, tokens in self.choosing:
-            row.keep(tokens.start)
+        victims = [None] * len(self.choosing) if self._notes is None else self._notes.victims()
+        for (row, tokens), victims_LG in zip(self.choosing, victims, strict=True):
+            row.keep(tokens.start, victims_LG=victims_LG)
+
+    def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
+        if self._notes is None:
+            return super()._select(layer, q_BNH)
+        picks = super()._select(layer, q_BNH, self._closeness_BGS)
+        self._notes.note(picks, self._closeness_BGS)
+        return picks
 
 
 class PooledResidency(SelectiveResidency[PooledRow]):
@@ -355,10 +362,3 @@ def _rows(kv_T2GH: Tensor, first_position: int) -> KvRows:
 
 def _range(numbers: Integers) -> TokenRange:
     return TokenRange(int(numbers[0]), int(numbers[-1]) + 1)
-
-
-def _part(picks: Picks, rows: Sequence[int]) -> Picks:
-    """Of some of the rows."""
-    if len(rows) == len(picks.num_BG):
-        return picks
-    return Picks(picks.keys_BGK[rows], picks.num_BG[rows])

@@ -23,6 +23,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -42,6 +43,7 @@ constexpr float kNone = -std::numeric_limits<float>::infinity();  // what is no 
 struct Problem {
   const float* q;               // [B][N][R]
   const int64_t* addresses;     // of each row's partial keys
+  const int64_t* tokens;        // of each row, of which most_share is
   const int64_t* lengths;       // keys of each row, of which
   int64_t num_new;              // the last have no partial key, and are picked;
   int64_t num_first, num_last;  // as are these
@@ -50,13 +52,15 @@ struct Problem {
   double most_share;
   int32_t* picks;      // [B][G][K]
   int32_t* num_picks;  // [B][G]
+  float* closeness;    // [B][G][S], or null: nobody asks
+  int64_t S;
 
   int64_t num_scored(int64_t row) const { return lengths[row] - num_new; }
   int64_t num_blocks(int64_t row) const { return (num_scored(row) + kBlock - 1) / kBlock; }
 
   // Picks by score, and all picks.
   int64_t most_by_score(int64_t row) const {
-    const auto share = int64_t(std::floor(most_share * double(lengths[row])));
+    const auto share = int64_t(std::floor(most_share * double(tokens[row])));
     return std::min(num_scored(row), std::max<int64_t>(1, share));
   }
   int64_t most_picks(int64_t row) const {
@@ -216,6 +220,11 @@ class Picker {
     closeness_.resize(p_.G * stride);
     int64_t num_close = 0;
     for (int64_t g = 0; g < p_.G; ++g) num_close += join(row, g, &closeness_[g * stride]);
+    if (p_.closeness) {
+      for (int64_t g = 0; g < p_.G; ++g) {
+        std::copy_n(&closeness_[g * stride], p_.num_scored(row), p_.closeness + (row * p_.G + g) * p_.S);
+      }
+    }
     const int64_t mean = std::max<int64_t>(1, (num_close + p_.G - 1) / p_.G);
     const int64_t n = std::min(mean, p_.most_by_score(row));
     for (int64_t g = 0; g < p_.G; ++g) {
@@ -305,21 +314,29 @@ void select(const Problem& p) {
 }
 
 std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at::Tensor& addresses_B,
-                                               const at::Tensor& lengths_B, int64_t num_kv_heads, int64_t num_new,
-                                               double alpha, double most_share, int64_t num_first, int64_t num_last) {
+                                               const at::Tensor& lengths_B, const at::Tensor& tokens_B,
+                                               int64_t num_kv_heads, int64_t num_new, double alpha, double most_share,
+                                               int64_t num_first, int64_t num_last,
+                                               const std::optional<at::Tensor>& closeness_BGS) {
   const int64_t B = q_BNR.size(0), N = q_BNR.size(1), R = q_BNR.size(2), G = num_kv_heads;
   TORCH_CHECK(q_BNR.dim() == 3 && q_BNR.scalar_type() == at::kFloat && q_BNR.is_contiguous(),
               "partial queries must be [B, N, R], in float32, contiguous");
-  for (const at::Tensor& each : {addresses_B, lengths_B}) {
+  for (const at::Tensor& each : {addresses_B, lengths_B, tokens_B}) {
     TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
-                "there must be an address and a length for each row, in int64");
+                "there must be an address, a length and a number of tokens for each row, in int64");
   }
   TORCH_CHECK(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
   const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
-  Problem p{q_BNR.const_data_ptr<float>(), addresses, lengths, num_new, num_first, num_last, B, N, G, N / G, R, 0,
-            float(alpha), most_share, nullptr, nullptr};
+  const auto* tokens = tokens_B.const_data_ptr<int64_t>();
+  Problem p{q_BNR.const_data_ptr<float>(), addresses, tokens, lengths, num_new, num_first, num_last, B, N, G, N / G, R,
+            0, float(alpha), most_share, nullptr, nullptr, nullptr, 0};
+  if (closeness_BGS) {
+    p.closeness = closeness_BGS->data_ptr<float>(), p.S = closeness_BGS->size(2);
+    TORCH_CHECK(closeness_BGS->is_contiguous() && closeness_BGS->numel() == B * G * p.S, "closeness is [B, G, S]");
+  }
   for (int64_t row = 0; row < B; ++row) {
     TORCH_CHECK(lengths[row] > 0 && p.num_scored(row) >= 0, "every row has a key, its own");
+    TORCH_CHECK(!closeness_BGS || p.num_scored(row) <= p.S, "closeness has no room for every key");
     p.K = std::max(p.K, p.most_picks(row));
   }
   p.K = (p.K + 2 * kBlock - 1) / kBlock * kBlock;  // lists are written register by register
@@ -334,7 +351,8 @@ std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
-  m.def("select_keys(Tensor q_BNR, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, int num_new, float alpha, "
-        "float most_share, int num_first, int num_last) -> (Tensor, Tensor)");
+  m.def("select_keys(Tensor q_BNR, Tensor addresses_B, Tensor lengths_B, Tensor tokens_B, int num_kv_heads, "
+        "int num_new, float alpha, float most_share, int num_first, int num_last, Tensor(a!)? closeness_BGS=None) -> "
+        "(Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("select_keys", &select_keys); }

@@ -28,6 +28,7 @@ NAMES = (
     "decode_attention",
     "key_selection",
     "partial_keys",
+    "pool_notes",
     "kv_int4",
     "linear",
     "rotary",

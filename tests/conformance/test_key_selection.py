@@ -36,16 +36,23 @@ def select(request: pytest.FixtureRequest) -> Select:
         return by_torch
     operators = loaded(request.param)
 
-    def by_kernel(q_BNR: Tensor, rows: PartialRows, selection: Selection, *, has_new: bool = True) -> Picks:
-        keys = rows.addresses_B(LAYER), rows.lengths_B, rows.keys[0].data_LCGRI.shape[2], int(not has_new)
+    def by_kernel(
+        q_BNR: Tensor,
+        rows: PartialRows,
+        selection: Selection,
+        *,
+        has_new: bool = True,
+        closeness_BGS: Tensor | None = None,
+    ) -> Picks:
+        keys = rows.addresses_B(LAYER), rows.lengths_B, rows.tokens_B, rows.keys[0].data_LCGRI.shape[2]
         how_many = selection.alpha, selection.most_share, selection.num_first, selection.num_last
-        return Picks(*operators.select_keys(q_BNR, *keys, *how_many))
+        return Picks(*operators.select_keys(q_BNR, *keys, int(not has_new), *how_many, closeness_BGS))
 
     return by_kernel
 
 
-def by_torch(q_BNR: Tensor, rows: PartialRows, selection: Selection, *, has_new: bool = True) -> Picks:
-    return plain_select_keys(q_BNR, rows, LAYER, selection, has_new=has_new)
+def by_torch(q_BNR: Tensor, rows: PartialRows, selection: Selection, **more: Any) -> Picks:
+    return plain_select_keys(q_BNR, rows, LAYER, selection, **more)
 
 
 def loaded(instruction_set: str) -> Any:  # torch.ops' namespaces have no type
@@ -63,8 +70,8 @@ def kept(k_SGR: Tensor, num_beyond: int = 40) -> PartialKeys:
     return keys
 
 
-def rows_of(keys: list[Tensor]) -> PartialRows:
-    return PartialRows([kept(k_SGR) for k_SGR in keys], [len(k_SGR) for k_SGR in keys])
+def rows_of(keys: list[Tensor], num_tokens: list[int] | None = None) -> PartialRows:
+    return PartialRows([kept(k_SGR) for k_SGR in keys], [len(k_SGR) for k_SGR in keys], num_tokens)
 
 
 def whole_numbers(*shape: int, seed: int) -> Tensor:
@@ -87,10 +94,9 @@ def lists(picks: Picks) -> list[list[list[int]]]:
     ]
 
 
-def naive(q_NR: Tensor, k_SGR: Tensor, selection: Selection, has_new: bool = True) -> list[list[int]]:
-    """The definition, one key and one head at a time."""
-    length, num_kv_heads, _ = k_SGR.shape
-    num_scored = length - (not has_new)
+def naive_closeness(q_NR: Tensor, k_SGR: Tensor, num_scored: int) -> list[list[float]]:
+    """Of each kv head's keys, one key and one head at a time."""
+    num_kv_heads = k_SGR.shape[1]
     group = len(q_NR) // num_kv_heads
     closeness: list[list[float]] = []
     for g in range(num_kv_heads):
@@ -100,8 +106,19 @@ def naive(q_NR: Tensor, k_SGR: Tensor, selection: Selection, has_new: bool = Tru
             for q in q_NR[g * group : (g + 1) * group].tolist()
         ]
         closeness.append([max(of_head[j] - max(of_head) for of_head in scores) for j in range(num_scored)])
+    return closeness
+
+
+def naive(
+    q_NR: Tensor, k_SGR: Tensor, selection: Selection, has_new: bool = True, num_tokens: int | None = None
+) -> list[list[int]]:
+    """The definition."""
+    length, num_kv_heads, _ = k_SGR.shape
+    num_scored = length - (not has_new)
+    closeness = naive_closeness(q_NR, k_SGR, num_scored)
+    most = max(math.floor(selection.most_share * (num_tokens or length)), 1)
     num_close = [sum(each > -selection.alpha for each in of_head) for of_head in closeness]
-    num = min(max(math.ceil(sum(num_close) / num_kv_heads), 1), max(math.floor(selection.most_share * length), 1))
+    num = min(max(math.ceil(sum(num_close) / num_kv_heads), 1), most)
     always = {*range(min(selection.num_first, length)), *range(max(length - selection.num_last, 0), length)}
     best = [sorted(range(num_scored), key=lambda j: (-of_head[j], j))[:num] for of_head in closeness]
     return [sorted({*keys, *always}) for keys in best]
@@ -120,6 +137,31 @@ def test_picks_are_those_of_the_definition(
     q_BNR = whole_numbers(len(keys), num_heads, num_columns, seed=1) / 4
     found = lists(select(q_BNR, rows_of(keys), selection, has_new=has_new))
     assert found == [naive(q_NR, k_SGR, selection, has_new) for q_NR, k_SGR in zip(q_BNR, keys, strict=True)]
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_rows_of_more_tokens_than_keys_may_pick_more_of_them(select: Select, selection: Selection) -> None:
+    keys = [whole_numbers(length, 3, 20, seed=length) for length in LENGTHS]
+    num_tokens = [3 * length + 1 for length in LENGTHS]
+    q_BNR = whole_numbers(len(keys), 9, 20, seed=1) / 4
+    found = lists(select(q_BNR, rows_of(keys, num_tokens), selection))
+    each = zip(q_BNR, keys, num_tokens, strict=True)
+    assert found == [naive(q_NR, k_SGR, selection, num_tokens=num) for q_NR, k_SGR, num in each]
+
+
+@pytest.mark.parametrize("has_new", [True, False])
+def test_closeness_is_told_of_every_key_that_has_a_partial_one(select: Select, has_new: bool) -> None:
+    """Exactly, and nothing is written behind."""
+    keys = [whole_numbers(length, 3, 20, seed=length) for length in LENGTHS]
+    q_BNR = whole_numbers(len(keys), 9, 20, seed=1) / 4
+    told_BGS = torch.full((len(keys), 3, max(LENGTHS) + 1), math.inf)
+    selection = Selection(4.0, 0.2, 4, 16)
+    picks = select(q_BNR, rows_of(keys), selection, has_new=has_new, closeness_BGS=told_BGS)
+    assert lists(picks) == lists(select(q_BNR, rows_of(keys), selection, has_new=has_new))
+    for told_GS, q_NR, k_SGR in zip(told_BGS, q_BNR, keys, strict=True):
+        num_scored = len(k_SGR) - (not has_new)
+        assert told_GS[:, :num_scored].tolist() == naive_closeness(q_NR, k_SGR, num_scored)
+        assert torch.isposinf(told_GS[:, num_scored:]).all()
 
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
@@ -208,12 +250,14 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
     q_BNR, one_B = torch.zeros(1, 4, 5), torch.ones(1, dtype=torch.int64)
     how_many = (4.0, 0.2, 4, 16)
     with pytest.raises(RuntimeError, match="do not share"):
-        operators.select_keys(q_BNR, one_B, one_B, 3, 0, *how_many)
+        operators.select_keys(q_BNR, one_B, one_B, one_B, 3, 0, *how_many)
     with pytest.raises(RuntimeError, match="float32"):
-        operators.select_keys(q_BNR.bfloat16(), one_B, one_B, 2, 0, *how_many)
+        operators.select_keys(q_BNR.bfloat16(), one_B, one_B, one_B, 2, 0, *how_many)
     with pytest.raises(RuntimeError, match="contiguous"):
-        operators.select_keys(q_BNR[..., ::2], one_B, one_B, 2, 0, *how_many)
+        operators.select_keys(q_BNR[..., ::2], one_B, one_B, one_B, 2, 0, *how_many)
     with pytest.raises(RuntimeError, match="for each row"):
-        operators.select_keys(q_BNR, one_B, torch.ones(2, dtype=torch.int64), 2, 0, *how_many)
+        operators.select_keys(q_BNR, one_B, torch.ones(2, dtype=torch.int64), one_B, 2, 0, *how_many)
     with pytest.raises(RuntimeError, match="every row has a key"):
-        operators.select_keys(q_BNR, one_B, 0 * one_B, 2, 0, *how_many)
+        operators.select_keys(q_BNR, one_B, 0 * one_B, one_B, 2, 0, *how_many)
+    with pytest.raises(RuntimeError, match="no room for every key"):
+        operators.select_keys(q_BNR, one_B, one_B, one_B, 2, 0, *how_many, torch.empty(1, 2, 0))

@@ -1,5 +1,6 @@
 """Who stays in a pool of KV, told by lists of tokens, as the paper's words have it; and whether rows hold just that."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -32,15 +33,18 @@ class ReferenceList:
     limit: PoolLimit
     kept: list[Kept] = field(default_factory=list)
     num_tokens: int = 0
+    closeness: Mapping[int, float] = field(default_factory=dict)
+    """By position, in the step that brings the next token; empty: no step does."""
 
     @property
     def positions(self) -> list[int]:
         """Of all that is kept, ascending."""
         return sorted(each.position for each in self.kept)
 
-    def pick(self, positions: set[int]) -> None:
-        """The next token attends to these, which are kept."""
-        assert positions <= {each.position for each in self.kept}
+    def pick(self, positions: set[int], closeness: Mapping[int, float]) -> None:
+        """The next token attends to these, which are kept; `closeness`: of all that are kept."""
+        assert positions <= closeness.keys() == {each.position for each in self.kept}
+        self.closeness = closeness
         for each in self.kept:
             if each.position in positions:
                 each.picked_last = self.num_tokens
@@ -49,23 +53,23 @@ class ReferenceList:
             for each in self.kept:
                 each.count //= 2
 
-    def append(self, position: int) -> None:
-        """The next token comes."""
+    def append(self, position: int, of_prompt: bool = False) -> None:
+        """The next token comes; those of a prompt all at once."""
         assert position == self.num_tokens
         if len(self.kept) == self.limit.num_places:
             may_go = [
                 each for each in self.kept if self.limit.num_first <= each.position <= position - self.limit.num_last
             ]
-            self.kept.remove(min(may_go, key=lambda each: (self._rank(each), each.position)))
-        self.kept.append(Kept(position, picked_last=position))
+            self.kept.remove(min(may_go, key=self._rank))
+        self.kept.append(Kept(position, picked_last=0 if of_prompt else position))
         self.num_tokens += 1
+        self.closeness = {}
 
-    def _rank(self, each: Kept) -> int:
-        return {
-            Eviction.FIFO: each.position,
-            Eviction.LRU: each.picked_last,
-            Eviction.COUNTER: each.count,
-        }[self.limit.eviction]
+    def _rank(self, each: Kept) -> tuple[float, ...]:
+        if self.limit.eviction is Eviction.FIFO:
+            return (each.position,)
+        mark = each.count if self.limit.eviction is Eviction.COUNTER else each.picked_last
+        return mark, self.closeness.get(each.position, 0.0), each.position
 
 
 def row_of(bench: Bench, slot: int) -> PooledRow:
@@ -84,15 +88,18 @@ class Trace:
     limit: PoolLimit
     truth: list[Tensor] = field(default_factory=list)
     """`[L, 2, G, H]` of each token."""
+    has_begun: bool = False
+    """Whether a token came alone."""
 
     def __post_init__(self) -> None:
         self.lists = [[ReferenceList(self.limit) for _ in range(NUM_HEADS)] for _ in LAYERS]
 
     def came(self, kv_LT2GH: Tensor) -> None:
-        """New tokens, in all layers that choose."""
+        """New tokens, in all layers that choose; those of a prompt before one comes alone."""
+        self.has_begun |= kv_LT2GH.shape[1] == 1
         for kv_L2GH in kv_LT2GH.unbind(1):
             for head in (head for heads in self.lists for head in heads):
-                head.append(len(self.truth))
+                head.append(len(self.truth), of_prompt=not self.has_begun)
             self.truth.append(kv_L2GH)
 
     def check(self, basis: Basis) -> None:
@@ -115,11 +122,13 @@ class Trace:
         assert len(known) == len(self.truth)
         return [known[_bytes(each)] for each in kv_P2H]
 
-    def picked(self, at: int, picks: Picks, row: int, before: Tensor) -> None:
+    def picked(self, at: int, picks: Picks, row: int, before: Tensor, closeness_GP: Tensor) -> None:
         """By place, the own one last; `before`: `[P, 2, G, H]`, what lay in the places."""
         for head, places in enumerate(lists(picks, row)):
             assert places[-1] == len(before)
-            self.lists[at][head].pick({*self.positions(at, head, before[places[:-1], :, head])})
+            positions = self.positions(at, head, before[:, :, head])
+            closeness = dict(zip(positions, closeness_GP[head].tolist(), strict=True))
+            self.lists[at][head].pick({positions[place] for place in places[:-1]}, closeness)
 
 
 def _bytes(kv_2H: Tensor) -> bytes:

@@ -8,10 +8,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
-from generate_workers.residency.pool import Eviction, Integers, KvPool, KvPools, PoolLimit, eviction_named
+from generate_workers.residency.pool import (
+    Eviction,
+    Integers,
+    KvPool,
+    KvPools,
+    PoolLimit,
+    PoolNotes,
+    eviction_named,
+)
 from modeling.selection import Picks
 from tests.support.pools import ReferenceList
 
@@ -56,19 +65,21 @@ class Traced:
         sources, targets = self.pool.arrange(num_tokens)
         self.memory_LGP[:, :, targets] = self.memory_LGP[:, :, sources]
         for position in range(num_tokens):
-            self._in_lists(position)
+            self._in_lists(position, of_prompt=True)
         self.num_tokens = num_tokens
 
-    def pick(self, layer: int, places_G: list[set[int]]) -> None:
+    def pick(self, layer: int, places_G: list[set[int]], closeness_GP: Tensor) -> None:
         """The lists hear of positions."""
         for head, places in enumerate(places_G):
-            self.heads[layer][head].pick({int(self.memory_LGP[layer, head, place]) for place in places})
+            positions = self.memory_LGP[layer, head, : min(self.num_tokens, self.limit.num_places)].tolist()
+            closeness = dict(zip(positions, closeness_GP[head].tolist(), strict=False))
+            self.heads[layer][head].pick({positions[place] for place in places}, closeness)
 
-    def append(self) -> None:
+    def append(self, victims_LG: Integers | None = None) -> None:
         """The memory does what the pool says."""
         position, limit, memory_LGP = self.num_tokens, self.limit, self.memory_LGP
         memory_LGP[:, :, limit.own_place(position)] = position
-        victims_LG = self.pool.append(position)
+        victims_LG = self.pool.append(position, victims_LG=victims_LG)
         if victims_LG is not None:
             leaving = limit.late_place(position) if limit.num_last > 1 else limit.num_places
             np.put_along_axis(memory_LGP, victims_LG[:, :, None], memory_LGP[:, :, leaving, None], axis=2)
@@ -91,9 +102,9 @@ class Traced:
                 latest = held[len(held) - num_latest :]
                 assert sorted(latest) == list(range(num_tokens - num_latest, num_tokens))
 
-    def _in_lists(self, position: int) -> None:
+    def _in_lists(self, position: int, of_prompt: bool = False) -> None:
         for head in (head for heads in self.heads for head in heads):
-            head.append(position)
+            head.append(position, of_prompt)
 
 
 def picks_of(rows: list[list[set[int]]]) -> Picks:
@@ -109,7 +120,8 @@ def picks_of(rows: list[list[set[int]]]) -> Picks:
 def test_a_random_trace_is_that_of_lists(
     limit: PoolLimit, num_prompts: tuple[int, int], num_steps: int, random: Any
 ) -> None:
-    """Of two rows, which are told in one call what they pick, and in a slot that had another row before."""
+    """Of two rows, which are told in one call what they pick, and in a slot that had another row before; many keys are
+    equally close."""
     pools = KvPools(3, NUM_LAYERS, NUM_HEADS, limit)
     before = Traced(limit, pools, 2)
     before.fill([TokenRange(0, 40)], 40)
@@ -121,18 +133,33 @@ def test_a_random_trace_is_that_of_lists(
     for _ in range(num_steps):
         for row in rows:
             row.check()
-        own = [{limit.own_place(row.num_tokens)} for row in rows]
-        picked: list[Picks] = []
-        for layer in range(NUM_LAYERS):
-            places = [[drawn(row, random) for _ in range(NUM_HEADS)] for row in rows]
-            picked.append(picks_of([[each | one for each in row] for row, one in zip(places, own, strict=True)]))
-            for row, places_G in zip(rows, places, strict=True):
-                row.pick(layer, places_G)
-        pools.pick([2, 0], [row.num_tokens for row in rows], picked)
-        for row in rows:
-            row.append()
+        step(rows, [[[drawn(row, random) for _ in range(NUM_HEADS)] for row in rows] for _ in range(NUM_LAYERS)])
     for row in rows:
         row.check()
+
+
+def step(rows: list[Traced], places_LBG: list[list[list[set[int]]]]) -> None:
+    """The next token of each row, which attends to what lies in these places, and to itself; beside a row whose pool
+    hears nothing."""
+    limit = rows[0].limit
+    notes = None
+    if limit.eviction is not Eviction.FIFO:
+        positions = [99, *(row.num_tokens for row in rows)]
+        notes = PoolNotes(rows[0].pools, [None, *(row.slot for row in rows)], positions)
+    generator = torch.Generator().manual_seed(rows[0].num_tokens)
+    for layer, places_BG in enumerate(places_LBG):
+        closeness_BGP = -torch.randint(0, 4, (1 + len(rows), NUM_HEADS, limit.num_places), generator=generator).float()
+        own = [
+            [places | {limit.own_place(row.num_tokens)} for places in places_G]
+            for row, places_G in zip(rows, places_BG, strict=True)
+        ]
+        if notes is not None:
+            notes.note(picks_of([[{0}] * NUM_HEADS, *own]), closeness_BGP)
+        for row, places_G, closeness_GP in zip(rows, places_BG, closeness_BGP[1:], strict=True):
+            row.pick(layer, places_G, closeness_GP)
+    victims = [None] * (1 + len(rows)) if notes is None else notes.victims()
+    for row, victims_LG in zip(rows, victims[1:], strict=True):
+        row.append(victims_LG)
 
 
 def drawn(row: Traced, random: Any) -> set[int]:
@@ -157,18 +184,28 @@ def test_a_prompt_that_is_pushed_in_pieces_is_the_same_in_any_order(
 @pytest.mark.parametrize(("eviction", "gone"), [(Eviction.FIFO, 1), (Eviction.LRU, 2), (Eviction.COUNTER, 3)])
 def test_each_way_has_its_own_victim(eviction: Eviction, gone: int) -> None:
     row = alone(PoolLimit(6, eviction, num_first=1, num_last=2), num_prompt=4)
-    for picked in ({1, 2}, {2}, {1, 3, 4}):  # while there is room, places are positions
-        step(row, picked)
+    for picked in ({1, 2}, {2, 4}, {1, 3, 4}):  # while there is room, places are positions
+        step([row], [[[picked] * NUM_HEADS]] * NUM_LAYERS)
     assert gone_of(row) == [gone]
+
+
+@pytest.mark.parametrize("eviction", [Eviction.LRU, Eviction.COUNTER])
+def test_of_a_prompt_whose_tokens_nobody_picked_the_farthest_goes(eviction: Eviction) -> None:
+    limit = PoolLimit(8, eviction, num_first=1, num_last=2)
+    row = alone(limit, num_prompt=8)
+    closeness_BGP = torch.tensor([[[-9.0, 0.0, -3.0, -5.0, -1.0, -5.0, -2.0, -9.0]] * NUM_HEADS])
+    victims_LG = noted(row, {1, 8}, closeness_BGP)
+    assert victims_LG.tolist() == [[3] * NUM_HEADS] * NUM_LAYERS  # of two that are equally far, the earlier
 
 
 def test_counters_are_halved_by_the_one_that_is_full() -> None:
     """Three picks fill the first token's counter: of counts 3 and 1 one and none are left, and one more pick of the
     other makes them equal; without halving it would be 3 to 2, and the later token would go."""
     row = alone(PoolLimit(4, Eviction.COUNTER, num_first=0, num_last=3, most_count=3), num_prompt=4)
-    for picked in ({0, 1}, {0}, {0}, {1}):
-        row.pools.pick([0], [4], [picks_of([[picked, picked]])] * NUM_LAYERS)
-    row.append()
+    closeness_BGP = torch.zeros(1, NUM_HEADS, 4)
+    for picked in ({0, 1}, {0}, {0}):
+        noted(row, picked, closeness_BGP)
+    row.append(noted(row, {1}, closeness_BGP))
     assert gone_of(row) == [0]
 
 
@@ -177,7 +214,7 @@ def test_a_copy_goes_on_alike() -> None:
     pools = KvPools(2, NUM_LAYERS, NUM_HEADS, limit)
     source = Traced(limit, pools, 0)
     source.fill([TokenRange(0, 7)], 7)
-    step(source, {3})
+    step([source], [[[{3}] * NUM_HEADS]] * NUM_LAYERS)
     pools[1].copy_from(pools[0])
     for position in range(8, 17):
         victims_LG, copied_LG = (pool.append(position) for pool in (pools[0], pools[1]))
@@ -191,9 +228,14 @@ def alone(limit: PoolLimit, num_prompt: int) -> Traced:
     return row
 
 
-def step(row: Traced, places: set[int]) -> None:
-    row.pools.pick([row.slot], [row.num_tokens], [picks_of([[places, places]])] * NUM_LAYERS)
-    row.append()
+def noted(row: Traced, places: set[int], closeness_BGP: Tensor) -> Integers:
+    """The only row attends to these in all lists; whom that makes victims."""
+    notes = PoolNotes(row.pools, [0], [row.num_tokens])
+    for _ in range(NUM_LAYERS):
+        notes.note(picks_of([[places] * NUM_HEADS]), closeness_BGP)
+    (victims_LG,) = notes.victims()
+    assert victims_LG is not None
+    return victims_LG
 
 
 def gone_of(row: Traced) -> list[int]:

@@ -105,6 +105,14 @@ def fill_in_pieces(bench: Bench, slot: int, ids: Sequence[int], order: Sequence[
     return buffer.data[LAYERS.start :]
 
 
+def closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
+    """How close each key comes to the best one, for the query head for which it comes closest: `[G, P]`."""
+    num_kv_heads, num_columns = k_PGR.shape[1:]
+    scores_GJP = q_NR.double().view(num_kv_heads, -1, num_columns) @ k_PGR.double().permute(1, 2, 0)
+    most_GJ1: Tensor | float = scores_GJP.amax(2, keepdim=True) if len(k_PGR) else 0.0
+    return (scores_GJP - most_GJ1).amax(1)
+
+
 def turns_of(step: StepKv) -> LayerTurns:
     assert step.turns is not None
     return step.turns
@@ -116,6 +124,7 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
         (SlotId(slot), TokenRange(bench.lengths[slot], bench.lengths[slot] + len(ids))) for slot, ids in fed.items()
     ]
     single = [slot for slot, ids in fed.items() if len(ids) == 1]
+    is_single_T = torch.tensor([len(ids) == 1 for ids in fed.values() for _ in ids])
     new: dict[int, list[Tensor]] = {slot: [] for slot in fed}
     with torch.inference_mode(), bench.residency.step(rows) as step:
         turns = turns_of(step)
@@ -131,7 +140,9 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
                     num_kept = min(len(trace.truth), trace.limit.num_places)
                     before = row_of(bench, slot).placed_rows(layer, TokenRange(0, num_kept))
                     assert picks is not None
-                    trace.picked(layer - LAYERS.start, picks, row, before)
+                    q_NR = random_basis(LAYOUT).queries(layer, q_TNH[is_single_T])[row]
+                    closeness_GP = closeness(q_NR, row_of(bench, slot).partial.read(layer, num_kept))
+                    trace.picked(layer - LAYERS.start, picks, row, before, closeness_GP)
                 return picks
 
             def end(self, layer: int) -> None:
