@@ -133,8 +133,8 @@ class GenerateSection(Section):
     """Tokens of local prefill between two decode steps."""
     max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
     """How many times as long a decode step may take for the sake of local prefill."""
-    residency: Literal["device", "host", "infinigen", "window", "oracle", "h2o", "int4"] = "device"
-    """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
+    residency: Literal["device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4"] = "device"
+    """Where KV lives: device, or host memory (host). Others are approximate: some keys, 4 bits (int4), or both."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     pool_tokens: Annotated[int, Field(ge=0)] = LocalConfig.pool_tokens

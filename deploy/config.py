@@ -11,7 +11,7 @@ from orchestrator.config import DISAGGREGATION, Disaggregation, OrchestratorConf
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8")
 """Of weights."""
-POLICIES = ("device", "host", "infinigen", "window", "oracle", "h2o", "int4")
+POLICIES = ("device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4")
 """Of residency."""
 EVICTIONS = ("counter", "lru", "fifo")
 """From pools of KV."""
@@ -143,7 +143,7 @@ class LocalConfig:
     """Who prefills, where there are ranks: their chain, always, so that it can be seen; auto or never, as
     orchestrator.disaggregation."""
     residency: str = "device"
-    """Where KV lives: device, or host memory (host). Others are approximate: some keys, or all in 4 bits (int4)."""
+    """Where KV lives: device, or host memory (host). Others are approximate: some keys, 4 bits (int4), or both."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     pool_tokens: int = 0

@@ -29,13 +29,16 @@ MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "infinigen": ("budget", "alpha"),
+    "infinigen_int4": ("budget", "alpha"),
     "oracle": ("budget", "alpha"),
     "window": ("budget",),
     "h2o": ("budget",),
 }
 """What of --budget and --alpha means something to a policy."""
-_PREPARED = ("infinigen", "oracle", "window", "h2o")
-"""Policies that go by what `baton prepare` wrote; the first takes its basis, too."""
+_BASED = ("infinigen", "infinigen_int4")
+"""Policies that take the basis that `baton prepare` wrote; the first can evict."""
+_PREPARED = (*_BASED, "oracle", "window", "h2o")
+"""Policies that go by what it wrote."""
 
 _DESCRIPTION = """\
 Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
@@ -50,14 +53,17 @@ token by token, all rows in one batch, and each step is asked for the token that
   mass          true attention's weight on the keys attended to (--mass)
   needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
 
-Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many. With
---pool, infinigen is read as well with so large a part of each row's tokens kept, by each way to evict the others."""
+Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many, and
+NAME:BUDGET in --policies one policy's alone: to compare policies at the same bytes. With --pool, infinigen is read as
+well with so large a part of each row's tokens kept, by each way to evict the others."""
 
 _EXAMPLES = """\
 examples:
   baton evaluate --text emma.txt persuasion.txt
   baton evaluate --text emma.txt --budget 0.02,0.05,0.1,0.2 --mass 32 --plot quality.png
   baton evaluate --text emma.txt --policies device,infinigen --pool 0.8
+  baton evaluate --text emma.txt --policies device,infinigen,window:0.23,h2o:0.23
+  baton evaluate --text emma.txt --policies device,int4,infinigen,infinigen_int4
   baton evaluate llama-3.1-8b --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
 
 
@@ -167,7 +173,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--text", required=True, nargs="+", type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
     )
     parser.add_argument(
-        "--policies", default=DEFAULT_POLICIES, metavar="NAME,...", help=f"(default: {DEFAULT_POLICIES})"
+        "--policies",
+        default=DEFAULT_POLICIES,
+        metavar="NAME[:BUDGET],...",
+        help=f"(default: {DEFAULT_POLICIES})",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG; needs the extra 'plot'")
@@ -247,8 +256,9 @@ def find_size(args: argparse.Namespace) -> Size:
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
-    """Each policy with all the sizes that mean something to it, and once if none does. Raises InvalidArgumentError."""
-    policies = [name.strip() for name in args.policies.split(",")]
+    """Each policy with the budget that is its own, or else with all the sizes that mean something to it, and once if
+    none does. Raises InvalidArgumentError."""
+    named = dict.fromkeys(name.strip() for name in args.policies.split(","))
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
         sizes += [{"budget": budget} for budget in _numbers("--budget", args.budget, 1.0)]
@@ -256,18 +266,29 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
     files: list[Path | None] = list(args.selection or [None])
     pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
-    if pools and _PREPARED[0] not in policies:
-        raise InvalidArgumentError(f"--pool means nothing without {_PREPARED[0]}: name it in --policies")
+    if pools and not any(name.partition(":")[0] == _BASED[0] for name in named):
+        raise InvalidArgumentError(f"--pool means nothing without {_BASED[0]}: name it in --policies")
     settings = []
-    for policy in dict.fromkeys(policies):
+    for name in named:
+        policy, _, own = name.partition(":")
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
+        if own:
+            meant = [{"budget": _own_budget(policy, own)}]
         # to the others, several files would say the same
-        used = files if policy == _PREPARED[0] else files[:1] if policy in _PREPARED else [None]
+        used = files if policy in _BASED else files[:1] if policy in _PREPARED else [None]
         for path, size in itertools.product(used, meant):
             whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
-            kept = itertools.product(pools, EVICTIONS) if policy == _PREPARED[0] else ()
+            kept = itertools.product(pools, EVICTIONS) if policy == _BASED[0] else ()
             settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
     return settings
+
+
+def _own_budget(policy: str, text: str) -> float:
+    """The number behind a policy's name."""
+    if "budget" not in _SIZES.get(policy, ()):
+        raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
+    (budget,) = _numbers("--policies", text, 1.0)
+    return budget
 
 
 def _numbers(option: str, text: str, most: float) -> list[float]:

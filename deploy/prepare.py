@@ -34,7 +34,7 @@ MAX_ROWS = 2**10
 _DESCRIPTION = """\
 Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
 keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
-generation with residency `infinigen` (and `window`, `oracle`) goes by it.
+generation with residency `infinigen` (and `infinigen_int4`, `window`, `oracle`) goes by it.
 
 The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
 capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection

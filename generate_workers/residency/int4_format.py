@@ -22,6 +22,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.types import KvLayout
 from modeling.kernels import native
+from modeling.selection import Picks
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4
@@ -77,9 +78,19 @@ class Int4Format:
         """Likewise back."""
         torch.ops.baton.unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
+    def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
+        """Likewise back, of each kv head what it picks among them, to where that lies among all; what else lies there
+        stays, and picks behind them mean nothing. On all threads. Returns how many picks were unpacked. Raises
+        RuntimeError for picks of other rows, or below 0."""
+        lists = picks.keys_BGK, picks.num_BG
+        num: int = torch.ops.baton.unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
+        return num
+
     def _sizes(self, num_tokens_B: Tensor) -> tuple[Tensor, int, int, bool]:
-        heads_B = num_tokens_B * (2 * self.plain.num_kv_heads)
-        return heads_B, self.plain.head_dim, self.group, self.plain.dtype == "bfloat16"
+        return num_tokens_B * (2 * self.plain.num_kv_heads), *self._head_sizes()
+
+    def _head_sizes(self) -> tuple[int, int, bool]:
+        return self.plain.head_dim, self.group, self.plain.dtype == "bfloat16"
 
 
 def _addresses(source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,7 @@ from generate_workers.residency.heavy_hitters import HeavyBudget
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.host_link import HostLink
 from generate_workers.residency.infinigen import InfinigenResidency
+from generate_workers.residency.infinigen_int4 import InfinigenInt4Residency
 from generate_workers.residency.int4 import make_int4
 from generate_workers.residency.oracle import OracleResidency
 from generate_workers.residency.pool import PoolSize
@@ -60,12 +61,12 @@ def _host(shape: KvShape, device: torch.device, source: SelectionSource | None) 
     return HostResidency(shape, make_home, lambda layout, most: _on_device(layout, most, device), HostLink())
 
 
-def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency]) -> Make:
-    """A policy that attends to some of the keys; CPU only."""
+def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
+    """A policy that attends to some of the keys, with kernels for it and `others`; CPU only."""
 
     def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
         require_selective(name, shape, device)
-        if not native.load("key_selection"):
+        if not all(native.load(kernel) for kernel in ("key_selection", *others)):
             raise ConfigError(
                 f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"
             )
@@ -82,6 +83,10 @@ def _infinigen(shape: KvShape, source: SelectionSource) -> Residency:
     return PooledResidency(shape, PagedMemory, source.load(), source.decoder, pool)
 
 
+def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
+    return InfinigenInt4Residency(shape, PagedMemory, source.load(), source.decoder)
+
+
 def _budget(source: SelectionSource) -> HeavyBudget:
     return HeavyBudget.halved(source.load().selection.most_share)
 
@@ -96,6 +101,7 @@ POLICIES: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
     "infinigen": _selecting("infinigen", _infinigen),
+    "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
     "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
     "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),
     "h2o": _selecting("h2o", lambda shape, source: H2oResidency(shape, PagedMemory, source.decoder, _budget(source))),

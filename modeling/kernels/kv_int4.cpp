@@ -4,13 +4,14 @@
 //
 // Rows lie anywhere: an address each, of packed heads and of plain ones, each row's heads one after the other.
 //
-// B rows, H head dim.
+// B rows, G kv heads, H head dim, K picks at most.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -20,7 +21,7 @@
 
 namespace {
 
-constexpr int64_t kRun = 512;  // heads of a task
+constexpr int64_t kRun = 512;  // heads of a task, K's and V's
 constexpr int kLastLevel = 15;
 
 struct Format {
@@ -56,8 +57,9 @@ inline float load_one(const uint16_t* from) { return c10::BFloat16(*from, c10::B
 inline void store_one(float* to, float value) { *to = value; }
 inline void store_one(uint16_t* to, float value) { *to = c10::BFloat16(value).x; }
 
+// A head. Inlined, for a call takes some 8 % of the time.
 template <class Element>
-void unpack(const Format& f, const uint8_t* from, Element* to) {
+[[gnu::always_inline]] inline void unpack(const Format& f, const uint8_t* from, Element* to) {
   for (int64_t g = 0; g < f.num_groups(); ++g) {
     Group group;
     std::memcpy(&group, from + f.H / 2 + 4 * g, 4);
@@ -134,22 +136,32 @@ void pack(const Format& f, const Element* from, uint8_t* to, float* x, int32_t* 
 }
 
 struct Task {
-  int64_t row, begin, end;  // heads of the row
+  int64_t list, begin, end;  // of one list those from `begin` on
 };
 
-std::vector<Task> divide(const at::Tensor& heads_B) {
+// Lists of so many each, in runs for threads to share.
+template <class Number>
+std::vector<Task> divide(const at::Tensor& numbers, int64_t run) {
   std::vector<Task> tasks;
-  for (int64_t row = 0; row < heads_B.numel(); ++row) {
-    const int64_t heads = heads_B.const_data_ptr<int64_t>()[row];
-    for (int64_t begin = 0; begin < heads; begin += kRun) tasks.push_back({row, begin, std::min(begin + kRun, heads)});
+  for (int64_t list = 0; list < numbers.numel(); ++list) {
+    const int64_t num = numbers.const_data_ptr<Number>()[list];
+    for (int64_t begin = 0; begin < num; begin += run) tasks.push_back({list, begin, std::min(begin + run, num)});
   }
   return tasks;
+}
+
+// run(task) for all of them, on all threads.
+template <class Run>
+void run_tasks(const std::vector<Task>& tasks, Run run) {
+  at::parallel_for(0, int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) run(tasks[i]);
+  });
 }
 
 Format checked(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t H, int64_t group) {
   for (const at::Tensor* each : {&from_B, &to_B, &heads_B}) {
     TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() && each->numel() == heads_B.numel(),
-                "rows are two addresses and a number of heads each");
+                "rows are two addresses and a number each");
   }
   TORCH_CHECK(group > 0 && group % 2 == 0 && H % group == 0, "heads of ", H, " do not fall into groups of ", group);
   return {H, group};
@@ -159,19 +171,60 @@ Format checked(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tenso
 void unpack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t head_dim,
                int64_t group, bool is_bf16) {
   const Format f = checked(from_B, to_B, heads_B, head_dim, group);
-  const std::vector<Task> tasks = divide(heads_B);
   const auto run = [&](auto element) {
     using Element = decltype(element);
-    at::parallel_for(0, int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const Task& task = tasks[i];
-        const auto* from = reinterpret_cast<const uint8_t*>(from_B.const_data_ptr<int64_t>()[task.row]);
-        auto* to = reinterpret_cast<Element*>(to_B.const_data_ptr<int64_t>()[task.row]);
-        for (int64_t head = task.begin; head < task.end; ++head) unpack(f, from + head * f.bytes(), to + head * f.H);
-      }
+    run_tasks(divide<int64_t>(heads_B, kRun), [&](const Task& task) {
+      const auto* from = reinterpret_cast<const uint8_t*>(from_B.const_data_ptr<int64_t>()[task.list]);
+      auto* to = reinterpret_cast<Element*>(to_B.const_data_ptr<int64_t>()[task.list]);
+      for (int64_t head = task.begin; head < task.end; ++head) unpack(f, from + head * f.bytes(), to + head * f.H);
     });
   };
   is_bf16 ? run(uint16_t()) : run(float());
+}
+
+void check_picks(const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, int64_t B) {
+  TORCH_CHECK(picks_BGK.dim() == 3 && picks_BGK.size(0) == B && picks_BGK.is_contiguous(), "picks must be [B, G, K]");
+  TORCH_CHECK(num_picks_BG.is_contiguous() && num_picks_BG.sizes() == picks_BGK.sizes().slice(0, 2),
+              "numbers of picks must be [B, G]");
+  const int64_t K = picks_BGK.size(2);
+  for (int64_t list = 0; list < num_picks_BG.numel(); ++list) {
+    const int32_t num = num_picks_BG.const_data_ptr<int32_t>()[list];
+    const int32_t* picks = picks_BGK.const_data_ptr<int32_t>() + list * K;
+    TORCH_CHECK(num >= 0 && num <= K, "a list has at most ", K, " picks");
+    TORCH_CHECK(std::all_of(picks, picks + num, [](int32_t pick) { return pick >= 0; }), "picks are counted from 0");
+  }
+}
+
+// Of each row's first tokens, which are packed, K and V of those that a kv head picks, to where they lie among all.
+// Other picks are left as they are. Returns how many were unpacked.
+int64_t unpack_picked_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& num_tokens_B,
+                         const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, int64_t head_dim, int64_t group,
+                         bool is_bf16) {
+  const Format f = checked(from_B, to_B, num_tokens_B, head_dim, group);
+  check_picks(picks_BGK, num_picks_BG, from_B.numel());
+  const int64_t G = picks_BGK.size(1), K = picks_BGK.size(2);
+  std::atomic<int64_t> num_unpacked = 0;
+  const auto run = [&](auto element) {
+    using Element = decltype(element);
+    run_tasks(divide<int32_t>(num_picks_BG, kRun / 2), [&](const Task& task) {
+      const int64_t row = task.list / G, g = task.list % G;
+      const auto* from = reinterpret_cast<const uint8_t*>(from_B.const_data_ptr<int64_t>()[row]);
+      auto* to = reinterpret_cast<Element*>(to_B.const_data_ptr<int64_t>()[row]);
+      const int32_t* picks = picks_BGK.const_data_ptr<int32_t>() + task.list * K;
+      const int64_t num_tokens = num_tokens_B.const_data_ptr<int64_t>()[row];
+      int64_t num = 0;
+      for (int64_t i = task.begin; i < task.end; ++i) {
+        if (picks[i] >= num_tokens) continue;
+        const int64_t key = 2 * G * picks[i] + g, value = key + G;
+        unpack(f, from + key * f.bytes(), to + key * f.H);
+        unpack(f, from + value * f.bytes(), to + value * f.H);
+        ++num;
+      }
+      num_unpacked += num;
+    });
+  };
+  is_bf16 ? run(uint16_t()) : run(float());
+  return num_unpacked;
 }
 
 // Each row's packed heads from the plain. On the calling thread alone: pushed KV must not take the cores that compute.
@@ -198,9 +251,13 @@ void pack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor&
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
   m.def("unpack_kv(Tensor from_B, Tensor to_B, Tensor heads_B, int head_dim, int group, bool is_bf16) -> ()");
+  m.def(
+      "unpack_picked_kv(Tensor from_B, Tensor to_B, Tensor num_tokens_B, Tensor picks_BGK, Tensor num_picks_BG, "
+      "int head_dim, int group, bool is_bf16) -> int");
   m.def("pack_kv(Tensor from_B, Tensor to_B, Tensor heads_B, int head_dim, int group, bool is_bf16) -> ()");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
   m.impl("unpack_kv", &unpack_kv);
+  m.impl("unpack_picked_kv", &unpack_picked_kv);
   m.impl("pack_kv", &pack_kv);
 }

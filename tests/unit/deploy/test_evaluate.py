@@ -20,6 +20,7 @@ from deploy.evaluate import find_settings
 from deploy.evaluate_run import Material, num_found
 from deploy.evaluate_texts import Texts
 from generate_workers.quality import Context, Passage
+from generate_workers.residency.int4_format import Int4Format, has_int4_kernel
 from modeling.bases import Basis, BasisKind
 from modeling.kv_buffers import KvBuffer
 from modeling.selection import Selection
@@ -113,6 +114,20 @@ def test_what_a_budget_reads_is_the_formula_s(capsys: pytest.CaptureFixture[str]
     assert cells[0]["cost"] != 0
 
 
+@pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
+def test_picks_in_4_bits_are_as_many_and_a_part_of_the_bytes(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    options = f"--policies infinigen,infinigen_int4 --budget 0.25 --selection {folder / 'whole.safetensors'} --mass 2"
+    plain, packed = evaluated(capsys, folder, options)["cells"]
+    layout = load_decoder(folder, dtype="float32").layout
+    part = layout.num_kv_heads * 2 * Int4Format(layout).head_bytes / layout.row_bytes
+    assert (plain["setting"], packed["setting"]) == ("infinigen whole 0.25", "infinigen_int4 whole 0.25")
+    assert packed["kv_share"] == pytest.approx(plain["kv_share"], rel=0.01)  # the first and the latest are chosen, too
+    assert packed["link_share"] == pytest.approx(part * (packed["kv_share"] - 2 / 6))
+    assert packed["home_share"] < plain["home_share"] == 1
+    assert 0 < abs(packed["mass"] - plain["mass"]) < 0.05
+    assert 0 < abs(packed["perplexity"] / plain["perplexity"] - 1) < 0.2
+
+
 def test_heavy_hitters_keep_their_budget_of_the_prompt(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     [cell] = evaluated(capsys, folder, "--policies h2o --budget 0.5")["cells"]
     lengths = range(CONTEXT + 1, CONTEXT + NUM_STEPS + 1)
@@ -157,6 +172,10 @@ def test_settings_are_what_means_something_to_each_policy() -> None:
     assert budgets == ["device", "window 0.1", "window 0.2", "oracle 0.1", "oracle 0.2", "oracle alpha 4"]
     files = settings("--policies infinigen --selection a/skew.safetensors b/columns.safetensors --budget 0.2")
     assert files == ["infinigen skew 0.2", "infinigen columns 0.2"]
+    packed = settings("--policies infinigen_int4,int4 --selection a/skew.safetensors b/columns.safetensors --alpha 4")
+    assert packed == ["infinigen_int4 skew alpha 4", "infinigen_int4 columns alpha 4", "int4"]
+    own = settings("--policies device,window:0.23,infinigen,h2o:0.3 --alpha 4 --selection a/skew.safetensors")
+    assert own == ["device", "window skew 0.23", "infinigen skew alpha 4", "h2o skew 0.3"]
     pools = settings("--policies device,infinigen --pool 0.8")
     assert pools == ["device", "infinigen", *(f"infinigen pool 0.8 {how}" for how in ("counter", "lru", "fifo"))]
     assert settings("--policies device,oracle --selection a/skew.safetensors b.safetensors") == [
@@ -201,6 +220,8 @@ def test_needles_count_as_found_with_their_whole_answer() -> None:
 REFUSALS = {
     "--policies devise": "residency = 'devise' is unknown: use one of device, host",
     "--budget 1.5": "--budget: 1.5 is out of range",
+    "--policies window:1.5": "--policies: 1.5 is out of range",
+    "--policies int4:0.2": "--policies int4:0.2: int4 has no budget, name it alone",
     "--alpha 0": "--alpha = '0' is out of range",
     "--pool 1.5": "--pool: 1.5 is out of range",
     "--context 502": "--context 502 and --steps 10 are beyond the 512 tokens that the model takes",

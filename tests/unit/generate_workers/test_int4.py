@@ -12,7 +12,7 @@ from torch import Tensor
 
 from baton.errors import ConfigError
 from baton.ids import SlotId
-from baton.types import KvLayout, TokenRange
+from baton.types import TokenRange
 from generate_workers.residency.int4 import Int4Residency, make_int4
 from generate_workers.residency.int4_format import Int4Format, has_int4_kernel
 from generate_workers.residency.port import KvBytes, KvShape
@@ -21,6 +21,7 @@ from modeling.kernels import native
 from modeling.kv_buffers import BufferSpan, KvBuffer, byte_view
 from modeling.kv_memory import PAGE_BYTES
 from tests.support.generation import prefilled, prompt
+from tests.support.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv, there_and_back
 from tests.support.kernel_paths import require
 from tests.support.slot_tables import PoisonedMemory
 from tests.support.tiny_models import random_decoder
@@ -30,37 +31,6 @@ pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compi
 CPU = torch.device("cpu")
 SLOT, OTHER = SlotId(0), SlotId(1)
 DECODER = random_decoder(num_layers=5, head_dim=64)
-HEAD_DIMS = (4, 12, 16, 40, 64, 80, 96, 128, 256)
-INSTRUCTION_SETS = [
-    native.NATIVE,
-    "avx2",
-    *(pytest.param(each, marks=pytest.mark.soak) for each in ("avx512", "plain")),
-]
-
-
-def form_of(head_dim: int, dtype: str = "float32", num_kv_heads: int = 1) -> Int4Format:
-    return Int4Format(KvLayout("test", 1, num_kv_heads, head_dim, dtype))
-
-
-def packed(form: Int4Format, x_T2GH: Tensor) -> Tensor:
-    to_T2GW = torch.full((*x_T2GH.shape[:3], form.head_bytes), 0xEE, dtype=torch.uint8)
-    form.pack(x_T2GH, to_T2GW)
-    return to_T2GW
-
-
-def there_and_back(form: Int4Format, x_T2GH: Tensor) -> Tensor:
-    back_T2GH = torch.empty_like(x_T2GH)
-    form.unpack(packed(form, x_T2GH), back_T2GH)
-    return back_T2GH
-
-
-def random_kv(form: Int4Format, num_tokens: int, seed: int = 0) -> Tensor:
-    """Heads of very different widths, off zero."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (num_tokens, 2, form.plain.num_kv_heads, form.plain.head_dim)
-    widths = torch.randn(*shape[:3], 1, generator=generator).mul_(2).exp_()  # all within fp16
-    values = torch.randn(shape, generator=generator) * widths + torch.randn(shape[:3], generator=generator)[..., None]
-    return values.to(getattr(torch, form.plain.dtype))
 
 
 def half(value: float) -> float:
