@@ -37,6 +37,8 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 """What of --budget and --alpha means something to a policy."""
 _BASED = ("infinigen", "infinigen_int4")
 """Policies that take the basis that `baton prepare` wrote; the first can evict."""
+_POOLED = "infinigen"
+"""The policy that may keep less than it was given."""
 _PREPARED = (*_BASED, "oracle", "window", "h2o")
 """Policies that go by what it wrote."""
 
@@ -73,7 +75,7 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """So large a part of a row's keys, whatever their scores are."""
+    """So large a part of a row's tokens, whatever their keys' scores are."""
     alpha: float | None = None
     """Keys that come this close to the best score."""
     selection: Path | None = None
@@ -130,7 +132,7 @@ class Cell:
     same_choice: float
     """Part of the steps that choose as full attention does."""
     picked_share: float | None
-    """Of a row's keys, in layers that choose; None where none does."""
+    """Of a row's tokens, in layers that choose; None where none does."""
     kv_share: float
     """KV bytes that attention read, of full attention's."""
     link_share: float
@@ -266,21 +268,21 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
     files: list[Path | None] = list(args.selection or [None])
     pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
-    if pools and not any(name.partition(":")[0] == _BASED[0] for name in named):
-        raise InvalidArgumentError(f"--pool means nothing without {_BASED[0]}: name it in --policies")
+    if pools and not any(name.partition(":")[0] == _POOLED for name in named):
+        raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
     settings = []
     for name in named:
-        policy, _, own = name.partition(":")
+        policy, has_own, own = name.partition(":")
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
-        if own:
+        if has_own:
             meant = [{"budget": _own_budget(policy, own)}]
         # to the others, several files would say the same
         used = files if policy in _BASED else files[:1] if policy in _PREPARED else [None]
         for path, size in itertools.product(used, meant):
             whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
-            kept = itertools.product(pools, EVICTIONS) if policy == _BASED[0] else ()
+            kept = itertools.product(pools, EVICTIONS) if policy == _POOLED else ()
             settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
-    return settings
+    return list(dict.fromkeys(settings))
 
 
 def _own_budget(policy: str, text: str) -> float:

@@ -78,9 +78,9 @@ class ScoredInt4Row(Int4Row):
         """Over the whole layers and the area."""
         return ScoredInt4Span(self, tokens)
 
-    def pack(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Packs pushed KV into place, and takes its keys in."""
-        super().pack(layer, tokens, kv_T2GH)
+    def take_pushed(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+        """Packs it into place, and takes its keys in."""
+        super().take_pushed(layer, tokens, kv_T2GH)
         self.take_in(layer, tokens, kv_T2GH)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:

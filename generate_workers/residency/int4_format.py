@@ -43,10 +43,10 @@ class Int4Format:
 
     def __post_init__(self) -> None:
         if self.plain.dtype == "float16":
-            raise ConfigError("residency = int4 packs KV of bfloat16 and float32, not float16: use another dtype")
+            raise ConfigError("4 bits a channel hold KV of bfloat16 and float32, not float16: use another dtype")
         if self.plain.head_dim % _HEAD_DIM_STEP:
-            few = f"not of {self.plain.head_dim} channels"
-            raise ConfigError(f"residency = int4 packs heads of a multiple of {_HEAD_DIM_STEP}, {few}: use device")
+            remedy = f"not of {self.plain.head_dim} channels: use residency device"
+            raise ConfigError(f"4 bits a channel hold heads of a multiple of {_HEAD_DIM_STEP}, {remedy}")
 
     @property
     def group(self) -> int:
@@ -81,8 +81,10 @@ class Int4Format:
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
         """Likewise back, of each kv head what it picks among them, to where that lies among all; what else lies there
         stays, and picks behind them mean nothing. On all threads. Returns how many picks were unpacked. Raises
-        RuntimeError for picks of other rows, or below 0."""
-        lists = picks.keys_BGK, picks.num_BG
+        RuntimeError for picks of other rows or heads, or below 0."""
+        lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.num_BG.shape[1]
+        if num_kv_heads != self.plain.num_kv_heads:
+            raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")
         num: int = torch.ops.baton.unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
         return num
 

@@ -88,10 +88,10 @@ class Int4Row:
         plain = KvBuffer(self._layer_layout, tokens)
         plain.write(0, tokens, data)
         self.packed.memory.commit(tokens, layer - NUM_WHOLE_LAYERS)
-        self.pack(layer, tokens, plain.span(0, tokens))
+        self.take_pushed(layer, tokens, plain.span(0, tokens))
 
-    def pack(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Packs KV of a layer that is not whole into place, which is committed."""
+    def take_pushed(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
+        """Packs KV that was pushed, of a layer that is not whole, into place, which is committed."""
         self._form.pack(kv_T2GH, self._packed_span(layer, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:

@@ -100,7 +100,7 @@ def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMe
 POLICIES: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
-    "infinigen": _selecting("infinigen", _infinigen),
+    "infinigen": _selecting("infinigen", _infinigen, "pool_notes"),
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
     "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
     "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),

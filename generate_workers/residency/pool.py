@@ -56,7 +56,8 @@ _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Whose place a new token takes; among equals, that of the farthest from being picked now, else of the earliest."""
+    """Whose place a new token takes; among equals, that of the one which the running step scores least, else of the
+    earliest."""
 
     COUNTER = "counter"
     """The one that was picked least often: the paper's choice, for it keeps no list."""
@@ -211,6 +212,8 @@ class KvPools:
     def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, limit: PoolLimit) -> None:
         """Raises OSError when so much address space cannot be had."""
         self.limit = limit
+        self.lists = num_layers, num_kv_heads
+        """Of a row."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
         """Of a row."""
@@ -220,9 +223,8 @@ class KvPools:
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # rows have pages of their own
         orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
-        lists = num_layers, num_kv_heads, list_size
-        rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(lists)]
-        self._rows = [KvPool(limit, row_X.reshape(lists)) for row_X in rows_SX]
+        rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(self.lists) * list_size]
+        self._rows = [KvPool(limit, row_X.reshape(*self.lists, list_size)) for row_X in rows_SX]
         self._start = orders.ctypes.data
         self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
         """Of each layer's lists, from a row's first one on."""
@@ -247,25 +249,26 @@ class PoolNotes:
     """What the rows of one step pick, noted in their pools layer by layer, and who then has to go."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
-        """Rows of one new token each, `positions`; None for a row whose pool need not hear. Not for FIFO."""
+        """Rows of one new token each, `positions`; None for a row whose pool need not hear. Not for FIFO; only where
+        there are kernels."""
         limit = pools.limit
         assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
-        found = native.load("pool_notes")
-        assert found, "who chooses keys has kernels"
         self._limit = limit
         self._is_heard = [slot is not None for slot in slots]
         self._addresses_LB = torch.from_numpy(pools.addresses(slots))
         self._positions_B = torch.tensor(positions)
-        self._victims: list[Tensor] = []
+        self._victims_BLG = torch.zeros(len(slots), *pools.lists, dtype=torch.int64)
+        native.load("pool_notes")
 
-    def note(self, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Of the next layer; `closeness_BGS`: of all that is kept, as `select_keys` has it."""
+    def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
+        """Of a layer, counted from the first that chooses; once each. `closeness_BGS`: of all that is kept, as
+        `select_keys` has it."""
         limit = self._limit
-        victims_BG = torch.ops.baton.note_picks(
+        self._victims_BLG[:, layer] = torch.ops.baton.note_picks(
             picks.keys_BGK,
             picks.num_BG,
             closeness_BGS,
-            self._addresses_LB[len(self._victims)],
+            self._addresses_LB[layer],
             self._positions_B,
             limit.num_places,
             limit.num_first,
@@ -273,9 +276,8 @@ class PoolNotes:
             limit.position_bits,
             0 if limit.eviction is Eviction.LRU else limit.most_count,
         )
-        self._victims.append(victims_BG)
 
     def victims(self) -> list[Integers | None]:
         """Each row's places, `[L, G]`, once all layers are noted; those of rows that are not full mean nothing."""
-        victims_BLG = torch.stack(self._victims, 1).numpy()
+        victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

@@ -171,8 +171,8 @@ class PooledRow:
         return self._kept.buffer.data[:, self.num_kept(position), 0]
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """To their places: all at once, where nothing was picked yet."""
-        if self._has_begun:
+        """To their places: all at once, where nothing was picked yet, or nobody has to go."""
+        if self._has_begun and self._can_overflow:
             for position, kv_2GH in zip(range(tokens.start, tokens.end), kv_T2GH, strict=True):
                 own = TokenRange(self.num_kept(position), self.num_kept(position) + 1)
                 self.placed_rows(layer, own)[0] = kv_2GH
@@ -312,7 +312,7 @@ class PooledStep(InfinigenStep[PooledRow]):
         if self._notes is None:
             return super()._select(layer, q_BNH)
         picks = super()._select(layer, q_BNH, self._closeness_BGS)
-        self._notes.note(picks, self._closeness_BGS)
+        self._notes.note(self._layers.index(layer), picks, self._closeness_BGS)
         return picks
 
 
@@ -341,7 +341,8 @@ class PooledResidency(SelectiveResidency[PooledRow]):
         super().__init__([PooledRow(shape, make_memory, prepared.basis, self._pools, slot) for slot in slots])
         self._shape = shape
         self._source = prepared, decoder
-        native.load("key_selection")  # builds it now, not when the first KV is pushed
+        for kernel in ("key_selection", "pool_notes"):
+            native.load(kernel)  # builds it now, not when the first KV is pushed
 
     def make_step(self, rows: Sequence[tuple[PooledRow, TokenRange]]) -> PooledStep:
         return PooledStep(self._shape, rows, self._source, self._pools)

@@ -85,8 +85,12 @@ at::Tensor note_picks(const at::Tensor& keys_BGK, const at::Tensor& num_BG, cons
   const auto run = [&]<class Order>(Order, int64_t list) {
     const int64_t row = list / G;
     if (addresses[row] == 0) return;
+    const int32_t* picks = keys + list * K;
+    TORCH_CHECK(0 <= num[list] && num[list] <= K, "a list has at most ", K, " picks");
+    TORCH_CHECK(std::all_of(picks, picks + num[list], [&](int32_t each) { return 0 <= each && each <= num_places; }),
+                "picks are places, from 0 to ", num_places);
     auto* orders = reinterpret_cast<Order*>(addresses[row]) + list % G * (num_places + 1);
-    note(orders, keys + list * K, num[list], positions[row], pool);
+    note(orders, picks, num[list], positions[row], pool);
     if (positions[row] >= num_places) victims[list] = victim(orders, closeness + list * S, pool);
   };
   at::parallel_for(0, B * G, kLists, [&](int64_t from, int64_t to) {

@@ -25,6 +25,7 @@ def random_orders(num_lists: int, num_places: int, most_mark: int, dtype: torch.
     marks_XP = torch.randint(0, most_mark, (num_lists, num_places + 1), generator=generator)
     positions_XP = torch.stack([torch.randperm(num_places + 1, generator=generator) for _ in range(num_lists)])
     bits = BITS if dtype == torch.int32 else 32
+    positions_XP[:, 0] = (1 << BITS) - 1  # as large as they come
     return (marks_XP << bits | positions_XP).to(dtype)
 
 
@@ -52,7 +53,7 @@ def test_notes_and_victims_are_those_of_the_definition(
     operators, generator = loaded(instruction_set), torch.Generator().manual_seed(num_places)
     dtype, bits = (torch.int32, BITS) if most_count else (torch.int64, 32)
     positions = [num_places, num_places - 1, 1000, num_places + 7, 2000, 3000]
-    most_mark = min(most_count or 50, 50)
+    most_mark = most_count or 50
     rows = [random_orders(NUM_HEADS, num_places, most_mark, dtype, seed) for seed in range(len(positions))]
     before = [orders_GP.tolist() for orders_GP in rows]
     shape = (len(positions), NUM_HEADS)
@@ -65,6 +66,7 @@ def test_notes_and_victims_are_those_of_the_definition(
             keys_BGK[row, head, : len(picks)] = torch.tensor(picks)
     closeness_BGS = -torch.randint(0, 3, (*shape, num_places + 2), generator=generator).float()
     closeness_BGS[0, :, ::2] = torch.finfo(torch.float32).min
+    closeness_BGS[1:, :, 1::2] += 0.0  # zeros are 0.0 here, -0.0 there
     deaf = 4
     addresses_B = torch.tensor([0 if row == deaf else orders_GP.data_ptr() for row, orders_GP in enumerate(rows)])
     found_BG = operators.note_picks(
@@ -102,3 +104,11 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
         operators.note_picks(keys_BGK, num_BG, closeness_BGS, one_B, one_B.int(), *limit)
     with pytest.raises(RuntimeError, match="nobody may go"):
         operators.note_picks(keys_BGK, num_BG, closeness_BGS, one_B, one_B, 8, 8, 8, 23, 255)
+    orders = torch.zeros(2, 9, dtype=torch.int32)
+    orders_B = torch.tensor([orders.data_ptr()])
+    for wrong in (-1, 9):
+        with pytest.raises(RuntimeError, match="picks are places, from 0 to 8"):
+            operators.note_picks(torch.full_like(keys_BGK, wrong), num_BG, closeness_BGS, orders_B, one_B, *limit)
+    with pytest.raises(RuntimeError, match="at most 4 picks"):
+        operators.note_picks(keys_BGK, 5 * num_BG, closeness_BGS, orders_B, one_B, *limit)
+    assert not orders.any()

@@ -93,7 +93,7 @@ async def test_choices_that_wait_count_as_many_slots() -> None:
         await eventually(made.state, lambda state: state.num_queued == 1, within_s=5)
         later = made.request(IDS, replace(PARAMS, n=2))
         with pytest.raises(ResourceExhaustedError):
-            await made.ask(later, timeout_s=120)  # were it due first, it would run at once, in slots that are free
+            await made.ask(later, timeout_s=90)  # were it due first, it would run at once, in slots that are free
         made.group_gates[0].open()
         first.cancel()
         answer = await waiting

@@ -301,8 +301,8 @@ def test_a_row_that_cannot_be_opened_holds_nothing() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"head_dim": 18}, "packs heads of a multiple of 4, not of 18 channels: use device"),
-        ({"dtype": "float16"}, "packs KV of bfloat16 and float32, not float16: use another dtype"),
+        ({"head_dim": 18}, "4 bits a channel hold heads of a multiple of 4, not of 18 channels: use residency device"),
+        ({"dtype": "float16"}, "4 bits a channel hold KV of bfloat16 and float32, not float16: use another dtype"),
     ],
 )
 def test_kv_that_cannot_be_packed_is_a_config_error(changes: dict[str, Any], message: str) -> None:

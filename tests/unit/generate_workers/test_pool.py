@@ -154,7 +154,7 @@ def step(rows: list[Traced], places_LBG: list[list[list[set[int]]]]) -> None:
             for row, places_G in zip(rows, places_BG, strict=True)
         ]
         if notes is not None:
-            notes.note(picks_of([[{0}] * NUM_HEADS, *own]), closeness_BGP)
+            notes.note(layer, picks_of([[{0}] * NUM_HEADS, *own]), closeness_BGP)
         for row, places_G, closeness_GP in zip(rows, places_BG, closeness_BGP[1:], strict=True):
             row.pick(layer, places_G, closeness_GP)
     victims = [None] * (1 + len(rows)) if notes is None else notes.victims()
@@ -231,8 +231,8 @@ def alone(limit: PoolLimit, num_prompt: int) -> Traced:
 def noted(row: Traced, places: set[int], closeness_BGP: Tensor) -> Integers:
     """The only row attends to these in all lists; whom that makes victims."""
     notes = PoolNotes(row.pools, [0], [row.num_tokens])
-    for _ in range(NUM_LAYERS):
-        notes.note(picks_of([[places] * NUM_HEADS]), closeness_BGP)
+    for layer in range(NUM_LAYERS):
+        notes.note(layer, picks_of([[places] * NUM_HEADS]), closeness_BGP)
     (victims_LG,) = notes.victims()
     assert victims_LG is not None
     return victims_LG

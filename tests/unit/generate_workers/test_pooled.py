@@ -17,7 +17,7 @@ from generate_workers.memory import MemoryLimits
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.pool import Eviction, PoolLimit, PoolSize
-from generate_workers.residency.pooled import PooledResidency
+from generate_workers.residency.pooled import PooledResidency, PooledStep
 from generate_workers.residency.port import KvBytes, KvShape, StepKv
 from modeling.decoder import LayerTurns
 from modeling.kv_buffers import KvBuffer, KvPlace, KvRows
@@ -113,6 +113,18 @@ def closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
     return (scores_GJP - most_GJ1).amax(1)
 
 
+def note_queries(turns: LayerTurns, queries: dict[int, Tensor]) -> None:
+    """By layer, those that choose: true ones, or guessed ones."""
+    assert isinstance(turns, PooledStep)
+    select = turns._select
+
+    def noting(layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
+        queries[layer] = q_BNH.clone()
+        return select(layer, q_BNH, closeness_BGS)
+
+    turns._select = noting  # type: ignore[method-assign]
+
+
 def turns_of(step: StepKv) -> LayerTurns:
     assert step.turns is not None
     return step.turns
@@ -124,10 +136,11 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
         (SlotId(slot), TokenRange(bench.lengths[slot], bench.lengths[slot] + len(ids))) for slot, ids in fed.items()
     ]
     single = [slot for slot, ids in fed.items() if len(ids) == 1]
-    is_single_T = torch.tensor([len(ids) == 1 for ids in fed.values() for _ in ids])
+    queries: dict[int, Tensor] = {}
     new: dict[int, list[Tensor]] = {slot: [] for slot in fed}
     with torch.inference_mode(), bench.residency.step(rows) as step:
         turns = turns_of(step)
+        note_queries(turns, queries)
 
         class Noting:
             def begin(self, layer: int, hidden_TD: Tensor) -> None:
@@ -140,7 +153,7 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
                     num_kept = min(len(trace.truth), trace.limit.num_places)
                     before = row_of(bench, slot).placed_rows(layer, TokenRange(0, num_kept))
                     assert picks is not None
-                    q_NR = random_basis(LAYOUT).queries(layer, q_TNH[is_single_T])[row]
+                    q_NR = random_basis(LAYOUT).queries(layer, queries[layer])[row]
                     closeness_GP = closeness(q_NR, row_of(bench, slot).partial.read(layer, num_kept))
                     trace.picked(layer - LAYERS.start, picks, row, before, closeness_GP)
                 return picks
@@ -159,14 +172,16 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
 
 
 @evictions
-@pytest.mark.parametrize("selection", [SOME, Selection(3.0, 0.3, 0, 1), Selection(3.0, 0.1, 4, 2)])
-def test_places_hold_what_lists_of_tokens_keep(eviction: Eviction, selection: Selection) -> None:
+@pytest.mark.parametrize(
+    ("selection", "lookahead"), [(SOME, 0), (SOME, 1), (Selection(3.0, 0.3, 0, 1), 0), (Selection(3.0, 0.1, 4, 2), 1)]
+)
+def test_places_hold_what_lists_of_tokens_keep(eviction: Eviction, selection: Selection, lookahead: int) -> None:
     """Rows that are longer than their pools from the start, that come to be, and that never do; now and then several
     tokens come at once, as they do where a prompt goes on."""
     limit = PoolLimit(24, eviction, selection.num_first, selection.num_last)
     prompts = [prompt(40), prompt(20), prompt(61), prompt(24), prompt(3)]
     shape = KvShape(LAYOUT, DECODER.config.windows, len(prompts), 140)
-    bench = Bench(DECODER, pooled(24, eviction, selection)(shape, PoisonedMemory))
+    bench = Bench(DECODER, pooled(24, eviction, selection, lookahead)(shape, PoisonedMemory))
     traces = [Trace(bench, slot, limit) for slot in range(len(prompts))]
     generator = torch.Generator().manual_seed(3)
     for slot, ids in enumerate(prompts):
