@@ -82,7 +82,7 @@ class Int4Format:
         """Likewise back, of each kv head what it picks among them, to where that lies among all; what else lies there
         stays, and picks behind them mean nothing. On all threads. Returns how many picks were unpacked. Raises
         RuntimeError for picks of other rows or heads, or below 0."""
-        lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.num_BG.shape[1]
+        lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")
         num: int = torch.ops.baton.unpack_picked_kv(from_B, to_B, num_tokens_B, *lists, *self._head_sizes())
