@@ -176,8 +176,8 @@ class EpochLife:
             self._heard(source)
             job = self._job_of(header)
             if job is None:
-                if header.status is LinkStatus.ABORT:
-                    self.sequencer.bury(header.job)
+                if header.status is LinkStatus.ABORT and self.sequencer.get(header.job) is None:
+                    self.sequencer.bury(header.job)  # a present one was given up, and will be settled
             elif header.status is LinkStatus.ABORT:
                 job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
             elif header.status is LinkStatus.ALIVE:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from baton.clock import ManualClock
-from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError
+from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError, RequestCancelledError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
 from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
 from prefill_workers.job import Job, JobReport
-from prefill_workers.links import LinkStatus
+from prefill_workers.links import LinkHeader, LinkStatus
 from tests.support.chains import WAIT_S, KeepingOutlet, reference_token, until
 from tests.support.link_groups import Recorder
 from tests.support.middle_ranks import CHUNKS, IDS, Middle, middle_rank
@@ -159,6 +159,20 @@ def test_abort_fails_the_job_and_is_passed_on(decoder: Decoder) -> None:
         middle.recorders[2].wait_received(4)
         assert statuses(middle.recorders[2]) == [LinkStatus.DATA] * 3 + [LinkStatus.ABORT]
         assert outlet.aborts == [future.exception()]
+
+
+def test_abort_of_a_job_that_was_just_given_up_does_not_forget_it(decoder: Decoder) -> None:
+    """The engine has not looked yet since it was cancelled."""
+    with middle_rank(decoder) as middle:
+        job = middle.job()
+        future = middle.engine.submit(job, KeepingOutlet())
+        with middle.engine._changed:
+            middle.engine.cancel(job.number)
+            life = middle.engine._life
+            assert life is not None
+            life.received(Rank(0), LinkHeader.bare(Epoch(1), job.number, LinkStatus.ABORT))
+        with pytest.raises(RequestCancelledError):
+            future.result(WAIT_S)
 
 
 def test_abort_that_comes_before_its_job_is_remembered(decoder: Decoder) -> None:
