@@ -10,7 +10,7 @@ from torch.distributed import TCPStore
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank
 from prefill_workers.in_process_links import InProcessHub
-from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
 from prefill_workers.torch_links import Meeting, connect_torch_links
 
 HOST = "127.0.0.1"
@@ -35,6 +35,11 @@ class Recorder:
         self.gate.set()
         self._scratch: dict[Rank, memoryview | None] = {}
         self._changed = threading.Condition()
+
+    @property
+    def statuses(self) -> list[LinkStatus]:
+        """Of all messages that came."""
+        return [header.status for _, header, _ in self.received_messages]
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
         self.num_places_asked += 1
