@@ -19,24 +19,17 @@ PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=3, presence_penalty
 SHORT = replace(PARAMS, max_tokens=8)
 
 
-async def serving_group(made: Relay) -> int:
-    """Which generation group has the one running stream."""
-    streams = [group.engine.status().num_streams for group in made.groups]
-    assert sorted(streams) == [0] * (len(streams) - 1) + [1]
-    return streams.index(1)
-
-
 async def test_a_stream_goes_on_exactly_when_its_generation_group_dies() -> None:
     async with relay(num_groups=2) as made:
         for gate in made.group_gates:
-            gate.shut()
+            gate.shut(num_passes=4 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(prompt(40), PARAMS)), Answer()
-        await answer.read(call, 1)
+        await answer.read(call, 5)
+        lost = await made.busy_group()
+        stopping = asyncio.create_task(made.groups[lost].stop())
         for gate in made.group_gates:
             gate.open()
-        await answer.read(call, 5)
-        lost = await serving_group(made)
-        await made.groups[lost].stop()
+        await stopping
         await answer.drain(call)
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
         assert answer.indices == list(range(PARAMS.max_tokens))
@@ -57,7 +50,7 @@ async def test_stop_strings_and_token_penalties_survive_a_lost_group() -> None:
             gate.shut()
         call, answer = made.open(made.request(prompt(40), replace(PARAMS, stop=(stop,)))), Answer()
         await answer.read(call, 1)
-        lost = await serving_group(made)
+        lost = await made.busy_group()
         stopping = asyncio.create_task(made.groups[lost].stop())
         for gate in made.group_gates:
             gate.open()
@@ -93,7 +86,7 @@ async def test_a_group_that_dies_during_prefill_costs_one_attempt() -> None:
         made.rank_gates[0].shut()
         running = asyncio.create_task(made.ask(made.request(prompt(40), SHORT)))
         await made.rank_gates[0].until_reached()
-        lost = await serving_group(made)
+        lost = await made.busy_group()
         await made.groups[lost].stop()
         made.rank_gates[0].open()
         answer = await running
@@ -198,13 +191,17 @@ async def test_a_stopping_orchestrator_lets_running_streams_end() -> None:
 
 async def test_a_group_that_is_drained_ends_its_streams_and_gets_no_others() -> None:
     async with relay(num_groups=2) as made:
+        for gate in made.group_gates:
+            gate.shut(num_passes=2 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(prompt(40), replace(PARAMS, max_tokens=200))), Answer()
         await answer.read(call, 3)
-        drained = await serving_group(made)
+        drained = await made.busy_group()
         view = made.view()
         groups = [replace(group, ready=index != drained) for index, group in enumerate(view.generation)]
         made.members.update(replace(view, generation=tuple(groups)))
         leaving = asyncio.create_task(made.groups[drained].stop(grace_s=30))  # as for a roll-out
+        for gate in made.group_gates:
+            gate.open()
         others = await asyncio.gather(*(made.ask(made.request(prompt(20), SHORT)) for _ in range(4)))
         assert all(len(each.token_ids) == SHORT.max_tokens for each in others)
         await answer.drain(call)

@@ -70,8 +70,11 @@ class Gate:
         self.opened.set()
         self.reached = threading.Event()
         self._kernel = kernel
+        self._num_passes = 0
 
-    def shut(self) -> None:
+    def shut(self, num_passes: int = 0) -> None:
+        """`num_passes` more calls (layers of steps) come through it."""
+        self._num_passes = num_passes
         self.reached.clear()
         self.opened.clear()
 
@@ -84,8 +87,11 @@ class Gate:
 
     def __call__(self, *args: Any) -> tuple[Tensor, Tensor]:
         if not self.opened.is_set():
-            self.reached.set()
-            assert self.opened.wait(30), "the test left the gate shut"
+            if not self._num_passes:
+                self.reached.set()
+                assert self.opened.wait(30), "the test left the gate shut"
+            else:
+                self._num_passes -= 1
         return self._kernel(*args)
 
 
@@ -266,6 +272,14 @@ class Relay:
 
     async def state(self) -> pb.ClusterState:
         return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
+
+    async def busy_group(self) -> int:
+        """Which generation group has the one stream that runs, or is about to; one that goes on until it is found."""
+
+        async def streams() -> list[int]:
+            return [group.engine.status().num_streams for group in self.groups]
+
+        return (await eventually(streams, lambda found: sum(found) == 1, within_s=10)).index(1)
 
     async def scrape(self) -> list[Metric]:
         """All metrics, as Prometheus reads them."""

@@ -105,14 +105,14 @@ async def test_choices_go_on_each_for_itself_when_their_group_dies() -> None:
     params = replace(PARAMS, max_tokens=60, n=3)
     async with relay(num_groups=2) as made:
         for gate in made.group_gates:
-            gate.shut()
+            gate.shut(num_passes=4 * made.decoder.config.num_layers)
         call, answer = made.open(made.request(IDS, params)), Answer()
-        await answer.read(call, 1)
+        await answer.read(call, 2)
+        lost = await made.busy_group()
+        stopping = asyncio.create_task(made.groups[lost].stop())
         for gate in made.group_gates:
             gate.open()
-        await answer.read(call, 5)
-        lost = [group.engine.status().num_streams for group in made.groups].index(1)
-        await made.groups[lost].stop()
+        await stopping
         await answer.drain(call)
         assert [answer.token_ids, answer.others[1], answer.others[2]] == expected(made, params)
         assert answer.text == text_of(answer.token_ids)
