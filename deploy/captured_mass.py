@@ -67,7 +67,8 @@ def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: S
     """Which keys a selection takes, as a mask `[G, Q, S]`: the rule of modeling.selection, for many queries at once."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
-    num_Q = num_close_Q.minimum((num_seen_Q * selection.most_share).floor()).clamp_(min=1)
+    most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)
+    num_Q = num_close_Q.minimum(most_Q).clamp_(min=1)
     best_GQS = close_GQS.sort(dim=-1, descending=True, stable=True).indices
     ranks_S = torch.arange(close_GQS.shape[-1])
     is_best_GQS = (ranks_S < num_Q.unsqueeze(1)).expand(close_GQS.shape)

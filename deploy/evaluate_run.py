@@ -54,7 +54,7 @@ class VariedSource(SelectionSource):
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
-            selection = dataclasses.replace(selection, alpha=math.inf, most_share=self.budget)
+            selection = dataclasses.replace(selection, alpha=math.inf, most_share=self.budget, free_keys=1)
         if self.alpha is not None:
             selection = dataclasses.replace(selection, alpha=self.alpha)
         return dataclasses.replace(prepared, selection=selection)

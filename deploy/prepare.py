@@ -28,6 +28,7 @@ DEFAULT_COST = "0.02"
 DEFAULT_MOST_SHARE = "0.2"
 NUM_FIRST = 4
 NUM_LAST = 16
+FREE_KEYS = 256
 MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
@@ -71,6 +72,7 @@ class Wanted:
     """alpha and most_share; None: to be found."""
     num_first: int
     num_last: int
+    free_keys: int
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -130,6 +132,13 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         "--first", type=int, default=NUM_FIRST, metavar="N", help=f"always chosen (default: {NUM_FIRST})"
     )
     group.add_argument("--last", type=int, default=NUM_LAST, metavar="N", help=f"always chosen (default: {NUM_LAST})")
+    group.add_argument(
+        "--free-keys",
+        type=int,
+        default=FREE_KEYS,
+        metavar="N",
+        help=f"any row may choose so many, however few its share would be (default: {FREE_KEYS})",
+    )
 
 
 def _add_text(parser: argparse.ArgumentParser) -> None:
@@ -178,6 +187,8 @@ def find_wanted(args: argparse.Namespace) -> Wanted:
         raise InvalidArgumentError(f"--first {args.first} is out of range: use 0 or more")
     if args.last < 1:
         raise InvalidArgumentError(f"--last {args.last} leaves out the token itself: use 1 or more")
+    if args.free_keys < 1:
+        raise InvalidArgumentError(f"--free-keys {args.free_keys} leaves no key to choose: use 1 or more")
     return Wanted(
         kinds=kinds,
         ratios=tuple(sorted({_part("--ratios", each) for each in args.ratios.split(",")})),
@@ -190,6 +201,7 @@ def find_wanted(args: argparse.Namespace) -> Wanted:
         by_hand=_by_hand(args),
         num_first=args.first,
         num_last=args.last,
+        free_keys=args.free_keys,
     )
 
 

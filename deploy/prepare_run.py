@@ -151,9 +151,9 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Fou
     """Selections by these bases: found by search, what reads least first; or the one given by hand, where it costs
     least first. Raises ConfigError."""
     if wanted.by_hand is None:
-        fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last)
-        return tune(bases, fixed, wanted.most_cost, reader.measure)
-    selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last)
+        fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
+        return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
+    selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last, wanted.free_keys)
     found = [Found(basis, selection, reader.measure(basis, selection)) for basis in bases]
     return sorted(found, key=lambda each: each.measured.cost)
 

@@ -3,7 +3,8 @@
 A selection has two bounds: alpha, how close to the best score a key must come, and most_share, how many keys a row may
 choose by score. Both cost perplexity and save bytes, the more, the tighter they are. So the tightest cap that may do
 without alpha is found by bisection; for it, and for the next looser one, the least alpha. Of what keeps within the
-allowed cost, that which reads least is best.
+allowed cost, that which reads least is best. Caps that rows of the length at hand do not feel, for they are below the
+keys that any row may choose, are not tried: longer rows would.
 """
 
 import math
@@ -49,17 +50,18 @@ class Found:
 Measure = Callable[[Basis, Selection], Measured]
 
 
-def tune(bases: Sequence[Basis], fixed: Selection, most_cost: float, measure: Measure) -> list[Found]:
+def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Found]:
     """For each basis and cap the least alpha that costs at most `most_cost`, a part of perplexity, even if it were a
-    standard error worse, with the keys that `fixed` always chooses; what reads least comes first. Raises ConfigError
-    when nothing keeps within."""
+    standard error worse, with the keys that `fixed` always or freely chooses; what reads least comes first. `context`:
+    tokens that rows have at least, when they are measured. Raises ConfigError when nothing keeps within."""
     tries: list[Found] = []
+    caps = [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
 
     def attempt(basis: Basis, selection: Selection) -> Measured:
         tries.append(Found(basis, selection, measure(basis, selection)))
         return tries[-1].measured
 
-    found = [each for basis in bases for each in _tightest(basis, fixed, most_cost, attempt)]
+    found = [each for basis in bases for each in _tightest(basis, fixed, caps, most_cost, attempt)]
     if not found:
         least = min(each.measured.likely_cost for each in tries)
         raise ConfigError(
@@ -69,7 +71,9 @@ def tune(bases: Sequence[Basis], fixed: Selection, most_cost: float, measure: Me
     return sorted(found, key=lambda each: each.measured.read_share)
 
 
-def _tightest(basis: Basis, fixed: Selection, most_cost: float, measure: Measure) -> Iterator[Found]:
+def _tightest(
+    basis: Basis, fixed: Selection, caps: Sequence[float], most_cost: float, measure: Measure
+) -> Iterator[Found]:
     def find(selections: Sequence[Selection]) -> Found | None:
         """The first of them, from tight to loose, that keeps within."""
         found: Found | None = None
@@ -83,12 +87,12 @@ def _tightest(basis: Basis, fixed: Selection, most_cost: float, measure: Measure
                 low = middle + 1
         return found
 
-    capped = find([replace(fixed, alpha=math.inf, most_share=cap) for cap in CAPS])
+    capped = find([replace(fixed, alpha=math.inf, most_share=cap) for cap in caps])
     if capped is None:
         return
     yield capped
-    first = CAPS.index(capped.selection.most_share)
-    for cap in CAPS[first : first + 2]:
+    first = caps.index(capped.selection.most_share)
+    for cap in caps[first : first + 2]:
         by_alpha = find([replace(fixed, alpha=alpha, most_share=cap) for alpha in ALPHAS[:-1]])
         if by_alpha is not None:
             yield by_alpha

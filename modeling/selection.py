@@ -7,7 +7,7 @@ not asked here. In a row of S keys, with partial queries q_h and partial keys k_
     s_h[j] = q_h . k_g[j]
     S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
     c_g    = number of keys with S_g[j] > -alpha: they come close enough to the best key of some head
-    n      = ceil(mean of c_g over all g), at most floor(most_share * tokens), at least 1
+    n      = ceil(mean of c_g over all g), at most floor(most_share * tokens) or free_keys, what is more; at least 1
 
 Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. A row
 has as many tokens as keys, or more where some were evicted: what is read does not shrink with what is kept. n is a
@@ -60,6 +60,9 @@ class Selection:
     """Keys at the row's start that are always chosen, for models rest attention on them."""
     num_last: int
     """Latest keys that are always chosen, the new token's own among them."""
+    free_keys: int = 1
+    """So many keys any row may choose by score, however few they would be by `most_share`: a short row is cheap to
+    read, and a part of it says little."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -70,10 +73,12 @@ class Selection:
             raise ConfigError(f"num_first = {self.num_first} is no number of keys: use 0 or more")
         if self.num_last < 1:
             raise ConfigError(f"num_last = {self.num_last} leaves out the token itself: use 1 or more")
+        if self.free_keys < 1:
+            raise ConfigError(f"free_keys = {self.free_keys} leaves no key to choose: use 1 or more")
 
     def most_by_score(self, num_tokens: int) -> int:
         """Of a row of that many tokens."""
-        return max(1, math.floor(self.most_share * num_tokens))
+        return max(self.free_keys, math.floor(self.most_share * num_tokens))
 
 
 @dataclass(frozen=True)
@@ -249,6 +254,7 @@ def select_keys(
         int(not has_new),
         selection.alpha,
         selection.most_share,
+        selection.free_keys,
         selection.num_first,
         selection.num_last,
         closeness_BGS,

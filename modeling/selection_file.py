@@ -20,7 +20,7 @@ from modeling.bases import Basis, BasisKind
 from modeling.decoder import Decoder
 from modeling.selection import Selection
 
-_FORMAT = "baton-selection 1"
+_FORMAT = "baton-selection 2"
 """The file's kind and the version of its fields."""
 _REMEDY = "run `baton prepare` with this model, dtype and quantization"
 _TENSORS = ("q_LGHR", "k_LGHR")
@@ -66,6 +66,7 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
         "most_share": repr(float(selection.most_share)),
         "num_first": str(selection.num_first),
         "num_last": str(selection.num_last),
+        "free_keys": str(selection.free_keys),
         "lookahead": str(prepared.lookahead),
     }
     for name in _MEASURED:
@@ -133,6 +134,7 @@ def _prepared(basis: Basis, metadata: dict[str, str]) -> PreparedSelection:
             most_share=float(metadata["most_share"]),
             num_first=int(metadata["num_first"]),
             num_last=int(metadata["num_last"]),
+            free_keys=int(metadata["free_keys"]),
         ),
         lookahead=lookahead,
         fingerprint=metadata["fingerprint"],

@@ -77,8 +77,7 @@ def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
     last ones."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
-    most = math.floor(selection.most_share * num_keys)
-    num_picks = max(min(math.ceil(mean), most), 1)
+    num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)
     best_GK = scores_GS.sort(dim=-1, descending=True, stable=True).indices[:, :num_picks]
     chosen_GS = torch.zeros(scores_GS.shape, dtype=torch.bool).scatter_(1, best_GK, value=True)
     chosen_GS[:, : selection.num_first] = True

@@ -49,7 +49,8 @@ class WindowResidency(SelectiveResidency[SelectiveRow]):
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
     """Each row's first keys and its latest, the same for all kv heads; `lengths_B`: int32."""
-    latest_B = (lengths_B.double() * selection.most_share).floor().int().clamp(min=selection.num_last)
+    share_B = (lengths_B.double() * selection.most_share).floor().int()
+    latest_B = share_B.clamp(min=max(selection.num_last, selection.free_keys))
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
     at_K = torch.arange(int(num_B.max()), dtype=torch.int32)
     left_out_B1 = (lengths_B - num_B).unsqueeze(1)

@@ -50,6 +50,7 @@ struct Problem {
   int64_t B, N, G, J, R, K;
   float alpha;
   double most_share;
+  int64_t free_keys;   // which any row may pick by score
   int32_t* picks;      // [B][G][K]
   int32_t* num_picks;  // [B][G]
   float* closeness;    // [B][G][S], or null: nobody asks
@@ -61,7 +62,7 @@ struct Problem {
   // Picks by score, and all picks.
   int64_t most_by_score(int64_t row) const {
     const auto share = int64_t(std::floor(most_share * double(tokens[row])));
-    return std::min(num_scored(row), std::max<int64_t>(1, share));
+    return std::min(num_scored(row), std::max(free_keys, share));
   }
   int64_t most_picks(int64_t row) const {
     const int64_t length = lengths[row], last = std::max(num_last, num_new);
@@ -316,7 +317,7 @@ void select(const Problem& p) {
 std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at::Tensor& addresses_B,
                                                const at::Tensor& lengths_B, const at::Tensor& tokens_B,
                                                int64_t num_kv_heads, int64_t num_new, double alpha, double most_share,
-                                               int64_t num_first, int64_t num_last,
+                                               int64_t free_keys, int64_t num_first, int64_t num_last,
                                                const std::optional<at::Tensor>& closeness_BGS) {
   const int64_t B = q_BNR.size(0), N = q_BNR.size(1), R = q_BNR.size(2), G = num_kv_heads;
   TORCH_CHECK(q_BNR.dim() == 3 && q_BNR.scalar_type() == at::kFloat && q_BNR.is_contiguous(),
@@ -325,11 +326,12 @@ std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at
     TORCH_CHECK(each.scalar_type() == at::kLong && each.is_contiguous() && each.numel() == B,
                 "there must be an address, a length and a number of tokens for each row, in int64");
   }
+  TORCH_CHECK(free_keys > 0, "a row may pick no key");
   TORCH_CHECK(G > 0 && N % G == 0, N, " heads do not share ", G, " kv heads");
   const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
   const auto* tokens = tokens_B.const_data_ptr<int64_t>();
   Problem p{q_BNR.const_data_ptr<float>(), addresses, tokens, lengths, num_new, num_first, num_last, B, N, G, N / G, R,
-            0, float(alpha), most_share, nullptr, nullptr, nullptr, 0};
+            0, float(alpha), most_share, free_keys, nullptr, nullptr, nullptr, 0};
   if (closeness_BGS) {
     p.closeness = closeness_BGS->data_ptr<float>(), p.S = closeness_BGS->size(2);
     TORCH_CHECK(closeness_BGS->is_contiguous() && closeness_BGS->numel() == B * G * p.S, "closeness is [B, G, S]");
@@ -352,7 +354,7 @@ std::tuple<at::Tensor, at::Tensor> select_keys(const at::Tensor& q_BNR, const at
 
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
   m.def("select_keys(Tensor q_BNR, Tensor addresses_B, Tensor lengths_B, Tensor tokens_B, int num_kv_heads, "
-        "int num_new, float alpha, float most_share, int num_first, int num_last, Tensor(a!)? closeness_BGS=None) -> "
-        "(Tensor, Tensor)");
+        "int num_new, float alpha, float most_share, int free_keys, int num_first, int num_last, "
+        "Tensor(a!)? closeness_BGS=None) -> (Tensor, Tensor)");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("select_keys", &select_keys); }

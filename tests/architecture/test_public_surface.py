@@ -94,8 +94,8 @@ COMMANDS = {
     f" {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
     " --threads --weights",
-    "prepare": "model --alpha --cache --context --cost --dtype --first --kinds --last --lookahead --most-share --output"
-    " --quantization --ratios --reach --rows --steps --text --threads",
+    "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
+    " --most-share --output --quantization --ratios --reach --rows --steps --text --threads",
     "reload": "name --group --model --target --timeout",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"

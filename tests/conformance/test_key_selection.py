@@ -22,6 +22,8 @@ SELECTIONS = [
     pytest.param(Selection(0.1, 1.0, 0, 1), id="best"),
     pytest.param(Selection(math.inf, 0.3, 2, 3), id="share"),
     pytest.param(Selection(5000.0, 0.9, 0, 1), id="far"),
+    pytest.param(Selection(math.inf, 0.1, 2, 3, free_keys=20), id="free"),
+    pytest.param(Selection(3.0, 0.1, 2, 3, free_keys=20), id="free and close"),
     pytest.param(EVERYTHING, id="everything"),
 ]
 TORCH = "torch"
@@ -45,8 +47,9 @@ def select(request: pytest.FixtureRequest) -> Select:
         closeness_BGS: Tensor | None = None,
     ) -> Picks:
         keys = rows.addresses_B(LAYER), rows.lengths_B, rows.tokens_B, rows.keys[0].data_LCGRI.shape[2]
-        how_many = selection.alpha, selection.most_share, selection.num_first, selection.num_last
-        return Picks(*operators.select_keys(q_BNR, *keys, int(not has_new), *how_many, closeness_BGS))
+        how_many = selection.alpha, selection.most_share, selection.free_keys
+        always = selection.num_first, selection.num_last
+        return Picks(*operators.select_keys(q_BNR, *keys, int(not has_new), *how_many, *always, closeness_BGS))
 
     return by_kernel
 
@@ -116,7 +119,7 @@ def naive(
     length, num_kv_heads, _ = k_SGR.shape
     num_scored = length - (not has_new)
     closeness = naive_closeness(q_NR, k_SGR, num_scored)
-    most = max(math.floor(selection.most_share * (num_tokens or length)), 1)
+    most = max(math.floor(selection.most_share * (num_tokens or length)), selection.free_keys)
     num_close = [sum(each > -selection.alpha for each in of_head) for of_head in closeness]
     num = min(max(math.ceil(sum(num_close) / num_kv_heads), 1), most)
     always = {*range(min(selection.num_first, length)), *range(max(length - selection.num_last, 0), length)}
@@ -248,7 +251,7 @@ SETS = [pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS
 def test_bad_arguments_are_refused(instruction_set: str) -> None:
     operators = loaded(instruction_set)
     q_BNR, one_B = torch.zeros(1, 4, 5), torch.ones(1, dtype=torch.int64)
-    how_many = (4.0, 0.2, 4, 16)
+    how_many = (4.0, 0.2, 1, 4, 16)
     with pytest.raises(RuntimeError, match="do not share"):
         operators.select_keys(q_BNR, one_B, one_B, one_B, 3, 0, *how_many)
     with pytest.raises(RuntimeError, match="float32"):
@@ -259,5 +262,7 @@ def test_bad_arguments_are_refused(instruction_set: str) -> None:
         operators.select_keys(q_BNR, one_B, torch.ones(2, dtype=torch.int64), one_B, 2, 0, *how_many)
     with pytest.raises(RuntimeError, match="every row has a key"):
         operators.select_keys(q_BNR, one_B, 0 * one_B, one_B, 2, 0, *how_many)
+    with pytest.raises(RuntimeError, match="may pick no key"):
+        operators.select_keys(q_BNR, one_B, one_B, one_B, 2, 0, 4.0, 0.2, 0, 4, 16)
     with pytest.raises(RuntimeError, match="no room for every key"):
         operators.select_keys(q_BNR, one_B, one_B, one_B, 2, 0, *how_many, torch.empty(1, 2, 0))

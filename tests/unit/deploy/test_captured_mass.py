@@ -51,7 +51,7 @@ def naive(samples: list[LayerSample], guess: Guess, window: int | None) -> Captu
             seen = range(0 if window is None else max(0, t - window + 1), t + 1)
             closeness = [close(sample, guess, t, list(seen), g) for g in range(NUM_KV_HEADS)]
             counts = [sum(each > -guess.selection.alpha for each in row.values()) for row in closeness]
-            most = math.floor(guess.selection.most_share * len(seen))
+            most = max(math.floor(guess.selection.most_share * len(seen)), guess.selection.free_keys)
             num = max(1, min(math.ceil(sum(counts) / NUM_KV_HEADS), most))
             for g, row in enumerate(closeness):
                 chosen = set(sorted(seen, key=lambda j, row=row: -row[j])[:num])  # type: ignore[misc]
@@ -85,6 +85,7 @@ def close(sample: LayerSample, guess: Guess, t: int, seen: list[int], g: int) ->
         Selection(alpha=2.0, most_share=1.0, num_first=0, num_last=1),
         Selection(alpha=math.inf, most_share=0.3, num_first=0, num_last=1),
         Selection(alpha=1.0, most_share=0.2, num_first=2, num_last=5),
+        Selection(alpha=2.0, most_share=0.2, num_first=0, num_last=1, free_keys=7),
     ],
 )
 def test_mass_and_share(samples: list[LayerSample], basis: Basis, selection: Selection, window: int | None) -> None:

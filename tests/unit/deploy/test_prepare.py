@@ -40,10 +40,11 @@ def test_a_selection_by_hand_is_measured_and_kept(
     smollm2: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "selection.safetensors"
-    by_hand = "--kinds columns,skew --ratios 0.3 --alpha 6 --most-share 0.4 --first 2 --last 8 --lookahead 1"
-    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {by_hand} --output {path}".split()) == 0
+    tried = "--kinds columns,skew --ratios 0.3 --lookahead 1"
+    by_hand = "--alpha 6 --most-share 0.4 --first 2 --last 8 --free-keys 9"
+    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried} {by_hand} --output {path}".split()) == 0
     prepared = load_prepared(path, load_decoder(smollm2, dtype="bfloat16"))
-    assert prepared.selection == Selection(alpha=6.0, most_share=0.4, num_first=2, num_last=8)
+    assert prepared.selection == Selection(alpha=6.0, most_share=0.4, num_first=2, num_last=8, free_keys=9)
     assert prepared.lookahead == 1 and prepared.basis.num_columns == 19
     assert prepared.picked_share is not None and 0.1 < prepared.picked_share < 0.6
     assert prepared.captured_mass is not None and prepared.picked_share < prepared.captured_mass < 1
@@ -63,7 +64,8 @@ def test_a_search_keeps_what_it_says(
     smollm2: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prepare_run, "prepared_path", lambda fingerprint: tmp_path / fingerprint)
-    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} --kinds columns --ratios 0.3 --cost 3".split()) == 0
+    tried = "--kinds columns --ratios 0.3 --cost 3 --free-keys 1"
+    assert main(f"prepare smollm2-135m --text {NOVEL} {SMALL} {tried}".split()) == 0
     decoder = load_decoder(smollm2, dtype="bfloat16")
     prepared = load_prepared(tmp_path / decoder.layout.model_fingerprint, decoder)
     assert prepared.perplexity_cost is not None and prepared.perplexity_cost <= 3
@@ -86,6 +88,7 @@ def test_defaults_ask_for_a_search_over_everything() -> None:
         by_hand=None,
         num_first=4,
         num_last=16,
+        free_keys=256,
     )
     assert wanted("--alpha inf").by_hand == (math.inf, 0.2)
 
@@ -104,6 +107,7 @@ def test_defaults_ask_for_a_search_over_everything() -> None:
         ("--rows 2", "--rows 2 leaves nothing to judge by: use at least 3"),
         ("--first -1", "--first -1 is out of range: use 0 or more"),
         ("--last 0", "--last 0 leaves out the token itself: use 1 or more"),
+        ("--free-keys 0", "--free-keys 0 leaves no key to choose: use 1 or more"),
         ("--context 4kk", "--context: '4kk'"),
     ],
 )

@@ -3,6 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from modeling.bases import Basis, BasisKind
 from modeling.selection import Selection
 
 FIXED = Selection(alpha=math.inf, most_share=1.0, num_first=3, num_last=7)
+CONTEXT = 4096
 
 
 def basis(num_columns: int) -> Basis:
@@ -49,7 +51,7 @@ def brute(bases: list[Basis], most_cost: float, allowed: Callable[[float, float]
 @pytest.mark.parametrize("most_cost", [0.02, 0.1, 0.3, 1.0])
 def test_the_tightest_cap_and_the_least_alpha_under_it(most_cost: float) -> None:
     model, bases = Model(), [basis(4), basis(8)]
-    found = tune(bases, FIXED, most_cost, model.measure)
+    found = tune(bases, FIXED, CONTEXT, most_cost, model.measure)
     assert all(each.measured.cost <= most_cost for each in found)
     shares = [each.measured.read_share for each in found]
     assert shares == sorted(shares)
@@ -58,20 +60,27 @@ def test_the_tightest_cap_and_the_least_alpha_under_it(most_cost: float) -> None
     assert len(model.tried) <= 2 * (4 + 2 * 4), "bisections"
 
 
+@pytest.mark.parametrize(("free_keys", "caps"), [(1, CAPS), (40, CAPS[1:]), (61, CAPS[2:]), (2000, CAPS[-1:])])
+def test_a_cap_that_the_rows_at_hand_would_not_feel_is_not_tried(free_keys: int, caps: tuple[float, ...]) -> None:
+    model = Model()
+    tune([basis(8)], replace(FIXED, free_keys=free_keys), 2000, 10.0, model.measure)  # so that the tightest will do
+    assert min(cap for _, _, cap in model.tried) == caps[0]
+
+
 def test_what_is_sure_to_keep_within_is_taken_not_what_may() -> None:
-    sure, unsure = (tune([basis(8)], FIXED, 0.1, Model(error).measure)[0] for error in (0.0, 0.05))
+    sure, unsure = (tune([basis(8)], FIXED, CONTEXT, 0.1, Model(error).measure)[0] for error in (0.0, 0.05))
     assert unsure.measured.cost <= 0.05 < sure.measured.cost <= 0.1
 
 
 def test_one_passage_has_no_error_and_is_taken_as_it_is() -> None:
-    assert tune([basis(8)], FIXED, 0.1, Model(math.nan).measure)[0].measured.cost <= 0.1
+    assert tune([basis(8)], FIXED, CONTEXT, 0.1, Model(math.nan).measure)[0].measured.cost <= 0.1
 
 
 def test_a_basis_that_is_too_narrow_is_left_out() -> None:
-    found = tune([basis(1), basis(8)], FIXED, 0.001, Model().measure)
+    found = tune([basis(1), basis(8)], FIXED, CONTEXT, 0.001, Model().measure)
     assert {each.basis.num_columns for each in found} == {8}
 
 
 def test_a_cost_that_nothing_keeps_within_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"--cost 0.0001 is less than the 0.0003 that even the most generous"):
-        tune([basis(8)], FIXED, 0.0001, Model().measure)
+        tune([basis(8)], FIXED, CONTEXT, 0.0001, Model().measure)

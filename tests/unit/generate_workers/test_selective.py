@@ -70,18 +70,21 @@ def naive_best(bench: Bench, watched: Watched, layer: int, at: tuple[int, int], 
         scores = [[float(q_NH[h] @ k_SGH[j, g]) / math.sqrt(LAYOUT.head_dim) for j in range(num_keys)] for h in heads]
         best.append([max(row[j] - max(row) for row in scores) for j in range(num_keys)])
     mean = sum(sum(score > -selection.alpha for score in row) for row in best) / num_kv_heads
-    num_picks = max(min(math.ceil(mean), math.floor(selection.most_share * num_keys)), 1)
+    most = max(math.floor(selection.most_share * num_keys), selection.free_keys)
+    num_picks = max(min(math.ceil(mean), most), 1)
     always = {*range(min(selection.num_first, num_keys)), *range(max(num_keys - selection.num_last, 0), num_keys)}
     return [{*sorted(range(num_keys), key=lambda j: (-row[j], j))[:num_picks], *always} for row in best]
 
 
-def test_the_oracle_picks_the_true_best() -> None:
-    bench = Bench.of(DECODER, oracle(SOME), [prompt(length) for length in LENGTHS])
+@pytest.mark.parametrize("free_keys", [1, 10])
+def test_the_oracle_picks_the_true_best(free_keys: int) -> None:
+    selection = replace(SOME, free_keys=free_keys)
+    bench = Bench.of(DECODER, oracle(selection), [prompt(length) for length in LENGTHS])
     _, watched = bench.run({slot: [5 + slot] for slot in range(len(LENGTHS))})
     assert (watched.found[0], watched.found[1]) == (None, None)
     for layer in (2, 3):
         for slot in range(len(LENGTHS)):
-            expected = naive_best(bench, watched, layer, (slot, slot), SOME)
+            expected = naive_best(bench, watched, layer, (slot, slot), selection)
             found = lists(watched.found[layer], slot)
             assert [set(keys) for keys in found] == expected
             assert all(keys == sorted(set(keys)) for keys in found)
@@ -104,6 +107,8 @@ def test_a_window_is_the_first_keys_and_as_many_latest_as_others_choose(length: 
     assert lists(picks, 1) == [[0, 1, *range(28, 40)]] * 2
     assert picks.keys_BGK.is_contiguous()
     assert picks.num_BG.is_contiguous()
+    picks = first_and_last(torch.tensor([length], dtype=torch.int32), replace(selection, free_keys=20), 1)
+    assert lists(picks, 0) == [sorted({*range(min(2, length)), *range(max(length - 20, 0), length)})]
 
 
 @policies

@@ -209,6 +209,7 @@ def lists(picks: Picks) -> list[list[int]]:
         ({"most_share": math.nan}, "most_share = nan "),
         ({"num_first": -1}, "num_first = -1 "),
         ({"num_last": 0}, "num_last = 0 "),
+        ({"free_keys": 0}, "free_keys = 0 "),
     ],
 )
 def test_a_selection_out_of_its_limits_is_refused(fields: dict[str, float], text: str) -> None:

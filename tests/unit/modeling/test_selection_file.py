@@ -27,7 +27,7 @@ def prepared_for(decoder: Decoder) -> PreparedSelection:
     shape = (3, 2, 16, 5)
     return PreparedSelection(
         basis=Basis(BasisKind.SKEW, torch.randn(shape), torch.randn(shape)),
-        selection=Selection(alpha=math.inf, most_share=0.1, num_first=4, num_last=16),
+        selection=Selection(alpha=math.inf, most_share=0.1, num_first=4, num_last=16, free_keys=32),
         lookahead=1,
         fingerprint=decoder.layout.model_fingerprint,
         text_hash="0123456789abcdef",
@@ -103,7 +103,7 @@ def test_a_file_that_was_cut_short_is_refused(decoder: Decoder, path: Path) -> N
 
 def test_other_tensors_are_refused(decoder: Decoder, tmp_path: Path) -> None:
     save_file({"weight": torch.zeros(2)}, tmp_path / "file")
-    with pytest.raises(ModelError, match="is not of format 'baton-selection 1'"):
+    with pytest.raises(ModelError, match="is not of format 'baton-selection 2'"):
         load_prepared(tmp_path / "file", decoder)
 
 
@@ -113,6 +113,7 @@ def test_other_tensors_are_refused(decoder: Decoder, tmp_path: Path) -> None:
         ({"kind": "magic"}, "'magic' is not a valid BasisKind"),
         ({"alpha": "-1.0"}, "alpha = -1.0"),
         ({"num_last": "0"}, "num_last = 0"),
+        ({"free_keys": "0"}, "free_keys = 0"),
         ({"lookahead": "2"}, "lookahead = 2"),
         ({"captured_mass": "nan"}, "captured_mass': nan"),
         ({"most_share": "much"}, "could not convert string to float"),
