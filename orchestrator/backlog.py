@@ -7,9 +7,10 @@ its links, and survives nothing. Step 3 of a request's way (DESIGN.md, section 4
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.ids import JobId, Rank
+from orchestrator.tenants import DEFAULT_TENANT, Tenant
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,8 @@ class Pending:
     """Unix seconds: a job that comes later may be served before this one only if this one is still done by then."""
     left_s: Mapping[Rank, float]
     """Predicted seconds of computation left on each rank that has not done its part."""
+    tenant: Tenant = DEFAULT_TENANT
+    """Whose it is."""
 
 
 class Backlog:
@@ -38,7 +41,7 @@ class Backlog:
     def pending(self, now_s: float) -> tuple[Pending, ...]:
         """All jobs, in the order in which they are served."""
         self._advance(now_s)
-        return tuple(Pending(job.due_s, job.latest_s, dict(self._left_s[number])) for number, job in self._in_order())
+        return tuple(replace(job, left_s=dict(self._left_s[number])) for number, job in self._in_order())
 
     def add(self, number: JobId, job: Pending, now_s: float) -> None:
         """From now on the job is before its ranks."""

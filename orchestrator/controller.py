@@ -137,7 +137,7 @@ class Controller:
             spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
         )
         record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
-        record.by_chain, record.exact = spec.by_chain, exact
+        record.by_chain, record.exact, record.tenant = spec.by_chain, exact, spec.tenant
         started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed, exact)
         ends = self._known_ends(record, spec.ended)
         if record.is_complete:

@@ -19,6 +19,7 @@ from baton.ids import RequestId
 from baton.results import Placement, RankTiming, Timings, Usage, WidthChoice
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
+from orchestrator.tenants import DEFAULT_TENANT, Tenant
 
 
 class RequestState(Enum):
@@ -153,6 +154,8 @@ class RequestRecord:
     """Whether only groups may serve it that attend to all tokens: its client asked for that, or was told so."""
     residency: str = ""
     """The policy of this attempt's generation group."""
+    tenant: Tenant = DEFAULT_TENANT
+    """Whose it is."""
     prefix_salt: str = ""
     """Shares cached prefixes with requests of the same salt only."""
     num_cached_tokens: int = 0

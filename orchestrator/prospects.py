@@ -52,7 +52,8 @@ class Prospects:
         """The prompt's chain in that group, behind what is cached there; KV goes to `generation`."""
         outlook, start = self._outlook, self._cached_tokens(group.prefix_store)
         if start not in self._chains:
-            self._chains[start] = outlook.policy.chains(TokenRange(start, self._record.num_tokens))
+            tokens = TokenRange(start, self._record.num_tokens)
+            self._chains[start] = outlook.policy.chains(tokens, self._record.tenant)
         pending = outlook.members.backlogs.pending(group.life, now_s)
         plan = self._chains[start].plan(len(group.endpoints), pending, now_s)
         own_s = plan.choice.predicted_s or 0.0

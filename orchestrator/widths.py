@@ -16,10 +16,15 @@ none that comes after a job should have been done alone. And no more of them tha
 when it comes, to be done within (1 + overtaking) times its predicted time, and who would break a promise goes behind
 the job that it was given to. So an endless stream of short prompts delays a long one by a part of its own time.
 
+Whatever is due or promised, a job gives way to one of another tenant that has less in flight, for its weight, than is
+before this job of its own tenant's: as if each tenant's jobs stood in a line of their own, and the lines were served in
+turn. A tenant's first job in flight does not give way so, and each line moves on, however many others there are.
+
 KV-Runahead (Cho, Rastegari, Naik, ICML 2024), appendix B, says when more ranks pay; docs/kv_runahead.md, how this does.
 Step 3 of a request's way (DESIGN.md, section 4). Pure: the planner predicts, `orchestrator.backlog` keeps the book.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +34,7 @@ from baton.ids import Rank
 from baton.results import WidthChoice, WidthOption
 from baton.types import TokenRange
 from orchestrator.backlog import Pending
+from orchestrator.tenants import DEFAULT_TENANT, Tenant
 from planning.planner import ChainPlanner
 
 
@@ -90,17 +96,17 @@ class WidthPolicy:
         self.overtaking = overtaking
         self._planner = planner
 
-    def chains(self, tokens: TokenRange) -> "PromptChains":
-        """For a prompt, to be planned for any groups."""
-        return PromptChains(self, self._planner, tokens)
+    def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
+        """For a tenant's prompt, to be planned for any groups."""
+        return PromptChains(self, self._planner, tokens, tenant)
 
 
 class PromptChains:
     """One prompt's chains of any width, each predicted once, however many groups are considered: that costs the planner
     some tenths of a millisecond a width, more than all the rest."""
 
-    def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange) -> None:
-        self._policy, self._planner, self._tokens = policy, planner, tokens
+    def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange, tenant: Tenant) -> None:
+        self._policy, self._planner, self._tokens, self._tenant = policy, planner, tokens, tenant
         self._chains: dict[int, _Chain] = {}
         """By width."""
 
@@ -111,19 +117,22 @@ class PromptChains:
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
         due_s = now_s + (min(self._chain(width).ttft_s for width in spaced) if elastic else 0.0)
-        group = _Group(num_ranks, pending, now_s, due_s)
+        yielding = give_way(pending, self._tenant) if elastic else [False] * len(pending)
+        group = _Group(num_ranks, pending, yielding, now_s, due_s)
         widths = sorted(spaced | group.edges(most)) if elastic else [most]
         chains = [self._chain(width) for width in widths]
         least_s = min(sum(chain.rank_s) for chain in chains)
         places = [group.place(chain, sum(chain.rank_s) - least_s) for chain in chains]
         best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the one of fewest ranks
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
+        if best.num_ahead < len(pending):  # jobs that give way may be due earlier
+            due_s = min(due_s, math.nextafter(pending[best.num_ahead].due_s, -math.inf))
         latest_s = now_s + best.own_s * (1 + self._policy.overtaking)
         return ChainPlan(
             ranks=best.ranks,
             chunks=best.chain.chunks,
             layer_s=self._planner.layer_s(best.chain.chunks),
-            job=Pending(due_s, latest_s, dict(zip(best.ranks, best.chain.rank_s, strict=True))),
+            job=Pending(due_s, latest_s, dict(zip(best.ranks, best.chain.rank_s, strict=True)), self._tenant),
             choice=WidthChoice(
                 width=len(best.ranks),
                 num_ranks=num_ranks,
@@ -142,12 +151,16 @@ class PromptChains:
 
 
 class _Group:
-    """A group's jobs in flight at one moment, and where another would come that is due at `due_s`."""
+    """A group's jobs in flight at one moment, of which some are `yielding`, and where another would come that is due at
+    `due_s`."""
 
-    def __init__(self, num_ranks: int, pending: Sequence[Pending], now_s: float, due_s: float) -> None:
+    def __init__(
+        self, num_ranks: int, pending: Sequence[Pending], yielding: Sequence[bool], now_s: float, due_s: float
+    ) -> None:
         self._pending = pending
+        self._yielding = yielding
         self._now_s = now_s
-        self._num_earlier = sum(job.due_s <= due_s for job in pending)
+        self._num_earlier = self._num_before(sum(job.due_s <= due_s for job in pending))
         self._finish_s = finishes_s(job.left_s for job in pending)
         earlier_s = busy_s(job.left_s for job in pending[: self._num_earlier])
         all_s = busy_s(job.left_s for job in pending)
@@ -167,10 +180,10 @@ class _Group:
         num_ahead = self._num_earlier
         delays_s = self._delays_s(own_left_s, num_ahead)
         for index, delay_s in enumerate(delays_s, start=num_ahead):
-            if delay_s > 0 and self._now_s + self._finish_s[index] + delay_s > pending[index].latest_s:
+            is_late = delay_s > 0 and self._now_s + self._finish_s[index] + delay_s > pending[index].latest_s
+            if is_late and not self._yielding[index]:
                 num_ahead = index + 1
-        if num_ahead > self._num_earlier:  # and behind all that are due when that one is
-            num_ahead = sum(job.due_s <= pending[num_ahead - 1].due_s for job in pending)
+        num_ahead = self._num_before(num_ahead)
         ahead_s = busy_s(job.left_s for job in pending[:num_ahead])
         return _Place(
             chain=chain,
@@ -180,11 +193,31 @@ class _Group:
             others_s=sum(self._delays_s(own_left_s, num_ahead)) + len(pending) * extra_s / len(self._ranks),
         )
 
+    def _num_before(self, num_ahead: int) -> int:
+        """How many are served before one that would be behind `num_ahead`: but for the last ones that give way, and
+        with all that are due when the last of the others is."""
+        while num_ahead and self._yielding[num_ahead - 1]:
+            num_ahead -= 1
+        return sum(job.due_s <= self._pending[num_ahead - 1].due_s for job in self._pending) if num_ahead else 0
+
     def _delays_s(self, own_left_s: Mapping[Rank, float], num_ahead: int) -> list[float]:
         """How much later each job is done that is not one of the first `num_ahead`."""
         lefts_s = [job.left_s for job in self._pending]
         after_s = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
         return [after - before for after, before in zip(after_s, self._finish_s[num_ahead:], strict=True)]
+
+
+def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
+    """Whether each job lets another of `tenant` pass, whenever either is due: where its own tenant has more before it
+    than `tenant` has in flight, both in predicted seconds for the tenant's weight."""
+    own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
+    before_s: defaultdict[str, float] = defaultdict(float)
+    yielding = []
+    for job in pending:
+        name = job.tenant.name
+        yielding.append(name != tenant.name and before_s[name] > own_s)
+        before_s[name] += sum(job.left_s.values()) / job.tenant.weight
+    return yielding
 
 
 def spaced_widths(most: int) -> set[int]:

@@ -12,6 +12,7 @@ from typing import cast
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import TokenRange
 from orchestrator.backlog import Backlog
+from orchestrator.tenants import DEFAULT_TENANT, Tenant
 from orchestrator.widths import ChainPlan, WidthPolicy
 from planning.planner import ChainPlanner
 from prefill_workers.chain import ChainJob
@@ -25,6 +26,7 @@ class Arrival:
 
     at_s: float
     num_tokens: int
+    tenant: Tenant = DEFAULT_TENANT
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class SimulatedGroup:
 
     def _arrive(self, number: JobId, arrival: Arrival) -> None:
         tokens = TokenRange(0, arrival.num_tokens)
-        plan = self.policy.chains(tokens).plan(self.num_ranks, self._backlog.pending(self.now_s), self.now_s)
+        pending = self._backlog.pending(self.now_s)
+        plan = self.policy.chains(tokens, arrival.tenant).plan(self.num_ranks, pending, self.now_s)
         self._plans[number] = self.now_s, plan
         self._backlog.add(number, plan.job, self.now_s)
         prompt = range(arrival.num_tokens)

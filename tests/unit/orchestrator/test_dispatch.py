@@ -21,9 +21,11 @@ from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
 from orchestrator.backlog import Pending
 from orchestrator.clients import Clients
 from orchestrator.config import OrchestratorConfig
+from orchestrator.controller import GenerateSpec
 from orchestrator.dispatch import Dispatcher
-from orchestrator.lifecycle import RequestRecord
+from orchestrator.lifecycle import Finished, RequestRecord
 from orchestrator.membership import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.tenants import Tenant
 from planning.cost_model import CostModel
 from tests.support.eventually import eventually
 from tests.support.generation import prompt, reference_ids
@@ -36,6 +38,8 @@ Context = grpc.aio.ServicerContext[object, object]
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 COSTLY = planner_of(CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3))
 """Under load, several ranks are for long prompts only."""
+SLOW = planner_of(CostModel(num_layers=2, linear_s=0.1, pair_s=0.0, kv_bytes=0))
+"""What ranks have before them is there as long as a test may take."""
 
 
 class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
@@ -197,6 +201,33 @@ async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> No
         made.rank_gates[1].open()
         await running
         assert len(made.members.backlogs) == 0
+
+
+async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank() -> None:
+    async with relay(num_ranks=1, planner=SLOW) as made:
+
+        async def ask(number: int, tenant: str) -> Finished:
+            spec = GenerateSpec(RequestId(f"{number}"), prompt(40, number), PARAMS, tenant=Tenant(tenant))
+            events = [event async for event in made.server.controller.generate(spec)]
+            ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
+            assert ids == reference_ids(made.decoder, prompt(40, number), PARAMS)
+            assert isinstance(events[-1], Finished)
+            return events[-1]
+
+        async def num_booked() -> int:
+            return len(made.members.backlogs)
+
+        made.rank_gates[0].shut()
+        asked = []
+        for number, tenant in enumerate(("heavy", "heavy", "heavy", "light")):
+            asked.append(asyncio.create_task(ask(number, tenant)))
+            await eventually(num_booked, lambda booked, most=number + 1: booked == most, within_s=5)  # type: ignore[misc]
+        made.rank_gates[0].open()
+        *_, heavy, light = await asyncio.gather(*asked)
+        assert light.timings.width is not None
+        assert (light.timings.width.num_ahead, light.timings.width.num_jobs) == (1, 3)
+        assert light.timings.ranks[0].end_ns < heavy.timings.ranks[0].start_ns
+        await made.until_empty()
 
 
 async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:

@@ -7,6 +7,7 @@ from statistics import mean
 import pytest
 
 from baton.types import TokenRange
+from orchestrator.tenants import Tenant
 from orchestrator.widths import WidthPolicy
 from planning.cost_model import CostModel
 from planning.planner import ChainPlanner
@@ -77,6 +78,39 @@ def test_an_endless_stream_of_short_prompts_delays_a_long_one_by_no_more_than_it
     turn_s = alone_s(SHORT, 1)
     assert ours[0].ttft_s <= alone_s(LONG, 2) * (1 + overtaking) + turn_s
     assert ours[0].ttft_s < arrivals[-1].at_s
+
+
+@pytest.mark.parametrize("load", [0.8, 1.1])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_tenant_that_asks_for_20_times_as_much_hardly_delays_a_light_one(num_ranks: int, load: float) -> None:
+    rng, light, heavy = random.Random(num_ranks), Tenant("light"), Tenant("heavy")
+    arrivals = []
+    for tenant, part in ((light, 1 / 21), (heavy, 20 / 21)):
+        at_s = 0.0
+        while (at_s := at_s + rng.expovariate(part * load * num_ranks / alone_s(SHORT, 1))) < 60:
+            arrivals.append(Arrival(at_s, SHORT, tenant))
+    arrivals.sort(key=lambda each: each.at_s)
+    ours = served_by(elastic(), num_ranks, arrivals)
+    as_one = served_by(elastic(), num_ranks, [replace(each, tenant=light) for each in arrivals])
+    alone = served_by(elastic(), num_ranks, [each for each in arrivals if each.tenant is light])
+
+    def of(tenant: Tenant, served: list[Served]) -> list[Served]:
+        return [each for each, arrival in zip(served, arrivals, strict=True) if arrival.tenant is tenant]
+
+    waited_s = mean_ttft_s(of(light, ours)) - mean_ttft_s(alone)
+    assert waited_s < 1.2 * alone_s(SHORT, 1)  # the heavy one's first job, for the most part
+    assert waited_s < 0.5 * (mean_ttft_s(of(light, as_one)) - mean_ttft_s(alone))
+    assert mean_ttft_s(of(heavy, ours)) < 1.1 * mean_ttft_s(of(heavy, as_one))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_however_many_other_tenants_come_a_tenant_s_jobs_are_served_in_turn_with_theirs(num_ranks: int) -> None:
+    gap_s = alone_s(SHORT, num_ranks)  # as many as the ranks can serve, each of a tenant of its own
+    newcomers = [Arrival(1e-3 + gap_s * n, SHORT, Tenant(f"tenant-{n}")) for n in range(200)]
+    busy = Tenant("busy")
+    ours = served_by(elastic(), num_ranks, [*(Arrival(0.0, SHORT, busy) for _ in range(4)), *newcomers])
+    done_s = [each.ttft_s for each in ours[:4]]
+    assert done_s[-1] < newcomers[-1].at_s / 2
 
 
 def test_dues_alone_end_an_endless_stream() -> None:

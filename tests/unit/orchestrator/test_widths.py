@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from baton.ids import Rank
 from baton.types import TokenRange
 from orchestrator.backlog import Pending
+from orchestrator.tenants import Tenant
 from orchestrator.widths import ChainPlan, WidthPolicy, finishes_s, spaced_widths
 from planning.cost_model import CostModel, Link
 from tests.support.planners import linear_planner, planner_of
@@ -16,21 +17,24 @@ from tests.support.planners import linear_planner, planner_of
 NOW_S = 1000.0
 FIXED = planner_of(CostModel(num_layers=10, linear_s=1e-4, pair_s=0.0, kv_bytes=0, project_share=0.0, fixed_s=0.01))
 """Each layer takes a rank 10 ms, and a token 0.1 ms: 100 tokens are 20 ms on one rank, and 15 on each of two."""
+OURS, THEIRS, OTHERS = Tenant("ours"), Tenant("theirs"), Tenant("others")
 
 
 def prompt(num_tokens: int) -> TokenRange:
     return TokenRange(0, num_tokens)
 
 
-def job(due_s: float, *left_s: float, patience_s: float = 1e6) -> Pending:
+def job(due_s: float, *left_s: float, patience_s: float = 1e6, tenant: Tenant = OURS) -> Pending:
     """In flight on ranks 0, 1, ..., not on those with 0 seconds; `due_s` from now."""
     left = {Rank(rank): seconds for rank, seconds in enumerate(left_s) if seconds}
-    return Pending(NOW_S + due_s, NOW_S + patience_s, left)
+    return Pending(NOW_S + due_s, NOW_S + patience_s, left, tenant)
 
 
-def plan(num_tokens: int, *pending: Pending, num_ranks: int = 2, overtaking: float = 0.15) -> ChainPlan:
+def plan(
+    num_tokens: int, *pending: Pending, num_ranks: int = 2, overtaking: float = 0.15, tenant: Tenant = OURS
+) -> ChainPlan:
     policy = WidthPolicy(linear_planner(), elastic=True, overtaking=overtaking)
-    return policy.chains(prompt(num_tokens)).plan(num_ranks, pending, NOW_S)
+    return policy.chains(prompt(num_tokens), tenant).plan(num_ranks, pending, NOW_S)
 
 
 def test_an_idle_group_serves_a_prompt_with_all_ranks() -> None:
@@ -95,6 +99,51 @@ def test_an_overdue_job_is_not_overtaken() -> None:
     assert plan(100, late).choice.num_ahead == 1
 
 
+def test_a_tenant_s_jobs_but_its_first_give_way_to_another_tenant() -> None:
+    theirs = [job(due_s, 0.5, 0.5, patience_s=due_s, tenant=THEIRS) for due_s in (-1.0, -0.5, -0.1)]  # all overdue
+    planned = plan(1000, *theirs)
+    assert planned.choice.num_ahead == 1
+    assert theirs[0].due_s < planned.job.due_s < theirs[1].due_s
+    assert planned.job.tenant is OURS
+    assert planned.choice.predicted_s == pytest.approx(0.95, abs=1e-3)
+    assert plan(1000, *theirs, tenant=THEIRS).choice.num_ahead == 3
+
+
+def test_lines_are_served_in_turn() -> None:
+    theirs = [job(0.1 * n, 0.4, 0.4, tenant=THEIRS) for n in range(4)]
+    first = plan(1000, *theirs).job  # takes 0.45 s on each of two ranks
+    second = plan(1000, theirs[0], first, *theirs[1:])
+    assert second.choice.num_ahead == 3  # theirs, ours, theirs
+    third = plan(1000, theirs[0], first, theirs[1], second.job, *theirs[2:])
+    assert third.choice.num_ahead == 5
+
+
+def test_a_line_is_as_fast_as_its_tenant_s_weight() -> None:
+    heavy = Tenant("heavy", weight=4.0)
+    theirs = [job(0.1 * n, 0.5, 0.5, tenant=heavy) for n in range(6)]
+    mine = job(0.05, 0.3, 0.3)
+    assert plan(1000, theirs[0], mine, *theirs[1:]).choice.num_ahead == 4  # three of theirs count 0.75, ours 0.6
+    ours = Tenant("ours", weight=4.0)
+    assert plan(1000, theirs[0], mine, *theirs[1:], tenant=ours).choice.num_ahead == 2
+
+
+def test_a_tenant_that_has_its_part_gets_no_more() -> None:
+    theirs, mine = [job(0.1, 0.5, 0.5, tenant=THEIRS), job(0.2, 0.5, 0.5, tenant=THEIRS)], job(0.05, 2.0, 2.0)
+    planned = plan(1000, mine, *theirs)
+    assert planned.choice.num_ahead == 3
+
+
+def test_others_first_jobs_give_way_to_nobody() -> None:
+    firsts = [job(-1.0, 0.5, 0.5, patience_s=0.5, tenant=each) for each in (THEIRS, OTHERS)]
+    assert plan(1000, *firsts).choice.num_ahead == 2
+
+
+def test_an_inelastic_group_knows_no_tenants() -> None:
+    policy = WidthPolicy(linear_planner(), elastic=False, overtaking=0.15)
+    theirs = [job(-0.1, 0.5, 0.5, tenant=THEIRS)] * 3
+    assert policy.chains(prompt(100), OURS).plan(2, theirs, NOW_S).choice.num_ahead == 3
+
+
 def test_under_load_a_prompt_takes_the_ranks_that_it_uses_well() -> None:
     policy = WidthPolicy(FIXED, elastic=True, overtaking=0.15)
     ahead = [job(0.0, 0.01, 0.01)] * 8
@@ -134,10 +183,11 @@ def test_the_reason_is_readable() -> None:
 
 seconds = st.floats(0.0, 10.0)
 jobs = st.builds(
-    lambda due_s, patience_s, left_s: Pending(NOW_S + due_s, NOW_S + patience_s, left_s),
+    lambda due_s, patience_s, left_s, tenant: Pending(NOW_S + due_s, NOW_S + patience_s, left_s, tenant),
     st.floats(-10.0, 10.0),
     st.floats(-10.0, 30.0),
     st.dictionaries(st.sampled_from([Rank(0), Rank(1), Rank(2)]), seconds, min_size=1),
+    st.sampled_from([OURS, THEIRS, Tenant("others", weight=3.0)]),
 )
 in_flight = st.lists(jobs, max_size=6).map(lambda each: sorted(each, key=lambda job: job.due_s))
 
@@ -172,8 +222,20 @@ def test_no_promise_is_broken_for_a_newcomer(num_tokens: int, pending: list[Pend
     lefts_s = [job.left_s for job in pending]
     before_s = finishes_s(lefts_s)[num_ahead:]
     after_s = finishes_s([*lefts_s[:num_ahead], planned.job.left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
-    for job, before, after in zip(behind, before_s, after_s, strict=True):
-        assert after == before or NOW_S + after <= job.latest_s
+    for index, (job, before, after) in enumerate(zip(behind, before_s, after_s, strict=True), start=num_ahead):
+        assert after == before or NOW_S + after <= job.latest_s or gives_way(pending, index)
+    if num_ahead:  # to jobs due at once, they give way together or not at all
+        assert not all(
+            gives_way(pending, at) for at in range(num_ahead) if pending[at].due_s == pending[num_ahead - 1].due_s
+        )
+
+
+def gives_way(pending: list[Pending], index: int) -> bool:
+    """By the definition: to a newcomer of OURS."""
+    job, own = pending[index], [each for each in pending if each.tenant == OURS]
+    before = [each for each in pending[:index] if each.tenant == job.tenant]
+    before_s, own_s = (sum(sum(each.left_s.values()) for each in jobs) for jobs in (before, own))
+    return job.tenant != OURS and before_s / job.tenant.weight > own_s
 
 
 WIDE = planner_of(
