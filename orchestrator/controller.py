@@ -33,7 +33,7 @@ from orchestrator.config import OrchestratorConfig
 from orchestrator.dispatch import Dispatcher
 from orchestrator.following import Emit
 from orchestrator.forecast import ChainForecast
-from orchestrator.lifecycle import Event, Finished, RequestRecord, Started
+from orchestrator.lifecycle import Event, Finished, RequestMove, RequestRecord, Started
 from orchestrator.membership import Members
 from orchestrator.metrics import Metrics
 from orchestrator.overview import Overview
@@ -254,9 +254,9 @@ class Controller:
         self._tasks.discard(task)
         self._admission.leave(entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
+        events.put_nowait(finished)  # first: whatever happens here, the client's stream ends
         _log(record, finished)
         self._forecast.ended(record, finished.timings.finished_ns)
-        events.put_nowait(finished)
         self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
@@ -320,11 +320,18 @@ class Controller:
         """Each choice that has not ended goes on by itself."""
         branches = [replace(each, resumed=resumed) for each in record.branches()]
         tasks = [asyncio.create_task(self._attempts(branch, emit)) for branch in branches]
+        for branch, task in zip(branches, tasks, strict=True):
+            task.add_done_callback(partial(_end, branch))
         try:
             await asyncio.gather(*tasks)
         finally:
             await _cancel(*tasks)
             record.merge(branches)
+
+
+def _end(branch: RequestRecord, task: asyncio.Task[None]) -> None:
+    """However it went: nobody counts it as one that runs."""
+    branch.advance(RequestMove.FINISH)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:

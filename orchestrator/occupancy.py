@@ -36,9 +36,15 @@ class _Guest:
         return self.attempt == self.record.attempt and self.record.state is not RequestState.FINISHED
 
     @property
+    def took_s(self) -> float | None:
+        """Seconds from its slots to its first token, by one clock; None when it has none, or not the request's first."""
+        took_ns = self.record.first_seen_ns - self.record.leased_ns
+        return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
+
+    @property
     def has_token(self) -> bool:
-        """Whether this attempt has, as far as that can be known."""
-        return self.record.first_token_ns >= self.record.leased_ns > 0
+        """Whether this attempt has."""
+        return self.record.state is RequestState.STREAMING or self.took_s is not None
 
 
 class Occupancy:
@@ -90,9 +96,8 @@ class Occupancy:
         """Those whose attempts run; forgets the others."""
         for key, guest in list(self._guests.items()):
             if guest.ends_s is not None and guest.has_token:
-                if guest.queued_s is not None and guest.attempt == 1:
-                    measured_s = (guest.record.first_token_ns - guest.record.leased_ns) / 1e9
-                    self._planner.observe_local(measured_s, guest.queued_s + guest.nominal_s)
+                if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
+                    self._planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
                 self._guests[key] = guest = _Guest(guest.record, guest.attempt, guest.life)
             if guest.is_there:
                 yield guest

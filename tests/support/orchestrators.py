@@ -303,8 +303,8 @@ class Relay:
             slots = [group.num_slots - group.num_free + group.num_bytes_held for group in state.groups]
             jobs = [rank.engine.status().num_jobs for rank in self.ranks]
             requests = [state.num_queued, state.num_running, *(group.num_requests for group in state.groups)]
-            booked = len(self.members.backlogs)
-            return [*slots, *jobs, *requests, booked, *(group.num_leaked for group in state.groups)]
+            booked = [len(self.members.backlogs), len(self.server.controller._dispatcher.chooser._occupancy)]
+            return [*slots, *jobs, *requests, *booked, *(group.num_leaked for group in state.groups)]
 
         await eventually(held, lambda counts: not any(counts), within_s)
 

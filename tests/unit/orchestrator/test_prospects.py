@@ -56,6 +56,11 @@ class Cluster:
         self.members.update(ClusterView((CHAIN,), (GROUP,)))
         self.chooser = Chooser(self.members, self.planner, self.clock, self.config)
 
+    def see_token(self, record: RequestRecord) -> None:
+        """The request's first, now."""
+        record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", self.clock.unix_ns(), None))
+        record.first_seen_ns = self.clock.unix_ns()
+
     def busy(self, seconds: float) -> None:
         """The chain's rank has so much before it, due before all else."""
         job = Pending(0.0, 1e9, {Rank(0): seconds})
@@ -141,7 +146,7 @@ async def test_a_prompt_waits_for_those_that_the_group_prefills_before_it() -> N
     placement = await cluster.place(request(100, first=1))
     assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 - 0.2)
     assert placement.reason == "chain_faster"
-    first.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", cluster.clock.unix_ns(), None))
+    cluster.see_token(first)
     again = await cluster.place(request(100, first=2))
     assert again.local is not None and again.local.queue_s == 0.0
 
@@ -152,7 +157,7 @@ async def test_a_group_that_is_slower_than_predicted_is_predicted_so() -> None:
     await cluster.place(record)
     record.place(cluster.clock.unix_ns())
     cluster.clock.advance(2 * alone_s(100))  # four times as long
-    record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", cluster.clock.unix_ns(), None))
+    cluster.see_token(record)
     placement = await cluster.place(request(100, first=1))
     assert placement.local is not None and placement.local.prefill_s == pytest.approx(2 * alone_s(100))
     assert placement.reason == "chain_faster"
@@ -181,7 +186,7 @@ async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
     await cluster.place(record)
     record.place(cluster.clock.unix_ns())
     cluster.clock.advance(30.0)
-    record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", cluster.clock.unix_ns(), None))
+    cluster.see_token(record)
     await cluster.place(request(100, first=1))
     assert planner.local_factor == 1.0
 
