@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
+from deploy.admin_channel import admin_channel
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +30,7 @@ what a request takes besides its chain. The orchestrator predicts by these numbe
 lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
 
 With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
-row. The cluster keeps it, for whoever asks for step times (GetStepTimes); no decision of its own rests on it yet."""
+row. The cluster keeps it, and decides by it which prompts their generation group prefills by itself."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -62,7 +63,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
     )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write a copy, as `baton simulate` reads it")
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a copy; without --generate, as `baton simulate` reads it"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
     )
@@ -78,7 +81,6 @@ def run(args: argparse.Namespace) -> int:
     if not 1 <= args.repeats <= _MAX_REPEATS:
         raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
     # Imported here, as below: --help and mistyped options are answered without grpc and numpy.
-    import grpc
     from rich.console import Console
 
     from baton import Client
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 
     console = Console(stderr=True, highlight=False)
     target = args.target or serving_endpoint(args.name)
-    with Client(target) as client, grpc.insecure_channel(target) as channel:
+    with admin_channel(target) as channel, Client(target) as client:
         stub = PlanningStub(channel)
         if args.generate:
             from deploy.calibrate_generate import calibrate_generate

@@ -24,6 +24,8 @@ from modeling.kernels import native
 GIB = 2**30
 _BYTES = {"bfloat16": 2, "float32": 4}
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
+_CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
+"""Residency policies that go by what `baton prepare` found."""
 WORKER_BYTES = GIB // 2
 """What a worker takes besides weights and KV: torch and the process itself, from above."""
 
@@ -76,6 +78,7 @@ def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Findi
     checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
     if local:
         checks += [
+            lambda: check_selection(config),
             lambda: check_cores(config, machine),
             lambda: check_memory(config, folder, machine),
             lambda: check_shm(config, machine),
@@ -106,6 +109,26 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
         return Finding("model", Verdict.FAILED, f"{folder} lacks {', '.join(missing)}: set model.name to a whole model")
     size = weight_bytes(folder, config.model.dtype) / GIB
     return Finding("model", Verdict.OK, f"{folder}, {size:.2f} GiB as {config.model.dtype}")
+
+
+def check_selection(config: ClusterConfig) -> Finding:
+    """A policy that chooses keys finds what `baton prepare` wrote; whether it is this model's, the workers see."""
+    from modeling.selection_file import prepared_path  # takes torch along
+
+    section = config.generate
+    if section.residency not in _CHOOSING:
+        return Finding("selection", Verdict.OK, f"residency {section.residency} needs none")
+    path = Path(section.selection_file)
+    if section.selection_file and not path.is_file():
+        return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
+    if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
+        text = (
+            f"residency {section.residency} chooses keys, and nothing was prepared: run `baton prepare` with this model"
+        )
+        return Finding("selection", Verdict.FAILED, f"{text}, dtype and quantization, or set generate.selection_file")
+    return Finding(
+        "selection", Verdict.OK, str(path) if section.selection_file else f"in {prepared_path('any').parent}"
+    )
 
 
 def check_cores(config: ClusterConfig, machine: Machine) -> Finding:

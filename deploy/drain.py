@@ -5,6 +5,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError, UnavailableError
+from deploy.admin_channel import admin_channel
 
 if TYPE_CHECKING:
     from baton.results import GroupState
@@ -49,12 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
     # Imported here: --help and mistyped options are answered without grpc.
-    import grpc
-
     from baton.v1.admin_pb2_grpc import AdminStub
     from deploy.cluster_record import serving_endpoint
 
-    with grpc.insecure_channel(args.target or serving_endpoint(args.name)) as channel:
+    with admin_channel(args.target or serving_endpoint(args.name)) as channel:
         stub = AdminStub(channel)
         if args.undo:
             restore(stub, args.group, timeout_s=args.timeout)

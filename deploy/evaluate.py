@@ -66,7 +66,7 @@ examples:
   baton evaluate --text emma.txt --policies device,infinigen --pool 0.8
   baton evaluate --text emma.txt --policies device,infinigen,window:0.23,h2o:0.23
   baton evaluate --text emma.txt --policies device,int4,infinigen,infinigen_int4
-  baton evaluate llama-3.1-8b --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
+  baton evaluate ./Llama-3.1-8B --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
 
 
 @dataclass(frozen=True)

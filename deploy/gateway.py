@@ -35,7 +35,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--model",
         help="Hugging Face folder, GGUF file, or known name, for its tokenizer and chat template (default: the "
-        "orchestrator's model, by its name)",
+        "orchestrator's model, if its name is a known one)",
     )
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
     parser.add_argument(
@@ -50,6 +50,8 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--port {args.port} is out of range: use 0 to {2**16 - 1}")
     if not 0 <= args.grace < float("inf"):
         raise InvalidArgumentError(f"--grace {args.grace:g} is out of range: use 0 seconds, or more")
+    if not args.orchestrator.strip():
+        raise InvalidArgumentError("--orchestrator is empty: use HOST:PORT, as `baton serve` prints it")
     # Imported here, because they take grpc and tokenizers along: --help and mistyped options are answered at once.
     import asyncio
 
@@ -79,7 +81,9 @@ async def _serve(args: argparse.Namespace) -> int:
         try:
             model = await ask_model(orchestrator, _ANSWER_S)
         except (UnavailableError, DeadlineExceededError) as error:
-            raise UnavailableError(f"no orchestrator answers at {args.orchestrator}: {error}") from error
+            raise UnavailableError(
+                f"no orchestrator answers at {args.orchestrator}: {error}; check --orchestrator"
+            ) from error
         folder = await asyncio.to_thread(resolve_folder, args.model or model.name, args.cache, console)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         gateway = await Gateway.start(

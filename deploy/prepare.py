@@ -35,7 +35,7 @@ MAX_ROWS = 2**10
 _DESCRIPTION = """\
 Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
 keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
-generation with residency `infinigen` (and `infinigen_int4`, `window`, `oracle`) goes by it.
+generation with residency `infinigen` (`infinigen_int4`, `window`, `oracle`, `h2o`) goes by it.
 
 The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
 capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection
@@ -47,7 +47,7 @@ a standard error more. `baton evaluate` on another text says what it is worth.""
 _EXAMPLES = """\
 examples:
   baton prepare smollm2-135m --text persuasion.txt.gz
-  baton prepare llama-3.1-8b --text book.txt --cost 0.01 --context 8k --rows 5
+  baton prepare ./Llama-3.1-8B --text book.txt --cost 0.01 --context 8k --rows 5
   baton prepare smollm2-135m --text persuasion.txt.gz --ratios 0.3 --alpha 5 --most-share 0.1   (by hand)"""
 
 
@@ -123,15 +123,25 @@ def _add_bases(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how keys are chosen, instead of a search")
+    group = parser.add_argument_group("how keys are chosen (--alpha: instead of a search)")
     group.add_argument("--alpha", metavar="X", help="keys whose score comes this close to the best; inf: all")
     group.add_argument(
         "--most-share", metavar="X", help=f"keys at most, as a part; with --alpha (default: {DEFAULT_MOST_SHARE})"
     )
     group.add_argument(
-        "--first", type=int, default=NUM_FIRST, metavar="N", help=f"always chosen (default: {NUM_FIRST})"
+        "--first",
+        type=int,
+        default=NUM_FIRST,
+        metavar="N",
+        help=f"first tokens of a row, always chosen (default: {NUM_FIRST})",
     )
-    group.add_argument("--last", type=int, default=NUM_LAST, metavar="N", help=f"always chosen (default: {NUM_LAST})")
+    group.add_argument(
+        "--last",
+        type=int,
+        default=NUM_LAST,
+        metavar="N",
+        help=f"latest tokens, always chosen (default: {NUM_LAST})",
+    )
     group.add_argument(
         "--free-keys",
         type=int,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from deploy.admin_channel import admin_channel
 from deploy.drain import restore, withdraw
 
 if TYPE_CHECKING:
@@ -58,13 +59,11 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
     # Imported here: --help and mistyped options are answered without grpc.
-    import grpc
-
     from deploy.cluster_record import serving_endpoint
 
     target = args.target or serving_endpoint(args.name)
     model = args.model if args.target else _resolved(args.model)
-    with grpc.insecure_channel(target) as channel:
+    with admin_channel(target) as channel:
         rollout = _Rollout(channel, model, args.timeout)
         names = args.group or rollout.names()
         for number, name in enumerate(names):

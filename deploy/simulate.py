@@ -37,7 +37,7 @@ ranks, and what other ways to divide a prompt would take on the same ranks. A pr
   KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
   TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
   zigzag          ring attention with balanced chunks and causal kernels
-  bound           perfect balance, no communication
+  bound           perfect balance, no communication, every layer whole (a chain cuts the last one short)
   TTFT*           the KV-Runahead paper's bound, TTFT(1) / 2 (1/n + 1/n^2), from a dense single process"""
 
 _EXAMPLES = """\

@@ -37,7 +37,7 @@ class _Guest:
 
     @property
     def took_s(self) -> float | None:
-        """Seconds from its slots to its first token, by one clock; None when it has none, or not the request's first."""
+        """Seconds from its slots to the request's first token, by one clock; None when another attempt brought that."""
         took_ns = self.record.first_seen_ns - self.record.leased_ns
         return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
 

@@ -22,6 +22,7 @@ from deploy.doctor import (
     check_memory,
     check_model,
     check_port,
+    check_selection,
     check_shm,
     examine,
     inspect_machine,
@@ -60,6 +61,23 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     finding = check_model(load_config(None), folder)
     assert finding.verdict is Verdict.FAILED
     assert "lacks tokenizer.json" in finding.text
+
+
+def test_keys_cannot_be_chosen_by_what_nobody_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, sparse = load_config(None, []), load_config(None, ["generate.residency=infinigen"])
+    assert check_selection(plain).verdict is Verdict.OK
+    found = check_selection(sparse)
+    assert found.verdict is Verdict.FAILED and "run `baton prepare` with this model" in found.text
+    path = tmp_path / "baton" / "selections" / "some.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert check_selection(sparse).verdict is Verdict.OK
+    named = load_config(None, ["generate.residency=infinigen", f"generate.selection_file={path}"])
+    assert check_selection(named).verdict is Verdict.OK
+    path.unlink()
+    found = check_selection(named)
+    assert found.verdict is Verdict.FAILED and f"{path} is no file: set generate.selection_file" in found.text
 
 
 def test_a_pinned_core_that_is_absent_fails() -> None:

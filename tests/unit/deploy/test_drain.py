@@ -52,6 +52,9 @@ class Shell:
         return Run(status, captured.out, captured.err)
 
 
+UNREACHABLE = f"no orchestrator answers at {HOST}:1 within 5 s: name one that is served, or check --target"
+
+
 @pytest.fixture
 async def shell(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -121,6 +124,7 @@ async def drained(shell: Shell) -> frozenset[str]:
         (("group-9", "mine"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
         (("group-9", "mine", "--undo"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
         (("group-0", "yours"), 2, "cluster yours is not running here: start it with `baton serve`, or give --target"),
+        (("group-0", "--target", f"{HOST}:1"), 1, UNREACHABLE),
         (("group-0", "mine", "--timeout", "0"), 2, "--timeout 0 is out of range: use a time above 0 seconds"),
     ],
 )

@@ -11,6 +11,7 @@ from deploy.cli import main
         (["--port", "70000"], 2, "--port 70000 is out of range"),
         (["--grace", "-1"], 2, "--grace -1 is out of range"),
         (["--grace", "nan"], 2, "--grace nan is out of range"),
+        (["--orchestrator", " "], 2, "--orchestrator is empty"),
         (["--orchestrator", "127.0.0.1:1"], 1, "no orchestrator answers at 127.0.0.1:1"),
     ],
 )

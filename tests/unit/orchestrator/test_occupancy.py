@@ -54,7 +54,7 @@ def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked() -> 
     token(made, NOW_S + 3)
     made.advance(RequestMove.FINISH)
     assert [len(book), len(book)] == [0, 0]
-    assert told == [(pytest.approx(3.0), pytest.approx(2.0 / planner.local_factor))]
+    assert told == [pytest.approx((3.0, 2.0 / planner.local_factor))]
 
 
 def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> None:
