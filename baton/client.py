@@ -7,8 +7,12 @@ with Client("127.0.0.1:50051") as client:
         print(event.text, end="", flush=True)
 """
 
+import asyncio
 import functools
-from collections.abc import Mapping, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -16,13 +20,14 @@ import grpc
 
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
+from baton.errors import RequestCancelledError
 from baton.proto_types import cluster_state_from_proto, model_from_proto
 from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.results import ClusterState, ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
-from baton.streams import AsyncCall, AsyncStream, Call, Stream
+from baton.streams import AsyncCall, AsyncStream, Call, Stream, is_task_cancelled
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
@@ -50,6 +55,9 @@ class Client:
         self._clock = clock or SystemClock()
         self._channel = grpc.insecure_channel(target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
+        self._lock = threading.Lock()  # between `close` and a new stream
+        self._is_closed = False
+        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
     def generate(
         self,
@@ -78,7 +86,8 @@ class Client:
         no more urgent one can be. `metadata` goes along as gRPC metadata. With `exact`, only groups that attend to all
         tokens may serve it (`stream.output.exact`); where there is none, it is refused.
 
-        Raises InvalidArgumentError for what cannot be sent; what the server refuses is raised by the stream.
+        Raises InvalidArgumentError for what cannot be sent, RequestCancelledError after `close`; what the server
+        refuses is raised by the stream.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(
@@ -91,22 +100,30 @@ class Client:
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        return Stream(state, functools.partial(self._open, (*self._caller, *(metadata or {}).items())))
+        open_call = functools.partial(self._open, (*self._caller, *(metadata or {}).items()))
+        with self._lock, self._errors():
+            stream = Stream(state, open_call)
+            self._streams.add(stream)
+        return stream
 
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """The model that is served. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
-        with translate_rpc_errors():
+        with self._errors():
             return model_from_proto(self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
 
     def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """Groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
-        with translate_rpc_errors():
+        with self._errors():
             return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s))
 
     def close(self) -> None:
-        """Cancels what still runs and closes the connection. May be called twice."""
-        self._channel.close()
+        """Cancels what still runs, or waits to reconnect, and closes the connection. May be called twice."""
+        with self._lock:
+            self._is_closed = True
+            for stream in list(self._streams):
+                stream.client_closed()
+            self._channel.close()
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +132,16 @@ class Client:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with translate_rpc_errors():
+                yield
+        except ValueError as error:  # so grpc refuses a call on a closed channel
+            if not self._is_closed:
+                raise
+            raise _closed_error(self._server) from error
 
     def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> Call:
         return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
@@ -139,6 +166,7 @@ class AsyncClient:
         self._clock = clock or SystemClock()
         self._channel = grpc.aio.insecure_channel(target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
+        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
 
     def generate(
         self,
@@ -168,21 +196,27 @@ class AsyncClient:
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        return AsyncStream(state, functools.partial(self._open, (*self._caller, *(metadata or {}).items())))
+        open_call = functools.partial(self._open, (*self._caller, *(metadata or {}).items()))
+        with self._errors():
+            stream = AsyncStream(state, open_call)
+        self._streams.add(stream)
+        return stream
 
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """As Client.model."""
-        with translate_rpc_errors():
+        with self._errors():
             return model_from_proto(await self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
 
     async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """As Client.cluster_state."""
         request = orchestrator_pb2.GetClusterStateRequest()
-        with translate_rpc_errors():
+        with self._errors():
             return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s))
 
     async def close(self) -> None:
         """As Client.close."""
+        for stream in list(self._streams):
+            stream.client_closed()
         await self._channel.close()
 
     async def __aenter__(self) -> Self:
@@ -193,5 +227,21 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            with translate_rpc_errors():
+                yield
+        except asyncio.CancelledError as error:  # so grpc ends a call whose channel is closed
+            if is_task_cancelled():
+                raise
+            raise _closed_error(self._server) from error
+        except grpc.aio.UsageError as error:  # so it refuses a call on a closed channel
+            raise _closed_error(self._server) from error
+
     def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> AsyncCall:
         return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+
+
+def _closed_error(server: Server) -> RequestCancelledError:
+    return RequestCancelledError(f"the client of {server.target} is closed: make another")

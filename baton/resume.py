@@ -139,7 +139,7 @@ class StreamState:
     def call_failed(self, error: BatonError) -> float | None:
         """The call ended with an error. Returns the seconds after which to try `next_request`; None: it is over."""
         if self._has_all and isinstance(error, UnavailableError):
-            self.is_over = True  # only the goodbye was lost
+            self._end()  # only the goodbye was lost
             return None
         self._num_failed += 1
         delay_s = self._reconnect.delay_s(self._num_failed, self._random.random())
@@ -232,6 +232,10 @@ class StreamState:
     def _accept_end(self) -> None:
         if self.usage is None:
             raise UnavailableError(f"{self._server.target} ended the stream without its last message")
+        self._end()
+
+    def _end(self) -> None:
+        """All choices have ended, if not all of them well."""
         self.is_over = True
         for output in self._outputs:
             error = None if output.finish is None else _ERROR_OF.get(output.finish)

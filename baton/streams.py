@@ -103,10 +103,11 @@ class Stream(_Output):
 
     def cancel(self) -> None:
         """Ends the request everywhere; does not block. Without effect after the end, or a second time."""
-        with self._lock:
-            self._state.fail(_cancelled_error(self.request_id))
-            self._cancelled.set()
-            self._call.cancel()
+        self._give_up(_cancelled_error(self.request_id))
+
+    def client_closed(self) -> None:
+        """`cancel`, by the client that made the stream, before it closes the connection."""
+        self._give_up(_closed_error(self.request_id))
 
     def __enter__(self) -> Self:
         return self
@@ -115,6 +116,12 @@ class Stream(_Output):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.cancel()
+
+    def _give_up(self, error: RequestCancelledError) -> None:
+        with self._lock:
+            self._state.fail(error)
+            self._cancelled.set()
+            self._call.cancel()
 
     def _read(self) -> TokenEvent | None:
         try:
@@ -168,9 +175,11 @@ class AsyncStream(_Output):
 
     def cancel(self) -> None:
         """Ends the request everywhere; does not wait. Without effect after the end, or a second time."""
-        self._state.fail(_cancelled_error(self.request_id))
-        self._cancelled.set()
-        self._call.cancel()
+        self._give_up(_cancelled_error(self.request_id))
+
+    def client_closed(self) -> None:
+        """`cancel`, by the client that made the stream, before it closes the connection."""
+        self._give_up(_closed_error(self.request_id))
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,6 +189,11 @@ class AsyncStream(_Output):
     ) -> None:
         self.cancel()
 
+    def _give_up(self, error: RequestCancelledError) -> None:
+        self._state.fail(error)
+        self._cancelled.set()
+        self._call.cancel()
+
     async def _read(self) -> TokenEvent | None:
         try:
             with translate_rpc_errors():
@@ -188,11 +202,10 @@ class AsyncStream(_Output):
         except BatonError as error:
             delay_s = self._state.call_failed(error)
         except asyncio.CancelledError:
-            # Raised by grpc for a call that `cancel` ended, and for a task that is being cancelled.
-            task = asyncio.current_task()
-            if not self._cancelled.is_set() or (task is not None and task.cancelling()):
+            if is_task_cancelled():
                 self.cancel()
                 raise
+            self.client_closed()  # or `cancel` was called, and this has no effect
             return None
         if delay_s is not None and not await self._cancelled_within(delay_s):
             self._call.cancel()
@@ -207,5 +220,15 @@ class AsyncStream(_Output):
         return True
 
 
+def is_task_cancelled() -> bool:
+    """Whether a CancelledError is for the task that runs: grpc raises one for a call that was cancelled, too."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 def _cancelled_error(request_id: str) -> RequestCancelledError:
     return RequestCancelledError(f"request {request_id} was cancelled by its client")
+
+
+def _closed_error(request_id: str) -> RequestCancelledError:
+    return RequestCancelledError(f"request {request_id} was cancelled: its client was closed")

@@ -43,7 +43,7 @@ from orchestrator.membership import Members
 from orchestrator.metrics_server import MetricsServer
 from orchestrator.overview import Overview
 from orchestrator.planning_service import PlanningServicer
-from orchestrator.request_reader import RequestReader, deadline_s, off_the_loop
+from orchestrator.request_reader import RequestReader, deadline_s
 from orchestrator.tenants import Tenant, Tenants
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         metadata = context.invocation_metadata() or ()
         tenant = self._tenants.of(metadata)
         end_s = deadline_s(request, context, self._clock)
-        spec = await off_the_loop(request, partial(self._spec, request, end_s, tenant))
+        spec = await self._reader.off_the_loop(request, partial(self._spec, request, end_s, tenant))
         spec = replace(spec, by_chain=BY_CHAIN in metadata)
         async with aclosing(self._controller.generate(spec)) as events:
             async for event in events:

@@ -24,7 +24,7 @@ from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from orchestrator.intake import Intake
-from orchestrator.request_reader import RequestReader, deadline_s, off_the_loop
+from orchestrator.request_reader import RequestReader, deadline_s
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.status import translate_rpc_errors
@@ -77,7 +77,7 @@ class GatewayServicer:
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
         """As the orchestrator's."""
         end_s = deadline_s(request, context, self._clock)
-        passed, echo = await off_the_loop(request, partial(self._read, request))
+        passed, echo = await self._reader.off_the_loop(request, partial(self._read, request))
         if end_s is not None:
             passed.deadline_ms = round(min(max((end_s - self._clock.now_s()) * 1000, 1.0), _MOST_MS))
         if self._closing:

@@ -1,18 +1,20 @@
 """Reads what a client sends: every field checked, the prompt as token ids (step 1 of a request's way).
 
-For whoever serves baton.v1.Orchestrator: the orchestrator itself, and gateways in front of it. Read-only after it is
-made; tokenizing takes a while for long prompts, so these are read in a thread (`off_the_loop`).
+For whoever serves baton.v1.Orchestrator: the orchestrator itself, and gateways in front of it. Tokenizing takes a while
+for long prompts, so these are read in threads (`off_the_loop`), for which no more than so many bytes wait.
 """
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
 
 from baton.clock import Clock
-from baton.errors import InvalidArgumentError
+from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
 from baton.proto_types import params_from_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
@@ -21,8 +23,13 @@ from orchestrator.intake import Intake
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
+MAX_READING_BYTES = 32 * 2**20
+"""Of requests that are being read, or wait for a thread: four of the longest prompts, and of what admission holds a
+multiple. Not more, for text takes over a hundred times its size in memory while it is tokenized."""
 _SHORT_BYTES = 256
 """Of a request that is read in a fifth of a millisecond: about what asking a thread costs."""
+_RETRY_S = 0.1
+"""A refused request's hint: ten thousand tokens are read within about that."""
 _MARGIN_S = 0.1
 """How much earlier than the client's own deadline a request ends, at most, so that its usage still arrives."""
 
@@ -42,10 +49,13 @@ class Asked:
 
 
 class RequestReader:
-    """Reads requests for one model."""
+    """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
 
-    def __init__(self, intake: Intake) -> None:
+    def __init__(self, intake: Intake, max_bytes: int = MAX_READING_BYTES) -> None:
+        """`max_bytes` of requests are read off the loop at a time, or one that is longer by itself."""
         self._intake = intake
+        self._max_bytes = max_bytes
+        self._num_bytes = 0  # of what is being read off the loop
 
     def read(self, request: pb.GenerateRequest) -> Asked:
         """Raises InvalidArgumentError that names the field, the value and the limit."""
@@ -62,6 +72,37 @@ class RequestReader:
         echo = self._prompt_text(request, prompt_ids) if request.echo else ""
         return Asked(prompt_ids, params, is_seeded, outputs, echo)
 
+    async def off_the_loop(self, request: pb.GenerateRequest, read: Callable[[], T]) -> T:
+        """What `read` makes of the request, in a thread unless that is quick. Raises ResourceExhaustedError at once
+        when too much is being read."""
+        num_bytes = request.ByteSize()
+        if num_bytes <= _SHORT_BYTES:
+            return read()
+        self._take(num_bytes)
+        given_up = threading.Event()
+        reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
+        reading.add_done_callback(partial(self._give_back, num_bytes))
+        try:
+            await asyncio.wait((reading,))  # when cancelled, leaves it: it counts for as long as the executor has it
+            return reading.result()
+        finally:
+            given_up.set()
+            del reading  # which an error's traceback would hold, and it the error
+
+    def _take(self, num_bytes: int) -> None:
+        if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
+            raise ResourceExhaustedError(
+                f"{self._num_bytes} bytes of prompts are being read, and {num_bytes} more exceed the limit of "
+                f"{self._max_bytes}: try again in {_RETRY_S:.1f} s",
+                retry_after_s=_RETRY_S,
+            )
+        self._num_bytes += num_bytes
+
+    def _give_back(self, num_bytes: int, reading: asyncio.Future[Any]) -> None:
+        self._num_bytes -= num_bytes
+        if not reading.cancelled():
+            reading.exception()  # seen, also where nobody waits for it any more
+
     def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
         match request.WhichOneof("input"):
             case "prompt":
@@ -77,9 +118,10 @@ class RequestReader:
         return request.prompt.decode() if request.HasField("prompt") else self._intake.decode(prompt_ids)
 
 
-async def off_the_loop(request: pb.GenerateRequest, read: Callable[[], T]) -> T:
-    """What `read` makes of the request, in a thread unless that is quick."""
-    return read() if request.ByteSize() <= _SHORT_BYTES else await asyncio.to_thread(read)
+def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:
+    if given_up.is_set():
+        raise RequestCancelledError("the client went away before its request was read")
+    return read()
 
 
 def deadline_s(request: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:

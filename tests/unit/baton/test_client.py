@@ -162,6 +162,14 @@ async def test_stream_cut_after_its_last_message_is_complete(ask: Ask) -> None:
     assert len(service.requests) == 1
 
 
+async def test_deadline_is_told_though_the_connection_is_lost_behind_it(ask: Ask) -> None:
+    cut = Fault(after=3, finish=generate_pb2.FINISH_REASON_DEADLINE, error=LOST)
+    outcome, service = await scripted(ask, cut)
+    assert isinstance(outcome.error, DeadlineExceededError)
+    assert (outcome.output.finish, len(outcome.output.tokens)) == (FinishReason.DEADLINE, 3)
+    assert len(service.requests) == 1
+
+
 async def test_server_that_stays_away_is_given_up(ask: Ask) -> None:
     outcome, service = await scripted(ask, Fault(after=2, error=LOST), *[Fault(error=LOST)] * 9)
     assert type(outcome.error) is UnavailableError and "controller is gone" in str(outcome.error)

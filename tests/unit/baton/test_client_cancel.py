@@ -129,4 +129,4 @@ async def test_closing_the_client_cancels_its_streams() -> None:
             stream = client.generate("Once")
             await asyncio.wait_for(service.hanging.wait(), WAIT_S)
         await asyncio.wait_for(service.cancelled.wait(), WAIT_S)
-        assert stream.finish is None
+        assert stream.finish is FinishReason.CANCELLED

@@ -3,7 +3,13 @@
 import pytest
 
 from baton.clock import ManualClock
-from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError, UnavailableError
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
 from baton.requests import Source, make_request
 from baton.resume import DEADLINE_GRACE_S, Reconnect, Server, StreamState
 from baton.types import FinishReason
@@ -117,8 +123,13 @@ def test_end_of_a_request_whose_choices_have_not_ended_is_refused() -> None:
         started_at(ManualClock()).accept(message)
 
 
-def token(choice: int, index: int, end: bool = False) -> orchestrator_pb2.GenerateEvent:
-    finish = generate_pb2.FINISH_REASON_STOP if end else generate_pb2.FINISH_REASON_UNSPECIFIED
+def token(
+    choice: int,
+    index: int,
+    end: bool = False,
+    reason: generate_pb2.FinishReason.ValueType = generate_pb2.FINISH_REASON_STOP,
+) -> orchestrator_pb2.GenerateEvent:
+    finish = reason if end else generate_pb2.FINISH_REASON_UNSPECIFIED
     sampled = common_pb2.SampledToken(token_id=100 * choice + index)
     event = generate_pb2.TokenEvent(index=index, token=sampled, text=f"{choice}{index} ", finish=finish, choice=choice)
     return orchestrator_pb2.GenerateEvent(token=event)
@@ -139,6 +150,31 @@ def test_choices_are_told_apart_and_resumed_each_after_its_tokens() -> None:
     assert [choice.finish for choice in state.output().choices] == [None, None, FinishReason.STOP]
     assert state.call_failed(LOST) is not None
     assert [list(output.token_ids) for output in state.next_request().outputs] == [[0], [], [200, 201]]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        (generate_pb2.FINISH_REASON_DEADLINE, DeadlineExceededError),
+        (generate_pb2.FINISH_REASON_CANCELLED, RequestCancelledError),
+        (generate_pb2.FINISH_REASON_ERROR, BatonError),
+    ],
+)
+def test_a_lost_goodbye_hides_no_failure(reason: generate_pb2.FinishReason.ValueType, kind: type[BatonError]) -> None:
+    state = several(2)
+    state.accept(token(0, 0, end=True))
+    state.accept(token(1, 0, end=True, reason=reason))
+    assert state.call_failed(LOST) is None
+    assert state.is_over and type(failure_of(state)) is kind
+    assert len(state.output().choices[1].tokens) == 1
+
+
+def test_a_lost_goodbye_of_a_complete_request_is_no_failure() -> None:
+    state = several(1)
+    state.accept(token(0, 0, end=True))
+    assert state.call_failed(LOST) is None
+    state.raise_failure()
+    assert state.is_over
 
 
 def test_an_end_that_comes_again_is_shown_once() -> None:
