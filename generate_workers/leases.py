@@ -17,11 +17,12 @@ from typing import Self
 
 from baton.ids import SlotId, Stamp
 from baton.results import KvLedger
-from baton.types import LeaseRef, SampledToken
+from baton.types import Lease, LeaseRef, SampledToken
 from generate_workers.memory import KvMemory, Promise
 from generate_workers.residency.port import KvBytes, RowKv
 from generate_workers.waiting import LoopWaiter
 from transport.coverage import Coverage
+from transport.kv_sink import ReserveSpec
 
 
 class SlotState(Enum):
@@ -122,6 +123,18 @@ class Claim:
     """Ended because nobody renewed it."""
     waiters: list[LoopWaiter] = field(default_factory=list)
     """Commits that wait for bytes: woken when all are in, and when the claim ends."""
+
+    def lease(self, request: ReserveSpec, endpoint: str, num_present_tokens: int) -> Lease:
+        """As whoever reserved it is told."""
+        return Lease(
+            ref=self.ref,
+            request_id=request.request_id,
+            attempt=request.attempt,
+            num_tokens=request.num_tokens,
+            endpoint=endpoint,
+            ttl_s=request.ttl_s,
+            num_present_tokens=num_present_tokens,
+        )
 
     def wake_all(self) -> None:
         """Wakes all waiting commits."""

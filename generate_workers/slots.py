@@ -75,31 +75,19 @@ class SlotTable:
         pushes. Raises ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError
         that names the field that is out of its limits."""
         num_tokens, capacity = request.num_tokens, request.capacity_tokens
-        check_spec(request, len(self._slots), self.max_slot_tokens)
-        self._memory.check(num_tokens, capacity, request.num_choices)
         with self._changing():
-            slots = self._free_slots(request.num_choices + self._num_owed)[: request.num_choices]
-            if not slots:
-                few = f"fewer than {request.num_choices} of {len(self._slots)} slots are free"
-                raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
-            need = self._memory.need(num_tokens, capacity, request.num_choices)
-            if shortage := self._memory.shortage(need, self._owed):
-                raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
+            slots = self._room(request)
             num_cached = num_present_tokens if request.prefills_locally else num_tokens
             claims = self._claims(slots, num_tokens, capacity, num_cached=num_cached, ttl_s=request.ttl_s)
-            claim = claims[0]
-            claim.held = tuple(slots[1:])
+            claims[0].held = tuple(slots[1:])
             for slot, each in zip(slots, claims, strict=True):
-                slot.begin(each, SlotMove.LEASE if each is claim else SlotMove.HOLD)
-        return Lease(
-            ref=claim.ref,
-            request_id=request.request_id,
-            attempt=request.attempt,
-            num_tokens=request.num_tokens,
-            endpoint=self._endpoint,
-            ttl_s=request.ttl_s,
-            num_present_tokens=num_present_tokens,
-        )
+                slot.begin(each, SlotMove.LEASE if each is claims[0] else SlotMove.HOLD)
+        return claims[0].lease(request, self._endpoint, num_present_tokens)
+
+    def check_room(self, request: ReserveSpec) -> None:
+        """Raises what `reserve` would raise now."""
+        with self._changing():
+            self._room(request)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Lets the lease live `ttl_s` seconds from now; StaleStampError or LeaseExpiredError when it has ended."""
@@ -317,6 +305,19 @@ class SlotTable:
     def _kept(self) -> str:
         is_owing = self._num_owed or self._owed != KvBytes()
         return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
+
+    def _room(self, request: ReserveSpec) -> list[Slot]:
+        """A slot for each choice, with memory to be had for all."""
+        num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
+        check_spec(request, len(self._slots), self.max_slot_tokens)
+        self._memory.check(num_tokens, capacity, num_choices)
+        slots = self._free_slots(num_choices + self._num_owed)[:num_choices]
+        if not slots:
+            few = f"fewer than {num_choices} of {len(self._slots)} slots are free"
+            raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
+        if shortage := self._memory.shortage(self._memory.need(num_tokens, capacity, num_choices), self._owed):
+            raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
+        return slots
 
     def _free_slots(self, count: int) -> list[Slot]:
         """That many, or none."""

@@ -11,10 +11,15 @@ from typing import TypeVar
 Result = TypeVar("Result")
 
 
+_MAX_SINKING = 64
+"""Prompts that may wait for the disk: others go there when they are stored anew."""
+
+
 class BlockThreads:
     """Two for what a job waits for, and one for what sinks to disk, for which none does."""
 
     def __init__(self) -> None:
+        self._num_sinking = 0
         self._jobs = ThreadPoolExecutor(2, thread_name_prefix="prefix-blocks")
         self._sinks = ThreadPoolExecutor(1, thread_name_prefix="prefix-sink")
         self._evicted: list[str] = []
@@ -24,8 +29,11 @@ class BlockThreads:
         return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
 
     def sink(self, work: Callable[[], list[str]]) -> None:
-        """Does `work` in its turn; it returns the names of blocks that had to go, and raises nothing."""
-        asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
+        """Does `work` in its turn, unless too much waits already; it returns the names of blocks that had to go, and
+        raises nothing."""
+        if self._num_sinking < _MAX_SINKING:
+            self._num_sinking += 1
+            asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
 
     def take_evicted(self) -> tuple[str, ...]:
         """What sinking evicted since the last call."""
@@ -38,5 +46,6 @@ class BlockThreads:
             pool.shutdown(cancel_futures=True)
 
     def _end(self, sunk: "asyncio.Future[list[str]]") -> None:
+        self._num_sinking -= 1
         if not sunk.cancelled():
             self._evicted += sunk.result()

@@ -11,7 +11,9 @@ Steps 4 to 6 of a request's way (DESIGN.md, section 4). Knows no gRPC: it sees t
 
 import logging
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -61,7 +63,7 @@ class PrefillEngine:
     """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
     block. `watchdog_floor_s`: seconds without a sign of life from a peer that owes one before the epoch is ended, and
     without work in a turn before this engine is said to hang, at least. `max_jobs`: jobs in flight before more are
-    refused. `make_buffer`: where the jobs' KV lies meanwhile."""
+    refused; each has a slot's lease, so slots bound them first. `make_buffer`: where the jobs' KV lies meanwhile."""
 
     def __init__(
         self,
@@ -69,7 +71,7 @@ class PrefillEngine:
         clock: Clock,
         *,
         watchdog_floor_s: float = 2.0,
-        max_jobs: int = 64,
+        max_jobs: int = 1024,
         make_buffer: MakeBuffer = KvBuffer,
     ) -> None:
         self.decoder = decoder
@@ -108,6 +110,20 @@ class PrefillEngine:
         with self._changed:
             if self._life is not None:
                 self._life.end(error)
+
+    @contextmanager
+    def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
+        """While inside, this job is about to be submitted, however long its caller prepares it: what other ranks send
+        of it waits, and they have patience. Of another epoch than the present, nothing is expected."""
+        with self._changed:
+            life = self._life if self._life is not None and self._life.epoch == epoch else None
+            if life is not None:
+                life.announce(number)
+        try:
+            yield
+        finally:
+            if life is not None:
+                life.withdraw(number)
 
     def submit(self, job: Job, outlet: KvOutlet) -> Future[JobReport]:
         """Takes a job. The future resolves, on the engine's thread, when all is computed, pushed to `outlet` and passed
@@ -250,10 +266,11 @@ class PrefillEngine:
         """The second thread's life."""
         while not self._has_left.wait(self._turns.period_s):
             with self._changed:
-                if self._turns.look() and self._life is not None:
-                    self._life.tell_waiting()
+                has_worked = self._turns.look()
                 if self._stall:
                     self._changed.notify_all()  # `_begin_life` does not wait for a thread that hangs
+                elif self._life is not None:
+                    self._life.tell_waiting(has_worked)
 
     def _turn(self, job: ChainJob) -> None:
         error: BatonError | None = None

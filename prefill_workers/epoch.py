@@ -5,7 +5,8 @@ links, a peer that owes something stays silent too long, or the next epoch begin
 one typed, retryable error; nothing of it reaches the next epoch, which has new links and an object of its own here.
 
 Messages find their job by number:
-  - a job that is not known yet may still be on its way to this rank: its first message waits, for a bounded time;
+  - a job that is not known yet may still be on its way to this rank: its first message waits, for a bounded time, or,
+    if the job is announced, which it is while its call prepares it, for as long as that takes;
   - after that, and for jobs that are done or were given up, messages are received into scratch memory and dropped;
   - a job whose messages were dropped is refused when it comes after all, and the ranks behind are told.
 
@@ -14,6 +15,7 @@ are called under it, all other methods take it, on any thread. No method waits, 
 """
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 from baton.clock import Clock
@@ -25,7 +27,7 @@ from baton.errors import (
     JobAbortedError,
     LinkStalledError,
 )
-from baton.ids import Epoch, Rank
+from baton.ids import Epoch, JobId, Rank
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, Links, LinkStatus
@@ -73,6 +75,8 @@ class EpochLife:
         self._floor_s = floor_s
         self._tally = tally
         self._watchdog = Watchdog(clock, floor_s)
+        self._announced: Counter[JobId] = Counter()
+        """Calls that run, by their job's number."""
         self._doubted_s: float | None = None
         """Since when a peer has been overdue, on the clock's now_s; None while none is."""
         """A peer was overdue at the last look."""
@@ -95,6 +99,18 @@ class EpochLife:
                 if self.links is not None:
                     self.links.close()
                 self._changed.notify_all()
+
+    def announce(self, number: JobId) -> None:
+        """A call has come that will submit this job, or be over, sooner or later: ended by `withdraw`."""
+        with self._changed:
+            self._announced[number] += 1
+
+    def withdraw(self, number: JobId) -> None:
+        """The call is over."""
+        with self._changed:
+            self._announced[number] -= 1
+            if not self._announced[number]:
+                del self._announced[number]
 
     def admit(self, job: Job) -> None:
         """Raises when this rank cannot serve `job`: EpochEndedError, InvalidArgumentError, or, when the job has been
@@ -149,19 +165,23 @@ class EpochLife:
         )
         return 0.0
 
-    def tell_waiting(self) -> None:
-        """While this rank works: asks the ranks behind to have patience with its jobs."""
+    def tell_waiting(self, has_worked: bool) -> None:
+        """Asks for patience with what this rank is slow with: while it works, the ranks behind, with its jobs; and all
+        ranks, with each job that is announced: the one before it may have sent, the one behind waits already."""
         with self._changed:
-            relays = [job.relay for job in self.sequencer.jobs if job.error is None]
-            for relay in [each for each in relays if each.target is not None and self._watchdog.is_idle(each.target)]:
-                relay.alive()
+            ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
+            idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
+            for job in self.sequencer.jobs if has_worked else []:
+                if job.error is None and job.relay.target in idle:
+                    job.relay.alive()
+            for number in [each for each in self._announced if not self._is_known(each)]:
+                for rank in idle:
+                    self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
         with self._changed:
             self._heard(source)
-            self._changed.wait_for(lambda: self._is_decided(header), self._floor_s / 2)
-            if not self._is_decided(header):
-                self.sequencer.bury(header.job)
+            self._await_job(header.job)
             job = self._job_of(header)
             try:
                 return job.relay.place(source, header) if job is not None else None
@@ -181,7 +201,8 @@ class EpochLife:
             elif header.status is LinkStatus.ABORT:
                 job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
             elif header.status is LinkStatus.ALIVE:
-                job.relay.alive()
+                if source == job.relay.source:  # others say it of themselves
+                    job.relay.alive()
             else:
                 job.relay.received(header)
 
@@ -202,11 +223,21 @@ class EpochLife:
         self._tally.progress += 1
         self._changed.notify_all()
 
-    def _is_decided(self, header: LinkHeader) -> bool:
-        """Whether it is known what becomes of a message."""
-        number = header.job
-        is_known = self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
-        return is_known or self.error is not None
+    def _await_job(self, number: JobId) -> None:
+        """Until it is known what becomes of a job's messages. Whom nobody announces is buried in time.
+
+        An announced job is waited for until it is submitted, its call is over, which ends with its attempt, or the
+        epoch ends: dropping its message would fail the attempt, and the group would be blamed for a slow disk. All else
+        that the source sends waits as well. No rank takes that for silence: this one says that it lives, and as the
+        source takes that in, it shows that it lives too (`tell_waiting`).
+        """
+        while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
+            if number not in self._announced:
+                self.sequencer.bury(number)
+                return
+
+    def _is_known(self, number: JobId) -> bool:
+        return self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
 
     def _job_of(self, header: LinkHeader) -> ChainJob | None:
         """The job that a message is for, if it is still wanted."""

@@ -34,7 +34,7 @@ class LinkStatus(IntEnum):
     ABORT = 1
     """The sender gave the job up: no more of it will come."""
     ALIVE = 2
-    """The sender works, on other jobs first: have patience with this one."""
+    """The sender works, on other jobs first, or prepares this one: have patience with it."""
     CLOSE = 3
     """The sender closed its links: the epoch is over. Made and read by links alone, never handed to a handler."""
 
@@ -78,8 +78,8 @@ class LinkHandler(Protocol):
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
         """Where the payload goes: writable memory of `header.num_bytes` bytes that stays valid, or None to drop it.
 
-        Asked once for every message with a payload, before the payload is received. May block, but only for a
-        bounded time: it holds up all that `source` sends.
+        Asked once for every message with a payload, before the payload is received. May block, which holds up all that
+        `source` sends; not beyond the end of the epoch.
         """
         ...
 

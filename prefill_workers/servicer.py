@@ -16,13 +16,14 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import Epoch, JobId, Rank, RequestId
-from baton.types import Lease, SampledToken, TokenRange
+from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.decoder import Decoder
 from modeling.kv_buffers import KvBuffer
 from modeling.node_store import DiskPlace, NodeStore
 from modeling.prefix_store import Filled, Holdings, PrefixStore
 from prefill_workers.block_threads import BlockThreads
+from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, TimeSpan
 from prefill_workers.prefix_filling import PrefixFilling
@@ -72,7 +73,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         self._engine = engine
         self._host = host
         self.prefixes = prefixes
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = ChannelCache(make_channel)
         self._blocks = BlockThreads()
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
@@ -84,12 +85,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
         """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
+        with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may be ahead
+            async with self._channels.use(request.lease.endpoint) as channel:
+                return await self._run(request, KvPushClient(channel, self._engine.decoder.layout))
+
+    async def _run(self, request: prefill_pb2.PrefillJob, client: KvPushClient) -> prefill_pb2.PrefillReport:
         job = job_from_proto(request, await self._open_prefix(request))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        client = KvPushClient(self._channel(lease), self._engine.decoder.layout)
         session = client.open_push(lease)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
@@ -140,9 +145,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def close(self) -> None:
         """Closes the channels to all receivers of KV, and ends work on blocks; once no call runs."""
         await asyncio.to_thread(self._blocks.close)
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        await self._channels.close()
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
         """The job's report. A push that fails, or the end of the call, gives the job up."""
@@ -179,11 +182,6 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         if start < job.chunks[0].start or end > job.chunks[-1].end:
             raise InvalidArgumentError(f"keep_blocks are tokens [{start}, {end}): name whole blocks of the prompt")
         return PrefixFilling(self.prefixes, request.keep_blocks, start, block_tokens)
-
-    def _channel(self, lease: Lease) -> grpc.aio.Channel:
-        if lease.endpoint not in self._channels:
-            self._channels[lease.endpoint] = make_channel(lease.endpoint)
-        return self._channels[lease.endpoint]
 
 
 class PrefillServer:

@@ -3,8 +3,9 @@
 A dead peer breaks its links at once; a stopped one is only silent. A peer is overdue when it has shown no sign of life
 for longer than the limit, while a message to it has not left or a job has nothing to do but wait for it. Signs of life:
 something came from it, or it took a message. A rank whose turn takes long, whatever the job, sends ALIVE to those that
-wait while it sees itself work (turn_watch.py); so silence does mean trouble, also where the prediction that the limit
-comes from was wrong, or is for another job than the one that the peer is busy with.
+wait while it sees itself work (turn_watch.py), and to all while it prepares a job (epoch.py); so silence does mean
+trouble, also where the prediction that the limit comes from was wrong, or is for another job than the one that the peer
+is busy with.
 
 Pure, with the clock passed in; whoever owns one guards it.
 """

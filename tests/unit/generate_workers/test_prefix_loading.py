@@ -18,7 +18,7 @@ from generate_workers.leases import Standing
 from generate_workers.prefix_loading import PrefixLoader
 from generate_workers.slots import SlotTable
 from modeling.kv_buffers import KvBuffer
-from modeling.prefix_store import PrefixStore
+from modeling.prefix_store import Leading, PrefixStore
 from tests.support.eventually import eventually
 from tests.support.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
 from tests.support.slot_tables import FIRST, LAYOUT, ends_empty, make_slots, push_buffer
@@ -129,10 +129,27 @@ async def test_a_lease_that_ends_lets_go_of_its_blocks(slots: SlotTable, store: 
     await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
 
 
-async def test_no_slot_opens_nothing_for_long(slots: SlotTable, store: PrefixStore, folder: Path) -> None:
+async def test_no_slot_costs_no_disk(slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
     stock(store)
     loader = PrefixLoader(slots, store)
     leases = [await loader.reserve(SPEC) for _ in range(2)]
+    opened: list[Sequence[str]] = []
+    monkeypatch.setattr(store, "open_leading", lambda names, _: opened.append(names))
+    with pytest.raises(ResourceExhaustedError, match="fewer than 1 of 2 slots are free"):
+        await loader.reserve(SPEC)
+    assert not opened
+    for lease in leases:
+        slots.abort(lease.ref)
+    await loader.close()
+
+
+async def test_a_slot_that_goes_while_blocks_are_opened_keeps_none_open(
+    slots: SlotTable, store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    leases = [await loader.reserve(SPEC) for _ in range(2)]
+    monkeypatch.setattr(slots, "check_room", lambda _: None)  # there was room then
     with pytest.raises(ResourceExhaustedError):
         await loader.reserve(SPEC)
     for lease in leases:
@@ -166,9 +183,39 @@ async def test_blocks_that_are_long_in_copying_keep_no_thread_from_others(
     slots.abort(lease.ref)
 
 
+async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened, open_leading = threading.Event(), threading.Event(), store.open_leading
+
+    def wait(names: Sequence[str], block_tokens: int) -> Leading:
+        begun.set()
+        assert opened.wait(30)
+        return open_leading(names, block_tokens)
+
+    stock(store)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    loader = PrefixLoader(slots, store)
+    monkeypatch.setattr(store, "open_leading", wait)
+    reserving = [asyncio.create_task(loader.reserve(SPEC)) for _ in range(2)]
+    try:
+        async with asyncio.timeout(5):
+            await eventually(lambda: asyncio.sleep(0, begun.is_set()), bool, within_s=5)
+            assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
+            nothing = await loader.reserve(replace(LOCAL, prefix_blocks=()))  # waits for no disk either
+            slots.abort(nothing.ref)
+    finally:
+        opened.set()
+    for lease in await asyncio.gather(*reserving):
+        slots.abort(lease.ref)
+    await loader.close()
+
+
 async def test_a_name_that_is_none_is_refused(slots: SlotTable, store: PrefixStore) -> None:
+    loader = PrefixLoader(slots, store)
     with pytest.raises(InvalidArgumentError, match="is no name"):
-        await PrefixLoader(slots, store).reserve(replace(SPEC, prefix_blocks=("../x",)))
+        await loader.reserve(replace(SPEC, prefix_blocks=("../x",)))
+    await loader.close()
 
 
 async def test_blocks_that_cannot_be_copied_end_their_lease(

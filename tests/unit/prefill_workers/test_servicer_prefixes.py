@@ -178,6 +178,23 @@ async def test_heartbeats_do_not_wait_for_blocks() -> None:
             assert tuple(last.stored_blocks) == NAMES
 
 
+async def test_rank_that_waits_long_for_blocks_fails_no_job_and_no_epoch() -> None:
+    """Longer than a job is waited for that nobody announces, which is half a floor, and than a silent rank is."""
+    with prefix_folder() as folder:
+        async with two_ranks(folder) as ranks:
+            ranks.servers[1].engine._floor_s = 1.0
+            await ranks.start_epoch()
+            job = behind(ranks.job(await ranks.lease()), 0)
+            with store_in(folder, ranks.decoder.layout).locked():  # the last rank waits for room
+                running = [asyncio.create_task(ranks.run(rank, job)) for rank in (0, 1)]
+                computed = await eventually(lambda: ranks.status(0), lambda status: status.progress >= 3, TIMEOUT_S)
+                signs = computed.progress + 5
+                await eventually(lambda: ranks.status(0), lambda status: status.progress >= signs, TIMEOUT_S)
+            _, last = await asyncio.gather(*running)
+            assert tuple(last.stored_blocks) == NAMES
+            assert [(await ranks.status(rank)).epoch_error for rank in (0, 1)] == ["", ""]
+
+
 async def test_reports_do_not_wait_for_the_disk_and_say_later_what_had_to_go_there(tmp_path: Path) -> None:
     layout = random_decoder(num_layers=3).layout
     disk = DiskPlace(tmp_path / "disk", 7 * file_bytes(layout, BLOCK))
