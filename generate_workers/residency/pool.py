@@ -52,6 +52,9 @@ Orders = NDArray[np.signedinteger[Any]]
 MAX_TOKENS = 1 << 23
 """Of a row: positions have so much room beside a counter."""
 _MAX_COUNT = 255
+_FULL_COUNT = 127
+"""Where counters are halved. Far below, marks are lost before they tell anything; far above, what was picked long ago
+counts for as much as what was lately (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
@@ -96,7 +99,7 @@ class PoolLimit:
     """First tokens of the sequence that stay for good: attention sinks."""
     num_last: int = 16
     """Latest tokens that stay, a new one included."""
-    most_count: int = _MAX_COUNT
+    most_count: int = _FULL_COUNT
     """COUNTER: a counter that comes to this makes all of its list's counters half of what they are."""
 
     def __post_init__(self) -> None:
