@@ -27,7 +27,7 @@ from baton.results import ClusterState, ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
-from baton.streams import AsyncCall, AsyncStream, Call, Stream, is_task_cancelled
+from baton.streams import AsyncCall, AsyncStream, Call, Stream, client_closed, is_task_cancelled
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 
@@ -122,7 +122,7 @@ class Client:
         with self._lock:
             self._is_closed = True
             for stream in list(self._streams):
-                stream.client_closed()
+                client_closed(stream)
             self._channel.close()
 
     def __enter__(self) -> Self:
@@ -216,7 +216,7 @@ class AsyncClient:
     async def close(self) -> None:
         """As Client.close."""
         for stream in list(self._streams):
-            stream.client_closed()
+            client_closed(stream)
         await self._channel.close()
 
     async def __aenter__(self) -> Self:

@@ -105,10 +105,6 @@ class Stream(_Output):
         """Ends the request everywhere; does not block. Without effect after the end, or a second time."""
         self._give_up(_cancelled_error(self.request_id))
 
-    def client_closed(self) -> None:
-        """`cancel`, by the client that made the stream, before it closes the connection."""
-        self._give_up(_closed_error(self.request_id))
-
     def __enter__(self) -> Self:
         return self
 
@@ -177,10 +173,6 @@ class AsyncStream(_Output):
         """Ends the request everywhere; does not wait. Without effect after the end, or a second time."""
         self._give_up(_cancelled_error(self.request_id))
 
-    def client_closed(self) -> None:
-        """`cancel`, by the client that made the stream, before it closes the connection."""
-        self._give_up(_closed_error(self.request_id))
-
     async def __aenter__(self) -> Self:
         return self
 
@@ -205,7 +197,7 @@ class AsyncStream(_Output):
             if is_task_cancelled():
                 self.cancel()
                 raise
-            self.client_closed()  # or `cancel` was called, and this has no effect
+            client_closed(self)  # or `cancel` was called, and this has no effect
             return None
         if delay_s is not None and not await self._cancelled_within(delay_s):
             self._call.cancel()
@@ -220,6 +212,11 @@ class AsyncStream(_Output):
         return True
 
 
+def client_closed(stream: Stream | AsyncStream) -> None:
+    """`cancel`, by the client that made the stream, before it closes the connection."""
+    stream._give_up(RequestCancelledError(f"request {stream.request_id} was cancelled: its client was closed"))
+
+
 def is_task_cancelled() -> bool:
     """Whether a CancelledError is for the task that runs: grpc raises one for a call that was cancelled, too."""
     task = asyncio.current_task()
@@ -228,7 +225,3 @@ def is_task_cancelled() -> bool:
 
 def _cancelled_error(request_id: str) -> RequestCancelledError:
     return RequestCancelledError(f"request {request_id} was cancelled by its client")
-
-
-def _closed_error(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"request {request_id} was cancelled: its client was closed")
