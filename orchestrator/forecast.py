@@ -8,7 +8,7 @@ Two waits, one after the other:
     for prefill  its own chain, the jobs that the ranks have before them included, or its generation group's own
                  prefill, as `orchestrator.choosing` would place it now; times as long as that took of late, over what
                  was predicted (`Correction`): the books may be fuller when its turn comes, what workers share, and what
-                 a request costs besides its tokens, nobody predicts. So long that one in twenty takes longer: under
+                 a request costs besides its tokens, nobody predicts. So long that one in forty takes longer: under
                  overload whoever is taken is near its deadline, and by a mean half of them would be late
 
 What nobody can know: how much the requests in between will say (so planning.step_times, seconds a step, are no help
@@ -24,7 +24,7 @@ from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import Members
 
 _KEPT = 0.95
-_ONE_IN_TWENTY = 1.645
+_ONE_IN_FORTY = 1.960
 """Standard deviations above the mean, where deviations are normal."""
 _MOST_LATE = 3.0
 """How late a request counts at most, in corrected predictions: one that hung says little of the next."""
@@ -80,8 +80,8 @@ class Correction:
 
     @property
     def cautious_factor(self) -> float:
-        """Likewise, if only one request in twenty shall take longer."""
-        return self.factor + _ONE_IN_TWENTY * math.sqrt(2 * self._square_delays / self._squares)  # half of all are late
+        """Likewise, if only one request in forty shall take longer."""
+        return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)  # half of all are late
 
     def observe(self, predicted_s: float, measured_s: float) -> None:
         """A request had its first token so long after its turn came, or none in all that time."""
@@ -109,7 +109,7 @@ class ChainForecast:
         self._correction = Correction()
 
     def chain_s(self, request: RequestRecord) -> float:
-        """Seconds in which nineteen of twenty such requests have their first token, once they have their slots, as
+        """Seconds in which 39 of forty such requests have their first token, once they have their slots, as
         things are, what is cached included; 0 where nothing is known of whoever would prefill. The request keeps what
         was predicted."""
         request.forecast_s = self._chooser.predict_s(request)
