@@ -24,7 +24,7 @@ from modeling.kernels import native
 GIB = 2**30
 _BYTES = {"bfloat16": 2, "float32": 4}
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
-_CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
+CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
 """Residency policies that go by what `baton prepare` found."""
 WORKER_BYTES = GIB // 2
 """What a worker takes besides weights and KV: torch and the process itself, from above."""
@@ -116,7 +116,7 @@ def check_selection(config: ClusterConfig) -> Finding:
     from modeling.selection_file import prepared_path  # takes torch along
 
     section = config.generate
-    if section.residency not in _CHOOSING:
+    if section.residency not in CHOOSING:
         return Finding("selection", Verdict.OK, f"residency {section.residency} needs none")
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():

@@ -79,7 +79,6 @@ class EpochLife:
         """Calls that run, by their job's number."""
         self._doubted_s: float | None = None
         """Since when a peer has been overdue, on the clock's now_s; None while none is."""
-        """A peer was overdue at the last look."""
 
     def open(self, links: Links) -> None:
         """All ranks have met. Raises the epoch's error when it has ended in the meantime; the links are closed then."""

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from deploy.calibrations import nominal_calibration
 from deploy.config_file import load_config
 from deploy.doctor import (
+    CHOOSING,
     Finding,
     Machine,
     Verdict,
@@ -31,6 +32,7 @@ from deploy.doctor import (
     weight_bytes,
 )
 from deploy.probe import Measured, measure
+from generate_workers.residency.policies import POLICIES
 from planning.model_shape import ModelShape
 from tests.support.letter_models import write_letter_model
 
@@ -61,6 +63,10 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     finding = check_model(load_config(None), folder)
     assert finding.verdict is Verdict.FAILED
     assert "lacks tokenizer.json" in finding.text
+
+
+def test_every_policy_that_chooses_keys_is_known() -> None:
+    assert {*CHOOSING, "device", "host", "int4"} == set(POLICIES)
 
 
 def test_keys_cannot_be_chosen_by_what_nobody_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
