@@ -345,6 +345,7 @@ def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
     alike = {name: getattr(message, name) for name in _ALIKE}
     return GroupState(
         endpoints=tuple(message.endpoints),
+        processors=tuple(message.processors),
         kv=kv_ledger_from_proto(message.kv),
         prefixes=PrefixHoldings(
             num_blocks=message.num_prefix_blocks,
@@ -363,6 +364,7 @@ def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
     alike = {name: getattr(group, name) for name in _ALIKE}
     return orchestrator_pb2.GroupState(
         endpoints=group.endpoints,
+        processors=group.processors,
         kv=kv_ledger_to_proto(group.kv),
         num_prefix_blocks=group.prefixes.num_blocks,
         num_prefix_bytes=group.prefixes.num_bytes,

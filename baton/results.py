@@ -323,6 +323,8 @@ class GroupState:
     """Of a generation group: its residency policy."""
     is_approximate: bool = False
     """Whether that attends to less than all tokens."""
+    processors: tuple[str, ...] = ()
+    """Kinds of processor that its workers run on, each with the kernels in use there."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.kernel_choice import KernelChoice
 from orchestrator.config import DISAGGREGATION, Disaggregation, OrchestratorConfig
 
 DTYPES = ("bfloat16", "float32")
@@ -99,6 +100,8 @@ class WorkerConfig:
     """Folder for what has no room there."""
     prefix_disk_bytes: int = 0
     """That they may take there, on each node; 0: nothing is kept there."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Chosen by the launcher for its kind of processor; a worker on another kind uses what its own machine has kept."""
 
     @property
     def name(self) -> str:
@@ -112,7 +115,8 @@ class WorkerConfig:
     @classmethod
     def from_json(cls, line: str) -> "WorkerConfig":
         fields = json.loads(line)
-        return cls(**{**fields, "cores": tuple(fields["cores"])})
+        kernels = tuple(KernelChoice(**each) for each in fields["kernels"])
+        return cls(**{**fields, "cores": tuple(fields["cores"]), "kernels": kernels})
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,8 @@ class LocalConfig:
     """Seconds a reserved slot outlives the last push or renewal."""
     max_attempts: int = OrchestratorConfig.max_attempts
     """Attempts at one request before its error is reported."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Chosen by the launcher for this kind of processor; empty: what this machine has kept."""
 
     def __post_init__(self) -> None:
         self._require(0 <= self.num_ranks <= 64, "num_ranks", "use 0 (colocated) to 64")
@@ -223,6 +229,7 @@ class LocalConfig:
             watchdog_floor_s=self.watchdog_floor_s,
             cluster=f"local-{os.getpid()}",
             prefix_share=self.prefix_share,
+            kernels=self.kernels,
         )
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:

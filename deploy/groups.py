@@ -18,12 +18,15 @@ import grpc
 
 from baton.clock import Clock
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
+from baton.kernel_choice import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.chain_links import ChainLinks
 from deploy.config import WorkerConfig
 from deploy.restarts import Backoff, Restarts
 from deploy.spawner import Room, Spawner, WorkerHandle
 from deploy.workers import Worker, WorkerStatus
+from modeling.kernels.native import choice_path
+from transport.proto_types import kernels_from_proto
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +43,15 @@ class Heartbeat:
 
 @dataclass
 class Agreement:
-    """What all workers of a cluster must have in common: the version, and the KV layout of those that load the same
-    model folder. Set by the first that is asked."""
+    """What all workers of a cluster must have in common: the version, the KV layout of those that load the same model
+    folder, and the kernels of those that run on the same kind of processor. Set by the first that is asked."""
 
     version: str = ""
     told_by: str = ""
     layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
     """By model folder: the fingerprint, and who told it."""
+    kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
+    """By kind of processor: the kernels, and who told them."""
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
         """Raises VersionMismatchError for a worker that is not like those before it."""
@@ -59,6 +64,16 @@ class Agreement:
                 f"workers differ in version or KV layout: {told_by} has {self.version}, layout {layout}; "
                 f"{config.name} has {status.version}, layout {status.layout_fingerprint}: "
                 "run one version and model everywhere"
+            )
+        self._check_kernels(config, kernels_from_proto(status.kernels))
+
+    def _check_kernels(self, config: WorkerConfig, choice: KernelChoice) -> None:
+        agreed, told_by = self.kernels.setdefault(choice.processor, (choice, config.name))
+        if choice != agreed:
+            raise VersionMismatchError(
+                f"workers on {choice.processor} differ in kernels: {told_by} has {agreed}; {config.name} has {choice}: "
+                f"install a C++ compiler on all nodes or none, and give all the same {choice_path().name} in "
+                f"{choice_path().parent}"
             )
 
 
@@ -98,6 +113,8 @@ class WorkerGroup:
         """The policy of a generation engine, likewise."""
         self.is_approximate = False
         """Whether that attends to less than all tokens."""
+        self._kernels: dict[int, KernelChoice] = {}
+        """Of each rank, as it said when it started."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -116,6 +133,12 @@ class WorkerGroup:
     def endpoints(self) -> tuple[str, ...]:
         """Of the workers in rank order."""
         return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """The kinds of processor that the workers run on, in rank order, each with the kernels in use there."""
+        choices = (self._kernels[rank] for rank in sorted(self._kernels))
+        return tuple(dict.fromkeys(f"{choice.processor}: {choice}" for choice in choices))
 
     async def until_ready(self) -> None:
         """Returns when the group is ready."""
@@ -174,6 +197,7 @@ class WorkerGroup:
             raise UnavailableError(f"{where} does not answer ({error.code()})") from error
         self._around.agreement.check(worker.handle.config, status)
         self.layout_fingerprint = status.layout_fingerprint
+        self._kernels[worker.handle.config.rank] = kernels_from_proto(status.kernels)
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
         if isinstance(status, generate_pb2.GenerationStatus):

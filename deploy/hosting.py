@@ -35,6 +35,7 @@ async def start_server(config: WorkerConfig) -> Server:
             prefix_share=config.prefix_share,
             prefix_disk=config.prefix_disk,
             prefix_disk_bytes=config.prefix_disk_bytes,
+            kernels=config.kernels,
         ).start()
     from generate_workers.actor import GenerationHost
     from generate_workers.engine import EngineConfig
@@ -65,4 +66,5 @@ async def start_server(config: WorkerConfig) -> Server:
         prefix_share=config.prefix_share,
         prefix_disk=config.prefix_disk,
         prefix_disk_bytes=config.prefix_disk_bytes,
+        kernels=config.kernels,
     ).start()

@@ -8,8 +8,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from baton.errors import ConfigError
+from baton.kernel_choice import KernelChoice
 from modeling.catalog import resolve_model
 from modeling.kernels import native
+from modeling.kernels.kept_choice import load_choice
 from text.gguf_tokenizer import write_tokenizer
 
 _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -32,12 +34,24 @@ def resolve_folder(model: str, cache: Path, console: Console) -> Path:
             progress.stop()
 
 
-def prepare_kernels(console: Console) -> None:
-    """Builds the CPU's kernels if they may be missing, in a process of its own: a launcher has no torch. Workers build
-    what is still missing, or do without."""
+def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
+    """Build the CPU's kernels and measure which are the fastest, where that has not been done; in a process of its own,
+    for a launcher has no torch. Return the choice for this machine's kind of processor; empty where there is none, and
+    workers choose for themselves."""
     if native.may_need_building():
-        with console.status("building kernels for this processor"):
-            subprocess.run([sys.executable, "-m", "modeling.kernels"], check=False, capture_output=True)
+        with console.status("building kernels for this processor, and measuring them"):
+            run = subprocess.run(
+                [sys.executable, "-m", "modeling.kernels"],
+                check=False,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        if run.returncode:
+            reason = (run.stderr.strip().splitlines() or ["no message"])[-1]
+            console.print(f"kernels cannot be prepared ({reason}): workers do without, or build them as they start")
+    choice = load_choice()
+    return () if choice is None else (choice,)
 
 
 def require_alike(folder: Path, before: Path) -> None:

@@ -18,6 +18,7 @@ from ray.exceptions import RayError
 
 from baton.clock import SystemClock
 from baton.errors import BatonError
+from baton.kernel_choice import KernelChoice
 from baton.results import ModelInfo
 from deploy.chain_links import ChainLinks
 from deploy.cluster import Cluster
@@ -62,10 +63,12 @@ class SupervisorState:
 class SupervisorActor:
     """Owns the cluster. Its methods run on the actor's threads, all else on the loop's thread."""
 
-    def __init__(self, config: ClusterConfig, folder: Path) -> None:
+    def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...] = ()) -> None:
+        """`kernels`: the launcher's choice, for its kind of processor."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
         self._folder = folder
+        self._kernels = kernels
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
         self._room = RayRoom(config.supervision.start_timeout_s)
         self._around = Surroundings(
@@ -172,7 +175,7 @@ class SupervisorActor:
         links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
         return WorkerGroup(
             name,
-            [replace(worker, group=int(number)) for worker in workers],
+            [replace(worker, group=int(number), kernels=self._kernels) for worker in workers],
             self._around,
             links if role == "prefill" else None,
         )

@@ -18,6 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.kernel_choice import KernelChoice
 from deploy.cluster_config import ClusterConfig
 from deploy.cluster_record import ClusterRecord, kill_ray, load_record, process_start, require_reachable
 from deploy.config import prepare_ray_environment
@@ -45,12 +46,11 @@ def serve(args: argparse.Namespace) -> int:
         from deploy.calibrations import served_calibration  # takes torch along
 
         served_calibration(config, folder)  # refused now, not when all workers have loaded
-    if not config.ray.address:
-        prepare_kernels(console)
+    kernels = prepare_kernels(console)
     stopping = threading.Event()
     # Once more, because Ray sets handlers of its own; before, because a Ray that is half started could not be ended.
     with _interrupts(stopping), _ray(config, console) as record, _interrupts(stopping):
-        _Launch(config, folder, record, console).run(stopping)
+        _Launch(config, folder, kernels, record, console).run(stopping)
     console.print(f"cluster {config.name} is gone")
     return 0
 
@@ -58,9 +58,17 @@ def serve(args: argparse.Namespace) -> int:
 class _Launch:
     """One supervisor, from its making to its end."""
 
-    def __init__(self, config: ClusterConfig, folder: Path, record: ClusterRecord, console: Console) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        kernels: tuple[KernelChoice, ...],
+        record: ClusterRecord,
+        console: Console,
+    ) -> None:
         self._config = config
         self._folder = folder
+        self._kernels = kernels
         self._record = record
         self._console = console
         self._num_shown = 0
@@ -92,7 +100,7 @@ class _Launch:
             max_concurrency=4,
         )
         try:
-            return made.remote(self._config, self._folder)
+            return made.remote(self._config, self._folder, self._kernels)
         except ValueError as error:
             raise ConfigError(
                 f"Ray at {self._record.ray_address} has a cluster {self._config.name}: set another name, or stop it"

@@ -30,13 +30,14 @@ def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     """Answers one prompt with the options of `baton local`; returns the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(args.model, args.cache, console)
-    prepare_kernels(console)
+    kernels = prepare_kernels(console)
     config = LocalConfig(
         model_folder=folder,
         num_ranks=0 if args.colocated else args.ranks,
         dtype=args.dtype,
         quantization=args.quantization,
         generate_threads=args.threads,
+        kernels=kernels,
     )
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)

@@ -32,7 +32,7 @@ def show_status(name: str) -> int:
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
-    for line in (*_health(state), *predictions):
+    for line in (*_health(state), *predictions, *_processors(state)):
         print(line)
     if state.metrics_endpoint:
         print(f"metrics on http://{state.metrics_endpoint}/metrics")
@@ -91,6 +91,12 @@ def _health(state: ClusterState) -> Iterator[str]:
     yield from (f"degraded: {why}" for why in state.why_degraded)
     if state.num_degraded:
         yield f"prefills without a prefill group so far, though there are some: {state.num_degraded}"
+
+
+def _processors(state: ClusterState) -> Iterator[str]:
+    """Yield each kind of processor with its kernels, and the groups that have workers there."""
+    for processor in dict.fromkeys(each for group in state.groups for each in group.processors):
+        yield f"{processor}: {', '.join(group.name for group in state.groups if processor in group.processors)}"
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:

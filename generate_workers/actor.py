@@ -11,9 +11,11 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.cores import give_way_to
 from baton.garbage import collect_rarely
+from baton.kernel_choice import KernelChoice
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder
+from modeling.kernels.products import KERNELS
 from modeling.node_store import disk_place
 from modeling.store_folder import allow_files, node_folder, share_bytes, sweep
 from modeling.threads import use_cores
@@ -45,6 +47,8 @@ class GenerationHost:
     """Folder of the node for what has no room there."""
     prefix_disk_bytes: int = 0
     """That they may take there; 0: nothing is kept there."""
+    kernels: Sequence[KernelChoice] = ()
+    """That the cluster has chosen, one for a kind of processor."""
 
     async def start(self) -> GenerationServer:
         """Returns the engine's server, which serves. Raises ModelError or ConfigError, one line."""
@@ -75,4 +79,5 @@ class GenerationHost:
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)
+        KERNELS.use(self.kernels)
         return load_decoder(self.model_folder, dtype=self.dtype, quantization=self.quantization)

@@ -31,12 +31,13 @@ from generate_workers.rows import GenerationRequest
 from generate_workers.shared_stream import Said, SharedStream
 from generate_workers.slots import SlotTable
 from modeling.decoder import Decoder
+from modeling.kernels.products import KERNELS
 from modeling.node_store import DiskPlace
 from modeling.prefix_store import PrefixStore
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
-from transport.proto_types import event_to_proto, history_from_proto, lease_ref_from_proto
+from transport.proto_types import event_to_proto, history_from_proto, kernels_to_proto, lease_ref_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -157,6 +158,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
             residency=self.engine.residency.name,
             is_approximate=not self.engine.residency.is_exact,
+            kernels=kernels_to_proto(KERNELS.choice),
         )
         if self.prefixes is not None:
             await _add_prefixes(answer, self.prefixes)

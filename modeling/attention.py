@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from modeling.kernels.products import best_product
+from modeling.kernels.products import KERNELS
 from modeling.kv_buffers import KvRows
 
 Partial = tuple[Tensor, Tensor]
@@ -110,7 +110,7 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
     keys, values = [each.k_SGH for each in pieces], [each.v_SGH for each in pieces]
-    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, keys, values, causal, best_product())
+    o_TNH, lse_TN = torch.ops.baton.prefill_attention(q_TNH, keys, values, causal, KERNELS.choice.attention)
     return o_TNH, lse_TN
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from modeling.attention import is_native
 from modeling.kernels import native
-from modeling.kernels.products import best_product
+from modeling.kernels.products import KERNELS
 from modeling.kv_buffers import KvPlace
 from modeling.selection import Picks
 
@@ -58,7 +58,7 @@ class DecodeRows:
             keys = self._addresses[layer], self._lengths[layer]
             lists = picks.keys_BGK, picks.num_BG
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), *keys, num_kv_heads, best_product(), *lists
+            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *lists
         )
         return out_BNH
 

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from modeling.decode_rows import DecodeRows
 from modeling.kernels import native
-from modeling.kernels.products import best_product
+from modeling.kernels.products import KERNELS
 from modeling.layers import GatedMlp, Layer, Sequential
-from modeling.linear import Linear, PanelLinear
+from modeling.linear import Linear, LinearByRows, PanelLinear
 from modeling.model_config import ModelConfig
 from modeling.norms import RmsNorm, Transform, unchanged
 from modeling.positions import Positions, PositionTable
@@ -38,23 +38,25 @@ class FusedLayers:
         linears: Sequence[tuple[PanelLinear, Transform]],
         config: ModelConfig,
         *,
+        most_rows: int = _MOST_ROWS,
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
         """`linears`: of each layer four, each with the norm before it: QKV, output, gate and up, down; all multiply in
-        the same way. `attention_product`: one of modeling.kernels.products; None: the best there is. The kernel must be
-        loaded."""
+        the same way. `most_rows`: of a step, at most `_MOST_ROWS`. `attention_product`: one of
+        modeling.kernels.products; None: the one that this processor's kernels use. The kernel must be loaded."""
+        self._most_rows = most_rows
         (product,) = {linear.product for linear, _ in linears}
         make = getattr(torch.classes, native.namespace(instruction_set)).DecodeLayers
         heads = config.num_heads, config.num_kv_heads, config.head_dim
-        self._native: Any = make(*heads, product, attention_product or best_product())
+        self._native: Any = make(*heads, product, attention_product or KERNELS.choice.attention)
         for linear, norm in linears:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
         """Whether a step of so many tokens can run, of which these are rows."""
         is_plain = rows.in_order and rows.lengths_B is not None
-        return is_plain and len(rows.tokens_B) == num_tokens <= _MOST_ROWS
+        return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
         """Takes hidden states `[T, D]` through all layers, mostly in place; writes the rows' new keys and values."""
@@ -70,15 +72,26 @@ def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None
     linears: _Linears = []
+    most_rows = _MOST_ROWS
     for layer in layers:
         found = _linears(layer)
         if found is None:
             return None
-        linears += found
-    return FusedLayers(linears, config) if linears and native.load("decode_layers") else None
+        linears += [(_panels(linear), norm) for linear, norm in found]
+        most_rows = min(most_rows, *(_most_rows(linear) for linear, _ in found))
+    return FusedLayers(linears, config, most_rows=most_rows) if linears and native.load("decode_layers") else None
 
 
-def _linears(layer: Layer) -> _Linears | None:
+def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
+    return linear.few if isinstance(linear, LinearByRows) else linear
+
+
+def _most_rows(linear: PanelLinear | LinearByRows) -> int:
+    """Return up to how many rows the linear layer is ours."""
+    return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
+
+
+def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
     """The linear layers of a layer that is composed in the common way, and the norms before them."""
     tail = layer.tail
     if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
@@ -90,6 +103,6 @@ def _linears(layer: Layer) -> _Linears | None:
         (mlp.gate_up, tail.norm),
         (mlp.down, unchanged),
     ]
-    ours = [(linear, norm) for linear, norm in pairs if isinstance(linear, PanelLinear)]
+    ours = [(linear, norm) for linear, norm in pairs if isinstance(linear, PanelLinear | LinearByRows)]
     are_rms = isinstance(layer.attention_norm, RmsNorm) and isinstance(tail.norm, RmsNorm)
     return ours if are_rms and len(ours) == len(pairs) else None

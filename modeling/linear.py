@@ -1,9 +1,9 @@
 """Linear layers, with what stands around them: the norm before, the gate or the residual behind.
 
-One port, two implementations. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in C++
-(modeling/kernels/linear.cpp), for bf16 on CPUs that have AMX, or whose bf16 dot products are slow or absent: norm, gate
-and residual are part of one pass over the weights, and a token's result depends on no other token of the batch, bit for
-bit.
+One port, three implementations. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in C++
+(modeling/kernels/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the weights, and a
+token's result depends on no other token of the batch, bit for bit. `LinearByRows` is both, where torch's is the faster
+one for many rows (`modeling.kernels.choosing` measures from how many on).
 
 T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from modeling.huge_pages import WEIGHTS
 from modeling.kernels import native
-from modeling.kernels.products import DOT, WIDENED, best_product
+from modeling.kernels.products import KERNELS
 from modeling.norms import RmsNorm, Transform, unchanged
 from modeling.panels import HALF, PANEL, panel_format
 
@@ -80,8 +80,8 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """Ours in C++; to be used where `has_panel_linear`. Keeps the weight in panels, and nothing besides; rounded to
-    int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
+    """Ours in C++; to be used where kernel `linear` can be built. Keeps the weight in panels, and nothing besides;
+    rounded to int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
 
     def __init__(
         self,
@@ -93,11 +93,11 @@ class PanelLinear:
         product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`product`: one of modeling.kernels.products, which the kernel was built for; None: the best there is."""
+        """`product`: TILES or WIDENED of modeling.kernels.products; None: the one that this processor's kernels use."""
         self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
         num_rows, self._num_inputs = weight_NK.shape
         self._gated = gated
-        self.product = product or _product()
+        self.product = product or KERNELS.choice.panels
         self._num_outputs = num_rows // 2 if gated else num_rows
         self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
         self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
@@ -152,6 +152,33 @@ class PanelLinear:
         return placed
 
 
+@dataclass(frozen=True)
+class LinearByRows:
+    """The same weight twice: in panels for few rows, as torch has it for many."""
+
+    few: PanelLinear
+    many: TorchLinear
+    many_rows: int
+    """From how many rows on `many` computes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.few.num_bytes + self.many.num_bytes
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        linear = self.few if len(x_TK) < self.many_rows else self.many
+        return linear(x_TK, norm, residual_TN)
+
+    def weight(self) -> Tensor:
+        return self.many.weight()
+
+    def bias(self) -> Tensor | None:
+        return self.many.bias()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self.many.rows(indices_T)
+
+
 def _gain(norm: Transform) -> tuple[Tensor | None, float]:
     """What the kernel takes of a norm that it computes: its gain `[K]` and epsilon; no gain for another norm."""
     return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
@@ -175,25 +202,30 @@ def _gated_order(num_outputs: int) -> Tensor:
     return torch.cat((gates_I, gates_I + HALF))
 
 
-def _product() -> str:
-    """How our kernel multiplies here: it has no dot products of pairs."""
-    product = best_product()
-    return WIDENED if product == DOT else product
-
-
 def has_panel_linear() -> bool:
-    """Whether `PanelLinear` can run here and is the faster one; builds it at the first call."""
-    return best_product() != DOT and native.load("linear")
+    """Return whether `PanelLinear` computes steps of few rows here; builds and measures kernels at the first call."""
+    return KERNELS.choice.torch_rows != 1 and native.load("linear")
 
 
-def make_linear(weight_NK: Tensor, bias_N: Tensor | None = None, *, gated: bool = False, int8: bool = False) -> Linear:
-    """The fastest linear layer here for a weight's device and dtype; its weight rounded to int8 if asked to. Raises
-    ModelError where that cannot be."""
+def make_linear(
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    gated: bool = False,
+    int8: bool = False,
+    has_many_rows: bool = True,
+) -> Linear:
+    """Return the fastest linear layer for the weight's device and dtype on this machine; with `int8`, of the weight
+    rounded to int8. Without `has_many_rows` the weight is never kept a second time for calls of many rows. Raises
+    ModelError where int8 is not supported."""
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load("linear"):
             remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
             raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
         return PanelLinear(weight_NK, bias_N, gated, int8=True)
-    is_ours = on_cpu and has_panel_linear()
-    return PanelLinear(weight_NK, bias_N, gated) if is_ours else TorchLinear(weight_NK, bias_N, gated)
+    torchs = TorchLinear(weight_NK, bias_N, gated)
+    if not on_cpu or not has_panel_linear():
+        return torchs
+    ours, many_rows = PanelLinear(weight_NK, bias_N, gated), KERNELS.choice.torch_rows
+    return LinearByRows(ours, torchs, many_rows) if has_many_rows and many_rows is not None else ours

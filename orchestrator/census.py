@@ -156,6 +156,7 @@ class Census:
             prefixes=next(
                 (self._prefixes[each] for each in group.endpoints if each in self._prefixes), PrefixHoldings()
             ),
+            processors=group.processors,
         )
 
     def _generation_state(self, group: GenerationGroup) -> GroupState:
@@ -183,6 +184,7 @@ class Census:
             is_broken=self._members.is_broken(group),
             residency=group.residency,
             is_approximate=group.is_approximate,
+            processors=group.processors,
         )
 
 

@@ -43,6 +43,8 @@ class PrefillGroup:
     """Where its ranks keep prefixes: equal for groups of either role that share one; empty: nowhere."""
     layout_fingerprint: str = ""
     """Of the KV that it makes; empty: nobody says, and all groups have the same."""
+    processors: tuple[str, ...] = ()
+    """Kinds of processor that its ranks run on, each with the kernels in use there; for people."""
 
     @property
     def life(self) -> Hashable:
@@ -68,6 +70,8 @@ class GenerationGroup:
     """Its policy: where KV lives, and which of it is attended to."""
     is_approximate: bool = False
     """Whether its rows attend to less than all tokens."""
+    processors: tuple[str, ...] = ()
+    """The kind of processor that it runs on, with the kernels in use there; for people."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Whether its attention is what a request wants."""

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.kernel_choice import KernelChoice
 from modeling.decoder import Decoder
+from modeling.kernels.products import KERNELS
 from modeling.node_store import disk_place
 from modeling.store_folder import allow_files, node_folder, share_bytes, sweep
 from modeling.threads import use_cores
@@ -42,6 +44,8 @@ class PrefillHost:
     """Folder of the node for what has no room there."""
     prefix_disk_bytes: int = 0
     """That they may take there; 0: nothing is kept there."""
+    kernels: Sequence[KernelChoice] = ()
+    """That the cluster has chosen, one for a kind of processor."""
 
     async def start(self) -> PrefillServer:
         """Returns the rank's server, which serves. Raises ModelError or ConfigError, one line."""
@@ -65,4 +69,5 @@ class PrefillHost:
 
     def _load(self) -> Decoder:
         use_cores(self.cores, self.num_threads)
+        KERNELS.use(self.kernels)
         return load_decoder(self.model_folder, dtype=self.dtype, quantization=self.quantization)

@@ -19,6 +19,7 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.decoder import Decoder
+from modeling.kernels.products import KERNELS
 from modeling.kv_buffers import KvBuffer
 from modeling.node_store import DiskPlace, NodeStore
 from modeling.prefix_store import Filled, Holdings, PrefixStore
@@ -30,7 +31,7 @@ from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_sender import KvPushClient, PushSession, PushSummary
-from transport.proto_types import history_from_proto, lease_from_proto, range_from_proto
+from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto, range_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -133,6 +134,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             num_prefix_blocks=holdings.num_blocks,
             prefix_room_bytes=holdings.bound_bytes,
             prefix_store=self.prefixes.identity if self.prefixes is not None else "",
+            kernels=kernels_to_proto(KERNELS.choice),
         )
 
     async def ListPrefixBlocks(

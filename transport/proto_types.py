@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId, Stamp
+from baton.kernel_choice import KernelChoice
 from baton.proto_types import event_from_proto as event_from_proto
 from baton.proto_types import event_to_proto as event_to_proto
 from baton.proto_types import finish_from_proto as finish_from_proto
@@ -81,3 +82,16 @@ def history_to_proto(
 def history_from_proto(message: common_pb2.History) -> History:
     """Raises InvalidArgumentError when a sampling parameter is out of its limits."""
     return History(tuple(message.prompt_ids), tuple(message.output_ids), params_from_proto(message.sampling))
+
+
+def kernels_to_proto(choice: KernelChoice) -> common_pb2.KernelChoice:
+    """Return the choice among kernels as a message."""
+    return common_pb2.KernelChoice(
+        processor=choice.processor, attention=choice.attention, panels=choice.panels, torch_rows=choice.torch_rows
+    )
+
+
+def kernels_from_proto(message: common_pb2.KernelChoice) -> KernelChoice:
+    """Return the choice among kernels that a worker reports."""
+    torch_rows = message.torch_rows if message.HasField("torch_rows") else None
+    return KernelChoice(message.processor, message.attention, message.panels, torch_rows)

@@ -339,6 +339,42 @@ class Lease(_message.Message):
 Global___Lease: _TypeAlias = Lease  # noqa: Y015
 
 @_typing.final
+class KernelChoice(_message.Message):
+    """Which kernels compute with bfloat16 on one kind of processor; workers on one kind must have the same."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSOR_FIELD_NUMBER: _builtins.int
+    ATTENTION_FIELD_NUMBER: _builtins.int
+    PANELS_FIELD_NUMBER: _builtins.int
+    TORCH_ROWS_FIELD_NUMBER: _builtins.int
+    processor: _builtins.str
+    """Name of the kind, with a hash of what tells it from others of that name."""
+    attention: _builtins.str
+    """How attention multiplies: tiles, dot or widened."""
+    panels: _builtins.str
+    """How linear layers of few rows multiply: tiles or widened."""
+    torch_rows: _builtins.int
+    """From how many rows on linear layers are torch's: 1 always, unset never."""
+    def __init__(
+        self,
+        *,
+        processor: _builtins.str = ...,
+        attention: _builtins.str = ...,
+        panels: _builtins.str = ...,
+        torch_rows: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_torch_rows", b"_torch_rows", "torch_rows", b"torch_rows"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_torch_rows", b"_torch_rows", "attention", b"attention", "panels", b"panels", "processor", b"processor", "torch_rows", b"torch_rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__torch_rows: _TypeAlias = _typing.Literal["torch_rows"]  # noqa: Y015
+    _WhichOneofArgType__torch_rows: _TypeAlias = _typing.Literal["_torch_rows", b"_torch_rows"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__torch_rows) -> _WhichOneofReturnType__torch_rows | None: ...
+
+Global___KernelChoice: _TypeAlias = KernelChoice  # noqa: Y015
+
+@_typing.final
 class ListPrefixBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -700,6 +700,7 @@ class GroupState(_message.Message):
     NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
     IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
+    PROCESSORS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
@@ -739,6 +740,10 @@ class GroupState(_message.Message):
     def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def kv(self) -> _generate_pb2.KvLedger: ...
+    @_builtins.property
+    def processors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Kinds of processor that its workers run on, each with the kernels in use there, for people."""
+
     def __init__(
         self,
         *,
@@ -768,10 +773,11 @@ class GroupState(_message.Message):
         num_prefix_disk_bytes_read: _builtins.int = ...,
         residency: _builtins.str = ...,
         is_approximate: _builtins.bool = ...,
+        processors: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "residency", b"residency", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "processors", b"processors", "residency", b"residency", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -270,6 +270,7 @@ class PrefillStatus(_message.Message):
     NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
+    KERNELS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -287,6 +288,10 @@ class PrefillStatus(_message.Message):
     prefix_room_bytes: _builtins.int
     prefix_store: _builtins.str
     """Equal for workers of either role that share a prefix store, and for no others; empty where there is none."""
+    @_builtins.property
+    def kernels(self) -> _common_pb2.KernelChoice:
+        """The kernels in use."""
+
     def __init__(
         self,
         *,
@@ -302,10 +307,11 @@ class PrefillStatus(_message.Message):
         num_prefix_blocks: _builtins.int = ...,
         prefix_room_bytes: _builtins.int = ...,
         prefix_store: _builtins.str = ...,
+        kernels: _common_pb2.KernelChoice | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "num_prefix_blocks", b"num_prefix_blocks", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "num_prefix_blocks", b"num_prefix_blocks", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

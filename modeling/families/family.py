@@ -71,8 +71,9 @@ def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, 
 
 
 def make_ends(embedding_VD: Tensor, head_VD: Tensor | None, int8: bool) -> tuple[Linear, Linear]:
-    """A model's embedding and head: one object when tied (None), so that the weight is kept once."""
+    """Return a model's embedding and head: one object when tied (None), so that the weight is kept once. A head
+    sees the rows that get a token, not those of a prompt."""
     if head_VD is None:
-        tied = make_linear(embedding_VD, int8=int8)
+        tied = make_linear(embedding_VD, int8=int8, has_many_rows=False)
         return tied, tied
-    return TorchLinear(embedding_VD), make_linear(head_VD, int8=int8)
+    return TorchLinear(embedding_VD), make_linear(head_VD, int8=int8, has_many_rows=False)

@@ -1,11 +1,18 @@
-"""`python -m modeling.kernels`: builds all kernels for this machine, so that no first use has to wait for it."""
+"""`python -m modeling.kernels`: builds all kernels for this machine and measures which are the fastest.
+
+The first use of a model has to wait for neither then.
+"""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import torch  # noqa: F401 - whole, before several threads want it: half of it would be found by the others
+
 from modeling.kernels import native
+from modeling.kernels.products import KERNELS
 
 with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each waits for a compiler
     ready = list(pool.map(native.load, native.NAMES))
 for name, is_ready in zip(native.NAMES, ready, strict=True):
     print(f"{name}: {'ready' if is_ready else 'not for this machine'}")
+print(f"{KERNELS.choice.processor}: {KERNELS.choice}")

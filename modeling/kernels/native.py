@@ -13,14 +13,15 @@ import logging
 import os
 import shutil
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 from baton.paths import cache_folder
+from modeling.kernels.processor import cpu_flags, processor_kind
 
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
-_CPUINFO = Path("/proc/cpuinfo")
 
 NAMES = (
     "products",
@@ -62,11 +63,19 @@ def load(name: str, instruction_set: str = NATIVE) -> bool:
 
 
 def may_need_building() -> bool:
-    """Whether a first use here would build kernels: a compiler and torch are there, and no earlier use has left all
-    that are of these sources, torch and processor."""
+    """Return whether a first use here would build kernels or measure which are the fastest: a compiler and torch are
+    there, and no earlier use has left all that is of these sources, torch and processor."""
     if find_compiler() is None or not any(importlib.metadata.distributions(name="torch")):
         return False
-    return not all(_place(name, _flags(NATIVE)).exists() for name in NAMES)
+    return not all(path.exists() for path in (choice_path(), *(_place(name, _flags(NATIVE)) for name in NAMES)))
+
+
+def choice_path() -> Path:
+    """Return where the choice among kernels is kept (`modeling.kernels.choosing`): another file for another processor,
+    torch, or source of any kernel."""
+    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+    key = _key(sources, (*_flags(NATIVE), processor_kind()))
+    return _folder() / f"choice-{key}.json"
 
 
 def namespace(instruction_set: str) -> str:
@@ -111,7 +120,7 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
 
 def lacking(instruction_set: str) -> set[str]:
     """What this processor has not of what kernels built for that set use."""
-    return set(INSTRUCTION_SETS[instruction_set][1]) - set(_cpu_flags())
+    return set(INSTRUCTION_SETS[instruction_set][1]) - set(cpu_flags())
 
 
 def find_compiler() -> str | None:
@@ -131,13 +140,17 @@ def _flags(instruction_set: str) -> tuple[str, ...]:
 def _place(name: str, flags: tuple[str, ...]) -> Path:
     """Where the library is, or will be: another file for whatever could make it another library."""
     sources = (_source(name), *sorted(_source(name).parent.glob("*.h")))
+    return _folder() / f"{name}-{_key(sources, (*flags, *cpu_flags()))}.so"
+
+
+def _key(sources: Iterable[Path], words: Iterable[str]) -> str:
+    """Return a hash of the files, torch's version and the words."""
     parts = (
         *(each.read_bytes() for each in sources),
         importlib.metadata.version("torch").encode(),
-        " ".join((*flags, *_cpu_flags())).encode(),
+        " ".join(words).encode(),
     )
-    key = hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
-    return _folder() / f"{name}-{key}.so"
+    return hashlib.blake2b(b"\0".join(parts), digest_size=8).hexdigest()
 
 
 def _folder() -> Path:
@@ -146,10 +159,3 @@ def _folder() -> Path:
 
 def _source(name: str) -> Path:
     return Path(__file__).with_name(f"{name}.cpp")
-
-
-def _cpu_flags() -> tuple[str, ...]:
-    if not _CPUINFO.exists():
-        return ()
-    lines = _CPUINFO.read_text().splitlines()
-    return tuple(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())

@@ -1,12 +1,17 @@
-"""How the kernels in C++ multiply bf16 numbers on this processor; sums are fp32 in every way.
+"""How the kernels in C++ multiply bf16 numbers in this process; sums are fp32 in every way.
 
-Asked at the first call, which takes a millisecond, and the building of the probe where it was never built; the same for
-the life of the process.
+All ways give the same products, summed in another order, so the processes of a cluster that run on one kind of
+processor use one choice: a worker is told the cluster's (`ProcessKernels.use`), else the choice that is kept for this
+processor holds, and is measured first where none is (`modeling.kernels.kept_choice`).
 """
 
-import functools
+import threading
+from collections.abc import Iterable
 
+from baton.kernel_choice import KernelChoice
 from modeling.kernels import native
+from modeling.kernels.kept_choice import load_or_measure
+from modeling.kernels.processor import processor_kind
 
 WIDENED = "widened"
 """Vectors, after both operands were widened to fp32."""
@@ -16,15 +21,30 @@ TILES = "tiles"
 """Matrices, by the processor's AMX."""
 
 
-@functools.cache
-def best_product() -> str:
-    """TILES where processor and operating system have them; of vectors DOT where that is faster than WIDENED: measured.
-    WIDENED where there is no compiler to ask with."""
-    if not native.load("products"):
-        return WIDENED
-    import torch
+class ProcessKernels:
+    """The choice of one process: fixed when it is first asked for. Thread-safe."""
 
-    operators = torch.ops.baton
-    if operators.has_tiles():
-        return TILES
-    return WIDENED if operators.widens() else DOT
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._choice: KernelChoice | None = None
+
+    @property
+    def choice(self) -> KernelChoice:
+        """The kernels of this process. Blocks for some seconds where they have to be built or measured."""
+        return self._choice or self.use(())
+
+    def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
+        """Take the one of `choices` that was made for this kind of processor, else what is kept or measured here, and
+        return it. Called before the model is loaded, which binds linear layers to their kernels. Without a compiler,
+        where no kernel can run, `choices` are ignored: the handshake tells the difference."""
+        kind = processor_kind()
+        given = next((each for each in choices if each.processor == kind), None)
+        with self._lock:
+            if given is not None and native.load("linear"):
+                self._choice = given
+            self._choice = self._choice or load_or_measure()
+            return self._choice
+
+
+KERNELS = ProcessKernels()
+"""The choice of this process."""

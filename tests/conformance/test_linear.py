@@ -1,4 +1,4 @@
-"""One suite for all linear layers: torch's, and ours in C++."""
+"""One suite for all linear layers: torch's, ours in C++, and both by the number of rows."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from modeling.kernels import native
 from modeling.kernels.products import TILES, WIDENED
-from modeling.linear import Linear, PanelLinear, TorchLinear, make_linear
+from modeling.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
 from modeling.norms import LayerNorm, RmsNorm, Transform, unchanged
 from tests.support.kernel_paths import has_tiles, lane, require
 
@@ -22,14 +22,19 @@ class Case:
     """Ours, built for it; None: torch's."""
     int8: bool = False
     product: str = WIDENED
+    many_rows: int | None = None
+    """From how many rows on torch's; None: never."""
 
     def __call__(self, weight_NK: Tensor, bias_N: Tensor | None = None, gated: bool = False) -> Linear:
         if self.instruction_set is None:
             return TorchLinear(weight_NK, bias_N, gated)
         require("linear", self.instruction_set)
-        return PanelLinear(
+        ours = PanelLinear(
             weight_NK, bias_N, gated, int8=self.int8, product=self.product, instruction_set=self.instruction_set
         )
+        if self.many_rows is None:
+            return ours
+        return LinearByRows(ours, TorchLinear(weight_NK, bias_N, gated), self.many_rows)
 
     def __str__(self) -> str:
         return f"{self.instruction_set or 'torch'}-{self.product}-{'int8' if self.int8 else 'bf16'}"
@@ -43,7 +48,8 @@ OURS = [
     pytest.param(each, id=str(each), marks=pytest.mark.skipif(not has_tiles(), reason="needs AMX"))
     for each in (Case(native.NATIVE, int8, TILES) for int8 in (False, True))
 ]
-ALL = [pytest.param(Case(None), id="torch"), *OURS]
+BY_ROWS = Case(native.NATIVE, many_rows=13)
+ALL = [pytest.param(Case(None), id="torch"), pytest.param(BY_ROWS, id="by_rows"), *OURS]
 ROUNDING = 2.0**-8
 """Of bf16, to nearest, of a number of size 1."""
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from modeling.kernels import native
-from modeling.kernels.products import DOT, TILES, WIDENED, best_product
+from modeling.kernels.products import DOT, KERNELS, TILES, WIDENED
 
 
 @dataclass(frozen=True)
@@ -59,4 +59,4 @@ def require(name: str, instruction_set: str) -> None:
 
 def has_tiles() -> bool:
     """Whether kernels can multiply in tiles here."""
-    return best_product() == TILES
+    return KERNELS.choice.attention == TILES

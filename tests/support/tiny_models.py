@@ -195,7 +195,7 @@ def _random_weights(config: ModelConfig, seed: int, dtype: str) -> DecoderWeight
         positions=RotaryTable(config, torch.device("cpu"), TORCH_DTYPES[dtype]),
         layers=tuple(layer() for _ in range(config.num_layers)),
         final_norm=norm(),
-        head=make_linear(random("head", config.vocab_size, hidden)),
+        head=make_linear(random("head", config.vocab_size, hidden), has_many_rows=False),
         fingerprint=f"random-{seed}-{config.num_layers}-{hidden}-{config.vocab_size}-{dtype}",
     )
 

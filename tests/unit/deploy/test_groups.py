@@ -3,18 +3,23 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from baton.clock import SystemClock
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
+from baton.kernel_choice import KernelChoice
+from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chain_links import ChainLinks
 from deploy.cluster import Cluster
-from deploy.groups import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups import Agreement, Heartbeat, Surroundings, WorkerGroup
 from deploy.restarts import Backoff
+from modeling.kernels.products import KERNELS
 from tests.support.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.tiny_models import random_decoder
+from transport.proto_types import kernels_to_proto
 
 
 class Bench:
@@ -152,6 +157,27 @@ async def test_workers_of_two_models_are_refused(bench: Bench) -> None:
     with pytest.raises(VersionMismatchError, match="workers differ in version or KV layout: .* run one version"):
         await bench.cluster.start()
     assert all(worker.ended for worker in bench.spawner.made)
+
+
+def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
+    agreement = Agreement()
+    ours = KernelChoice("Zen [12]", "dot", "widened", 64)
+    others = KernelChoice("Xeon [34]", "tiles", "tiles", None)
+    for rank, choice in enumerate((ours, others, ours)):
+        agreement.check(tiny_worker("prefill", rank), PrefillStatus(kernels=kernels_to_proto(choice)))
+    differing = PrefillStatus(kernels=kernels_to_proto(replace(ours, torch_rows=None)))
+    with pytest.raises(
+        VersionMismatchError, match=r"on Zen \[12\] differ in kernels: prefill-0.0 has .* prefill-0.3 has"
+    ):
+        agreement.check(tiny_worker("prefill", 3), differing)
+
+
+async def test_a_group_names_the_processors_of_its_ranks(bench: Bench) -> None:
+    async with running(bench):
+        kernels = KERNELS.choice
+        assert bench.chain.processors == (f"{kernels.processor}: {kernels}",)
+        (group,) = bench.cluster.view(2, 64).prefill
+        assert group.processors == bench.chain.processors
 
 
 async def test_a_new_supervisor_counts_on_from_the_epoch_that_it_finds(bench: Bench) -> None:

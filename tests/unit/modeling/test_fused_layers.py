@@ -7,10 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.kernel_choice import KernelChoice
 from baton.types import TokenRange
 from modeling.decode_rows import DecodeRows
 from modeling.decoder import Decoder
 from modeling.fused_layers import fuse
+from modeling.kernels.products import KERNELS, WIDENED
 from modeling.kv_buffers import BufferSpan, KvBuffer, KvPlace
 from modeling.linear import has_panel_linear
 from modeling.norms import HeadNorms, RmsNorm
@@ -80,6 +82,19 @@ def test_a_forward_has_the_same_bits_in_one_call(monkeypatch: pytest.MonkeyPatch
     assert turns.num_layers == 3
     assert runs == [4]
     assert all(torch.equal(each.data, other.data) for each, other in zip(buffers, others, strict=True))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("torch_rows", "num_runs"), [(5, 1), (4, 0)])
+def test_steps_of_rows_that_are_torchs_are_run_layer_by_layer(
+    torch_rows: int, num_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choice = KernelChoice("this", WIDENED, WIDENED, torch_rows)
+    monkeypatch.setattr(KERNELS, "_choice", choice)
+    decoder = random_decoder(dtype="bfloat16", head_dim=64)
+    runs = count_runs(decoder, monkeypatch)
+    decoder.forward([5, 6, 7, 8], last_tokens(filled(decoder)))
+    assert len(runs) == num_runs
 
 
 @torch.inference_mode()

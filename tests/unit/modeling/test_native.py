@@ -18,7 +18,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave(instruction_set: str) -> None:
-    """What a use of all kernels would."""
+    """What a use of all kernels would: they, and the choice among them."""
+    native.choice_path().touch()
     for name in native.NAMES:
         native._place(name, native._flags(instruction_set)).touch()
 
@@ -31,6 +32,12 @@ def test_only_these_kernels_for_this_processor_count_as_built(folder: Path, monk
     leave(native.NATIVE)
     assert not native.may_need_building()
     monkeypatch.setattr("importlib.metadata.version", lambda _: "another")
+    assert native.may_need_building()
+
+
+def test_without_a_choice_among_them_kernels_are_measured(folder: Path) -> None:
+    leave(native.NATIVE)
+    native.choice_path().unlink()
     assert native.may_need_building()
 
 

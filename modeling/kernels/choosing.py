@@ -1,0 +1,146 @@
+"""Measures which kernels are the fastest for bfloat16 on this processor.
+
+Runs once for a kind of processor, torch and sources of the kernels (`modeling.kernels.kept_choice`). Linear layers are
+timed with the shapes of a real layer (SmolLM2-135M's), at row counts from a generation step's to a prefill chunk's;
+weights come from memory, as they do in a model. Each comparison is of alternating runs on one thread, by that thread's
+own processor time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by
+`MARGIN`, so that a tie always falls to the same side.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from baton.kernel_choice import KernelChoice
+from modeling.kernels import native
+from modeling.kernels.processor import processor_kind
+from modeling.kernels.products import DOT, TILES, WIDENED
+from modeling.linear import Linear, PanelLinear, TorchLinear
+from modeling.norms import RmsNorm, unchanged
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1.05
+"""How many times as long the preferred kernel must take, at least, to lose."""
+ROWS = (1, 16, 32, 64, 128, 512)
+"""Row counts at which linear layers are compared."""
+_LEAD = 6
+"""By how many comparisons one side must lead: wrong once in 700 times where three in four say the truth."""
+_MOST_COMPARISONS = 61
+_LEAST_ROWS = 64
+"""Rows that a timed run computes at least, by several calls where one has fewer."""
+_NUM_LAYERS = 8
+"""57 MB: more than most processors' caches hold for a core."""
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
+_QUERIES, _KEYS = 256, 1024
+
+_Run = Callable[[], None]
+
+
+def measure_choice(*, tiles: bool = True) -> KernelChoice:
+    """Measure the choice for this processor; takes a few seconds. Without `tiles` as if it had no AMX; torch's linear
+    layers do without it only in a process in which oneDNN may not use AMX either."""
+    kind = processor_kind()
+    has_linear = native.load("products") and native.load("linear")
+    if not has_linear:
+        return KernelChoice(kind, WIDENED, WIDENED, torch_rows=1)
+    panels = TILES if tiles and torch.ops.baton.has_tiles() else WIDENED
+    with _one_thread(), torch.inference_mode():
+        attention = panels if panels == TILES else _choose_vectors()
+        choice = KernelChoice(kind, attention, panels, _choose_torch_rows(panels))
+    logger.info("kernels of %s: %s", kind, choice)
+    return choice
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _is_beaten(preferred: _Run, other: _Run) -> bool:
+    """Return whether the preferred run takes more than `MARGIN` times as long as the other."""
+    for run in (preferred, other):  # caches are filled, memory is mapped
+        run()
+    lead = 0
+    for _ in range(_MOST_COMPARISONS):
+        lead += 1 if _cpu_ns(preferred) > MARGIN * _cpu_ns(other) else -1
+        if abs(lead) == _LEAD:
+            break
+    return lead > 0
+
+
+def _cpu_ns(run: _Run) -> int:
+    start_ns = time.thread_time_ns()
+    run()
+    return time.thread_time_ns() - start_ns
+
+
+def _choose_vectors() -> str:
+    """Return how attention multiplies without tiles: DOT where the processor has it, unless WIDENED is faster."""
+    if not torch.ops.baton.has_dots() or not native.load("prefill_attention"):
+        return WIDENED
+    q_TNH = _random(_QUERIES, _HEADS, _HEAD_DIM)
+    kv_S2GH = _random(_KEYS, 2, _KV_HEADS, _HEAD_DIM)
+
+    def attend(product: str) -> _Run:
+        keys, values = [kv_S2GH[:, 0]], [kv_S2GH[:, 1]]
+        return lambda: torch.ops.baton.prefill_attention(q_TNH, keys, values, False, product)
+
+    return WIDENED if _is_beaten(attend(DOT), attend(WIDENED)) else DOT
+
+
+def _choose_torch_rows(panels: str) -> int | None:
+    """Return the least of `ROWS` from which on torch's linear layers beat those in C++; None when they do not even at
+    the most rows."""
+    ours = [_Layer(lambda weight, gated: PanelLinear(weight, None, gated, product=panels)) for _ in range(_NUM_LAYERS)]
+    torchs = [_Layer(lambda weight, gated: TorchLinear(weight, None, gated)) for _ in range(_NUM_LAYERS)]
+    chosen = None
+    for rows in reversed(ROWS):
+        x_TD = _random(rows, _HIDDEN)
+        if not _is_beaten(_in_turn(ours, x_TD), _in_turn(torchs, x_TD)):
+            break
+        chosen = rows
+    return chosen
+
+
+class _Layer:
+    """The linear layers of one decoder layer."""
+
+    def __init__(self, make: Callable[[Tensor, bool], Linear]) -> None:
+        heads = _HEADS * _HEAD_DIM
+        self._norm = RmsNorm(torch.ones(_HIDDEN, dtype=torch.bfloat16), 1e-5)
+        self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False)
+        self._output = make(_random(_HIDDEN, heads), False)
+        self._gate_up = make(_random(2 * _FFN, _HIDDEN), True)
+        self._down = make(_random(_HIDDEN, _FFN), False)
+
+    def run(self, x_TD: Tensor) -> None:
+        self._qkv(x_TD, self._norm)
+        hidden_TD = self._output(x_TD, unchanged, x_TD)  # of attention's output, which has the same shape
+        self._down(self._gate_up(hidden_TD, self._norm), unchanged, hidden_TD)
+
+
+def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
+    """Return a run of one layer after the other, around and around."""
+    turns = itertools.cycle(layers)
+    num_calls = -(-_LEAST_ROWS // len(x_TD))
+
+    def run() -> None:
+        for layer in itertools.islice(turns, num_calls):
+            layer.run(x_TD)
+
+    return run
+
+
+def _random(*size: int) -> Tensor:
+    return torch.randn(*size).mul_(size[-1] ** -0.5).bfloat16()

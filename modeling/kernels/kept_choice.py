@@ -1,0 +1,61 @@
+"""Keeps the choice among kernels in the user's cache, where all processes of this machine find it, without torch.
+
+Measured by `modeling.kernels.choosing` when there is none for this processor, torch and sources of the kernels.
+"""
+
+import dataclasses
+import fcntl
+import json
+import logging
+import os
+from pathlib import Path
+
+from baton.kernel_choice import KernelChoice
+from modeling.kernels import native
+from modeling.kernels.processor import processor_kind
+
+logger = logging.getLogger(__name__)
+
+
+def load_choice() -> KernelChoice | None:
+    """Return the choice that is kept for this processor; None where there is none that can be read."""
+    path = native.choice_path()
+    try:
+        choice = KernelChoice(**json.loads(path.read_text()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        logger.warning("%s: cannot be read (%s): kernels are measured again", path, error)
+        return None
+    return choice if choice.processor == processor_kind() else None
+
+
+def load_or_measure() -> KernelChoice:
+    """Return the kept choice for this processor; where there is none, measure it and keep it. Blocks for some seconds
+    then; processes that ask at the same time wait for the one that measures."""
+    from modeling.kernels.choosing import measure_choice  # takes torch along
+
+    path = native.choice_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.with_suffix(".lock").open("w")
+    except OSError as error:
+        logger.warning("the choice of kernels cannot be kept (%s): every process measures it again", error)
+        return measure_choice()
+    with lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, whatever ends it
+        choice = load_choice()
+        if choice is None:
+            choice = measure_choice()
+            if native.find_compiler() is not None:  # else a compiler that comes later would change nothing
+                _save(path, choice)
+        return choice
+
+
+def _save(path: Path, choice: KernelChoice) -> None:
+    partial = path.with_suffix(f".{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
+        partial.replace(path)  # whole or not at all
+    finally:
+        partial.unlink(missing_ok=True)
