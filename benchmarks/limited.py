@@ -5,7 +5,8 @@ place in it. With a device of `--device-gib` (for weights and KV; accounted on a
 `infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is asked for once
 before, for a token, so that its KV is cached; then all at once. Rows: milliseconds a token, over the time in which all
 streams run, of `infinigen` beside `host`; the engine's memory at that time's end beside its beginning. Keys are chosen
-as in `benchmarks.sparse`. On a CPU `host` copies what it reads, for the link is memory.
+as in `benchmarks.sparse`. On a CPU the link is memory: `host` copies each layer and reads the copy, `infinigen` reads
+keys where they lie and copies nothing. So the ratio is that of copying and not copying, and tells nothing of a device.
 `--bars`: nothing is refused, which ends the benchmark; 1.5 times as fast; 1.05 times the memory.
 """
 

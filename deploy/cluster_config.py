@@ -134,7 +134,7 @@ class GenerateSection(Section):
     max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
     """How many times as long a decode step may take for the sake of local prefill."""
     residency: Literal["device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4"] = "device"
-    """Where KV lives: device, or host memory (host). Others are approximate: some keys, 4 bits (int4), or both."""
+    """Where KV lives: device or host, both memory of the CPU. Others are approximate: some keys, 4 bits, or both."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     pool_tokens: Annotated[int, Field(ge=0)] = LocalConfig.pool_tokens
@@ -144,7 +144,7 @@ class GenerateSection(Section):
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
     """KV of one engine, like "4GiB"; 0: all that slots could hold, at most half of the free memory over num_groups."""
     device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
-    """The device's memory for weights and KV, like "1GiB", accounted on CPUs too; 0: no limit but kv_memory_bytes."""
+    """Bytes for weights and KV, like "1GiB", that count as a device's: by accounts alone; 0: only kv_memory_bytes."""
     growth_tokens: Count = LocalConfig.growth_tokens
     """Tokens by which a row is expected to grow yet, when it is taken on: less packs more, and preempts more often."""
 

@@ -147,7 +147,7 @@ class LocalConfig:
     """Who prefills, where there are ranks: their chain, always, so that it can be seen; auto or never, as
     orchestrator.disaggregation."""
     residency: str = "device"
-    """Where KV lives: device, or host memory (host). Others are approximate: some keys, 4 bits (int4), or both."""
+    """Where KV lives: device or host, both memory of the CPU. Others are approximate: some keys, 4 bits, or both."""
     selection_file: str = ""
     """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
     pool_tokens: int = 0
@@ -157,7 +157,7 @@ class LocalConfig:
     kv_memory_bytes: int = 0
     """Bytes of KV over all slots; 0: what all slots could hold, at most half of the memory free at the start."""
     device_memory_bytes: int = 0
-    """Bytes of the device for weights and KV, accounted on CPUs too; 0: no limit but that of KV."""
+    """Bytes for weights and KV that count as a device's, by accounts alone; 0: no limit but that of KV."""
     growth_tokens: int = 256
     """Tokens by which a row is expected to grow yet, when it is taken on."""
     host: str = "127.0.0.1"

@@ -50,8 +50,10 @@ token by token, all rows in one batch, and each step is asked for the token that
   perplexity    of the true tokens; cost: by what part it is above full attention's, with its standard error
   same choice   part of the steps whose likeliest token is full attention's
   keys          mean part of a row's keys attended to, in layers that choose
-  KV read       bytes of KV that attention reads, as a part of full attention's; link: those that cross to the device
-  home, device  memory where KV lives between steps, and that needed on the device, what keys are chosen by included
+  KV read       bytes of KV that attention reads, as a part of full attention's
+  home          memory where KV lives between steps, likewise
+  link, device  counted, as it would be beside a device: KV that crosses to it, and its memory, what keys are chosen by
+                included; here all of it is the CPU's memory
   mass          true attention's weight on the keys attended to (--mass)
   needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
 
@@ -136,11 +138,11 @@ class Cell:
     kv_share: float
     """KV bytes that attention read, of full attention's."""
     link_share: float
-    """KV bytes copied between host and device, of the same."""
+    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, of the same."""
     home_share: float
     """Memory in which KV lives between steps, of what full attention's takes."""
     device_share: float
-    """Memory on the device, what the policy chooses by included, of the same."""
+    """Memory that counts as the device's, what the policy chooses by included, of the same."""
     mass: float | None
     """Of true attention, on the picked keys; None where it was not asked for."""
     num_found: int | None

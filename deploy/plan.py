@@ -34,7 +34,7 @@ the roofline of "How To Scale Your Model", part 7:
   step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
 
 By an accelerator's data sheet that is a lower bound. --hardware here measures this machine with the decoder itself, a
-few seconds, and predicts what its steps take.
+few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
 
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
 file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
@@ -108,7 +108,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model")
     group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
     group.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
-    group.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype")
+    group.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
     group.add_argument(
         "--shape",
         metavar="FIELD=N,...",

@@ -97,8 +97,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         type=int,
         choices=(0, 1),
         default=0,
-        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys can be fetched"
-        " meanwhile (1; the paper) (default: 0)",
+        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys could be fetched"
+        " meanwhile (1; the paper), which nothing does yet (default: 0)",
     )
     _add_bases(parser)
     _add_selection(parser)

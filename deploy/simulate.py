@@ -32,7 +32,8 @@ _ENOUGH_MARGIN = 0.03
 
 _DESCRIPTION = """\
 Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
-ranks, and what other ways to divide a prompt would take on the same ranks. A prediction, not a measurement.
+ranks, and what other ways to divide a prompt would take on the same ranks. A prediction, not a measurement; Baton
+itself runs on CPUs only.
 
   KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
   TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
