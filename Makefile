@@ -10,7 +10,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-BENCHMARKS := decode residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway vllm
+BENCHMARKS := kernels decode residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway vllm
 
 # Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
 export PIP_CONSTRAINT := constraints.txt

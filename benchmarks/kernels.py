@@ -1,0 +1,244 @@
+"""Does the choice among kernels take the better one, for a step of few rows and for a prefill of many?
+
+Three sides, each a process of its own with the whole decoder, asked in turn: `panels` (linear layers in C++ at any
+number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
+`modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.engine_rows) on all
+cores; a prefill is one forward of the decoder on one thread, as a rank's is.
+
+`--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows; with
+ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use it either, and the choice is that of a
+processor without AMX.
+
+The baseline of a row is the better of the two forced sides in that cell. `--bars` holds ours to 1.10 times its time.
+"""
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from baton.garbage import collect_rarely
+from baton.kernel_choice import KernelChoice
+from baton.types import TokenRange
+from benchmarks.engine_rows import EngineRows, row_lengths
+from benchmarks.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Bars,
+    Pairs,
+    Reporter,
+    case,
+    make_parser,
+    progress,
+    random_prompt,
+    resolve,
+)
+from generate_workers.engine import EngineConfig
+from modeling.decoder import Decoder
+from modeling.kernels.choosing import measure_choice
+from modeling.kernels.products import KERNELS
+from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.weights import load_decoder
+
+STEPS = "1x192,16x192,32x192,16x1024,8x4096"
+PREFILLS = "100,1200"
+QUICK_STEPS, QUICK_PREFILLS = "1x192,16x192", "100"
+BAR = 1.10
+"""Our time over that of the better forced side, at most."""
+SIDES = ("chosen", "panels", "torch")
+_NUM_STEPS = 4
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class SideSpec:
+    """How the process of one side is made."""
+
+    name: str
+    folder: Path
+    dtype: str
+    tiles: bool
+    """Whether our kernels may use the processor's AMX."""
+
+    def choice(self) -> KernelChoice:
+        """Measure the choice, and replace what this side forces."""
+        chosen = measure_choice(tiles=self.tiles)
+        if self.name == "panels":
+            return replace(chosen, torch_rows=None)
+        if self.name == "torch":
+            return replace(chosen, torch_rows=1)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is timed: `batch` rows at `context` keys each, or, with no batch, a prefill of `context` tokens."""
+
+    batch: int
+    context: int
+    num_runs: int
+    """How often a side will be asked."""
+
+    @property
+    def num_threads(self) -> int:
+        return len(os.sched_getaffinity(0)) if self.batch else 1
+
+    @property
+    def name(self) -> str:
+        if self.batch:
+            return case(batch=self.batch, context=self.context, threads=self.num_threads)
+        return case(tokens=self.context, threads=1)
+
+
+class Side:
+    """One side's process. Make one with `running`."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self.choice: KernelChoice = pipe.recv()
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, spec: SideSpec) -> Iterator["Side"]:
+        """A side that is ready; its process has ended afterwards."""
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_run, args=(theirs, spec), daemon=True)
+        process.start()
+        theirs.close()  # so that a process that died ends our recv
+        try:
+            yield cls(ours)
+        finally:
+            ours.close()  # which ends its loop
+            process.join(_END_S)
+            process.kill()
+
+    def begin(self, cell: Cell) -> None:
+        """Set the cell up; what was set up before is gone."""
+        self._ask(cell)
+
+    def run_ms(self) -> float:
+        """Return the milliseconds of one step, or one prefill, of the cell."""
+        return self._ask(None)
+
+    def _ask(self, question: Cell | None) -> float:
+        self._pipe.send(question)
+        answer = self._pipe.recv()
+        assert isinstance(answer, float)
+        return answer
+
+
+def _run(pipe: Connection, spec: SideSpec) -> None:
+    """The process: sets cells up and times them until the pipe is closed."""
+    pipe.send(KERNELS.use((spec.choice(),)))
+    decoder = load_decoder(spec.folder, dtype=spec.dtype)
+    collect_rarely()
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt), ExitStack() as stack:
+        timed = None
+        while True:
+            cell = pipe.recv()
+            if cell is not None:
+                stack.close()
+                torch.set_num_threads(cell.num_threads)
+                timed = _Steps(stack, decoder, spec.folder, cell) if cell.batch else _Prefill(decoder, cell)
+                pipe.send(0.0)
+            else:
+                assert timed is not None
+                pipe.send(timed.run_ms())
+
+
+class _Steps:
+    """Steps of an engine."""
+
+    def __init__(self, stack: ExitStack, decoder: Decoder, folder: Path, cell: Cell) -> None:
+        max_steps = cell.num_runs * (_NUM_STEPS + 1) + 1
+        lengths = row_lengths(cell.batch, cell.context, less=max_steps // 2)
+        config = EngineConfig(num_slots=cell.batch, max_slot_tokens=max(lengths) + max_steps + 1)
+        self._rows = stack.enter_context(EngineRows.running(decoder, folder, lengths, max_steps, config))
+
+    def run_ms(self) -> float:
+        return self._rows.step_ms(_NUM_STEPS)
+
+
+class _Prefill:
+    """Forwards of a whole prompt."""
+
+    def __init__(self, decoder: Decoder, cell: Cell) -> None:
+        self._decoder = decoder
+        self._ids = random_prompt(cell.context, seed=0)
+        tokens = TokenRange(0, cell.context)
+        self._span = BufferSpan(KvBuffer(decoder.layout, tokens), tokens)
+
+    @torch.inference_mode()
+    def run_ms(self) -> float:
+        start_s = time.perf_counter()
+        hidden_TD = self._decoder.forward(self._ids, [self._span])
+        self._decoder.logits(hidden_TD[-1:])
+        return (time.perf_counter() - start_s) * 1e3
+
+
+def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) -> None:
+    """Time all sides in turn, and report ours beside the better forced one."""
+    for side in sides.values():
+        side.begin(cell)
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    with progress(cell.name, cell.num_runs) as advance:
+        for number in range(cell.num_runs):
+            for name, side in sides.items():
+                run_ms = side.run_ms()
+                if number:  # the first fills caches
+                    times[name].append(run_ms)
+            advance()
+    ours = times.pop("chosen")
+    better = min(times, key=lambda name: statistics.median(times[name]))
+    for name, theirs in times.items():
+        row = reporter.add(cell.name, "step_ms" if cell.batch else "prefill_ms", "ms", name, Pairs(ours, theirs))
+        if name == better:
+            bars.at_most(f"{cell.name}, of the time of {name}", 1 / row.ratio, BAR)
+
+
+def run(args: argparse.Namespace) -> int:
+    """All cells; with --bars 1 when one is missed."""
+    folder, reporter, bars = resolve(args), Reporter("kernels", args.json), Bars()
+    num_runs = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
+    steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
+    prefills = args.prefills or (QUICK_PREFILLS if args.quick else PREFILLS)
+    sizes = [(int(batch), int(context)) for batch, context in (each.split("x") for each in steps.split(","))]
+    cells = [Cell(batch, context, num_runs) for batch, context in sizes]
+    cells += [Cell(0, int(each), num_runs) for each in prefills.split(",")]
+    with ExitStack() as stack:
+        specs = [SideSpec(name, folder, args.dtype, not args.without_amx) for name in SIDES]
+        sides = {spec.name: stack.enter_context(Side.running(spec)) for spec in specs}
+        console = Console(stderr=True, highlight=False)
+        for name, side in sides.items():
+            console.print(f"  {name}: {side.choice}", markup=False)
+        for cell in cells:
+            measure(sides, cell, reporter, bars)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Runs the benchmark."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--steps", default=None, help=f"batch x context of steps (default {STEPS})")
+    parser.add_argument("--prefills", default=None, help=f"prompt lengths of prefills (default {PREFILLS})")
+    parser.add_argument("--without-amx", action="store_true", help="keep our kernels from using AMX")
+    parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {PAIRS}, or {QUICK_PAIRS} with --quick")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return run(parser.parse_args())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
