@@ -94,9 +94,10 @@ def _health(state: ClusterState) -> Iterator[str]:
 
 
 def _processors(state: ClusterState) -> Iterator[str]:
-    """Yield each kind of processor with its kernels, and the groups that have workers there."""
+    """Yield a line for each kind of processor: the groups that have workers there, and the kernels that they use."""
     for processor in dict.fromkeys(each for group in state.groups for each in group.processors):
-        yield f"{processor}: {', '.join(group.name for group in state.groups if processor in group.processors)}"
+        groups = ", ".join(group.name for group in state.groups if processor in group.processors)
+        yield f"{groups} on {processor}"
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:
