@@ -12,16 +12,17 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernel_choice import KernelChoice
 from modeling.kernels import native
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, TILES, WIDENED
-from modeling.linear import Linear, PanelLinear, TorchLinear
-from modeling.norms import RmsNorm, unchanged
+from modeling.panels import panel_format
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,10 @@ _NUM_LAYERS = 8
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
 _QUERIES, _KEYS = 256, 1024
 
+_EPS = 1e-5
+
 _Run = Callable[[], None]
+_Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
@@ -102,8 +106,8 @@ def _choose_vectors() -> str:
 def _choose_torch_rows(panels: str) -> int | None:
     """Return the least of `ROWS` from which on torch's linear layers beat those in C++; None when they do not even at
     the most rows."""
-    ours = [_Layer(lambda weight, gated: PanelLinear(weight, None, gated, product=panels)) for _ in range(_NUM_LAYERS)]
-    torchs = [_Layer(lambda weight, gated: TorchLinear(weight, None, gated)) for _ in range(_NUM_LAYERS)]
+    ours = [_Layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
+    torchs = [_Layer(_by_torch) for _ in range(_NUM_LAYERS)]
     chosen = None
     for rows in reversed(ROWS):
         x_TD = _random(rows, _HIDDEN)
@@ -114,20 +118,51 @@ def _choose_torch_rows(panels: str) -> int | None:
 
 
 class _Layer:
-    """The linear layers of one decoder layer."""
+    """The linear layers of one decoder layer, with the norms, gate and residuals around them."""
 
-    def __init__(self, make: Callable[[Tensor, bool], Linear]) -> None:
+    def __init__(self, make: Callable[[Tensor, bool, bool], _Linear]) -> None:
+        """`make(weight, is_gated, has_norm)`."""
         heads = _HEADS * _HEAD_DIM
-        self._norm = RmsNorm(torch.ones(_HIDDEN, dtype=torch.bfloat16), 1e-5)
-        self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False)
-        self._output = make(_random(_HIDDEN, heads), False)
-        self._gate_up = make(_random(2 * _FFN, _HIDDEN), True)
-        self._down = make(_random(_HIDDEN, _FFN), False)
+        self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False, True)
+        self._output = make(_random(_HIDDEN, heads), False, False)
+        self._gate_up = make(_random(2 * _FFN, _HIDDEN), True, True)
+        self._down = make(_random(_HIDDEN, _FFN), False, False)
 
     def run(self, x_TD: Tensor) -> None:
-        self._qkv(x_TD, self._norm)
-        hidden_TD = self._output(x_TD, unchanged, x_TD)  # of attention's output, which has the same shape
-        self._down(self._gate_up(hidden_TD, self._norm), unchanged, hidden_TD)
+        self._qkv(x_TD, None)
+        hidden_TD = self._output(x_TD, x_TD)  # of attention's output, which has the same shape
+        self._down(self._gate_up(hidden_TD, None), hidden_TD)
+
+
+def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
+    """Return a linear layer as torch computes it, whose arguments are the input and the residual."""
+    gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16)
+
+    def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        if has_norm:
+            x_TK = F.rms_norm(x_TK, gain_K.shape, gain_K, _EPS)
+        out_TN = F.linear(x_TK, weight_NK)
+        if is_gated:
+            gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+            out_TN = F.silu(gate_TI).mul_(up_TI)
+        return out_TN if residual_TN is None else residual_TN + out_TN
+
+    return run
+
+
+def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
+    """Return the same layer as the kernel in C++ computes it. The order of the weight's rows does not matter here."""
+    gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
+    panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
+    num_outputs = len(weight_NK) // 2 if is_gated else len(weight_NK)
+
+    def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:
+        out_TN: Tensor = torch.ops.baton.linear(
+            x_TK, panels_PJL, num_outputs, None, None, gain_K, _EPS, residual_TN, is_gated, product
+        )
+        return out_TN
+
+    return run
 
 
 def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
