@@ -52,9 +52,10 @@ class Intake:
         return self._checked_prompt("chat", self._tokenizer.encode_chat(messages))
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Token ids that a client made."""
-        self._check_ids("token_ids", token_ids)
-        return self._checked_prompt("token_ids", token_ids)
+        """Token ids that a client made; a list that is too long is not looked at."""
+        checked = self._checked_prompt("token_ids", token_ids)
+        self._check_ids("token_ids", checked)
+        return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What SamplingParams cannot know: the model's vocabulary, and room for the output."""
@@ -67,19 +68,23 @@ class Intake:
                 f"tokens there is room for {room}, for the model's limit is {self._model.max_tokens}"
             )
 
+    def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
+        """Check how many choices' tokens a client says it has: those of all, or of none."""
+        if num_outputs not in (0, params.n):
+            raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
+
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """What a client says it has of a stream must be able to come from one."""
-        if not outputs:
-            return
-        if len(outputs) != params.n:
-            raise InvalidArgumentError(f"outputs has {len(outputs)} lists: sampling.n is {params.n}, send one a choice")
+        """What a client says it has of a stream must be able to come from one; a list that is too long is not looked
+        at."""
         for output_ids in outputs:
+            for limit, whose in (
+                (params.max_tokens, "sampling.max_tokens"),
+                (self._model.max_tokens, "the model's limit"),
+            ):
+                if len(output_ids) > limit:
+                    raise InvalidArgumentError(f"outputs holds {len(output_ids)} tokens: {whose} is {limit}")
             self._check_ids("outputs", output_ids)
-            if len(output_ids) > params.max_tokens:
-                raise InvalidArgumentError(
-                    f"outputs holds {len(output_ids)} tokens: sampling.max_tokens is {params.max_tokens}"
-                )
-        if params.temperature and not is_seeded:
+        if outputs and params.temperature and not is_seeded:
             raise InvalidArgumentError("outputs without seeded: send the seed of the stream that is resumed")
 
     def decode(self, token_ids: Sequence[int]) -> str:

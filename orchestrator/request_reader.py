@@ -65,12 +65,13 @@ class RequestReader:
             raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
         params = params_from_proto(request.sampling) if request.HasField("sampling") else SamplingParams()
         is_seeded = request.seeded or params.seed != 0
-        outputs = tuple(tuple(output.token_ids) for output in request.outputs)
+        intake.check_num_outputs(len(request.outputs), params)
+        outputs = [output.token_ids for output in request.outputs]
         intake.check_resumption(outputs, params, is_seeded)
         prompt_ids = self._prompt_ids(request)
         intake.check_sampling(params, len(prompt_ids))
         echo = self._prompt_text(request, prompt_ids) if request.echo else ""
-        return Asked(prompt_ids, params, is_seeded, outputs, echo)
+        return Asked(prompt_ids, params, is_seeded, tuple(tuple(ids) for ids in outputs), echo)
 
     async def off_the_loop(self, request: pb.GenerateRequest, read: Callable[[], T]) -> T:
         """What `read` makes of the request, in a thread unless that is quick. Raises ResourceExhaustedError at once
