@@ -44,12 +44,22 @@ class Intake:
             text = prompt.decode()
         except UnicodeDecodeError as error:
             raise InvalidArgumentError(f"prompt is not UTF-8 at byte {error.start}: {error.reason}") from error
+        self._check_fits("prompt", text)
         return self._checked_prompt("prompt", self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's turn."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
-        return self._checked_prompt("chat", self._tokenizer.encode_chat(messages))
+        rendered = self._tokenizer.render_chat(messages)
+        self._check_fits("chat", rendered)
+        return self._checked_prompt("chat", self._tokenizer.encode_rendered(rendered))
+
+    def check_num_messages(self, num_messages: int) -> None:
+        """Check the length of a chat before its messages are looked at: each takes a token at least."""
+        if num_messages > self._model.max_tokens:
+            raise InvalidArgumentError(
+                f"chat has {num_messages} messages: the model's limit is {self._model.max_tokens} tokens; send fewer"
+            )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Token ids that a client made; a list that is too long is not looked at."""
@@ -76,11 +86,9 @@ class Intake:
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
         """What a client says it has of a stream must be able to come from one; a list that is too long is not looked
         at."""
+        limits = ((params.max_tokens, "sampling.max_tokens"), (self._model.max_tokens, "the model's limit"))
         for output_ids in outputs:
-            for limit, whose in (
-                (params.max_tokens, "sampling.max_tokens"),
-                (self._model.max_tokens, "the model's limit"),
-            ):
+            for limit, whose in limits:
                 if len(output_ids) > limit:
                     raise InvalidArgumentError(f"outputs holds {len(output_ids)} tokens: {whose} is {limit}")
             self._check_ids("outputs", output_ids)
@@ -110,6 +118,15 @@ class Intake:
     def _check_bytes(self, field: str, num_bytes: int) -> None:
         if num_bytes > MAX_PROMPT_BYTES:
             raise InvalidArgumentError(f"{field} has {num_bytes} bytes: the limit is {MAX_PROMPT_BYTES}; shorten it")
+
+    def _check_fits(self, field: str, text: str) -> None:
+        """Refuse, before it is tokenized, a text that cannot be as few tokens as the model takes."""
+        least, limit = self._tokenizer.min_tokens(text), self._model.max_tokens - 1
+        if least > limit:
+            raise InvalidArgumentError(
+                f"{field} has {len(text)} characters, which are {least} tokens at least: the model takes at most "
+                f"{limit}, and one of output; shorten it"
+            )
 
     def _checked_prompt(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not token_ids:

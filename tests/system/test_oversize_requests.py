@@ -1,4 +1,4 @@
-"""Requests as large as a message may be: they are refused alone, and every other stream goes on in its first attempt."""
+"""Requests as large as a message may be: they are refused alone, and other streams go on in their first attempt."""
 
 import asyncio
 from collections.abc import AsyncIterator
