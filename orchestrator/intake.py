@@ -10,6 +10,7 @@ from baton.errors import InvalidArgumentError
 from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
+from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
@@ -112,7 +113,7 @@ class Intake:
     def _has_stop_string(self, output_ids: Sequence[int], params: SamplingParams) -> bool:
         if not params.stop:
             return False
-        stream = TextStream(self._tokenizer, params.stop)
+        stream = TextStream(self._tokenizer, StopStrings(params.stop))
         return any(stream.push(token_id).stopped for token_id in output_ids)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:

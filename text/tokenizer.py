@@ -4,8 +4,8 @@ First step of a request's way: prompt text or chat messages become token ids, at
 The last one too: token ids become text again, by `detokenizer()`.
 
 A Tokenizer is read-only after `load`, so any thread may use it; while one encodes, other threads run on.
-`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, the class that it chooses in the end, does not, and
-takes no code from the folder.
+`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, the class that it chooses in the end, does not,
+and takes no code from the folder.
 """
 
 import hashlib

@@ -27,11 +27,12 @@ import sys
 from pathlib import Path
 from tests.support.tokenizers import smollm_gguf
 from text.gguf_tokenizer import write_tokenizer
+from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 write_tokenizer(smollm_gguf(), Path(sys.argv[1]))
 tokenizer = Tokenizer.load(Path(sys.argv[1]))
-stream = TextStream.rebuild(tokenizer, ["x"], tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+stream = TextStream.rebuild(tokenizer, StopStrings(["x"]), tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
 stream.flush()
 sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """
