@@ -30,10 +30,10 @@ from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.chaos_orchestrator import ProcessKeeper
+from tests.support.orchestrators import Answer
 from tests.support.process_clusters import process_cluster
 from tests.support.texts import passage_ids
 from transport.channel import make_channel
-from transport.status import translate_rpc_errors
 
 NUM_STREAMS = 8
 NUM_CHOICES = 16
@@ -93,8 +93,9 @@ async def attack_by_a_message(target: str) -> None:
     assert request.ByteSize() == MAX_MESSAGE_BYTES - 16
     async with make_channel(target) as channel:
         for _ in range(3):
-            with pytest.raises(InvalidArgumentError, match=r"sampling\.stop\[0\] has"), translate_rpc_errors():
-                await OrchestratorStub(channel).Generate(request, timeout=60).read()
+            answer = Answer()
+            with pytest.raises(InvalidArgumentError, match=r"sampling\.stop\[0\] has"):
+                await answer.drain(OrchestratorStub(channel).Generate(request, timeout=60))
 
 
 async def attack_by_lists(target: str) -> None:
