@@ -24,7 +24,7 @@ from baton.results import (
     WidthChoice,
     WidthOption,
 )
-from baton.sampling_params import SamplingParams
+from baton.sampling_params import SamplingParams, check_list_lengths
 from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
@@ -85,7 +85,8 @@ def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidArgumentError when a field is out of its limits."""
+    """Raises InvalidArgumentError when a field is out of its limits; a list that is too long is not looked at first."""
+    check_list_lengths(len(message.stop), len(message.stop_token_ids), len(message.logit_bias))
     return SamplingParams(
         max_tokens=message.max_tokens,
         min_tokens=message.min_tokens,

@@ -3,15 +3,21 @@
 The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.sampling` says what each does.
 """
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from baton.errors import InvalidArgumentError
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+"""Characters of one stop string. Text that may become a stop string is held back, so a longer one would hold back more
+than a client wants to wait for."""
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64
 
 
@@ -38,13 +44,13 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     """Subtracted per occurrence from logits of tokens seen in the output; in [-2, 2]."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids; in [-100, 100]."""
+    """Added to the logits of these token ids (at most 1,024); in [-100, 100]."""
     seed: int = 0
     """Unsigned 64 bits: the noise is a function of (seed, output position, token id) alone."""
     stop: tuple[str, ...] = ()
-    """Strings that end the stream; they are not part of its text."""
+    """Strings that end the stream; they are not part of its text. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end the stream, besides the model's end-of-sequence tokens."""
+    """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024, each named once."""
     ignore_eos: bool = False
     """Do not end at the model's end-of-sequence tokens."""
     logprobs: int | None = None
@@ -55,16 +61,20 @@ class SamplingParams:
     """Choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
 
     def __post_init__(self) -> None:
+        check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
         self._check_lengths()
         self._check_filters()
         self._check_penalties()
         self._check_stops()
 
     def of_choice(self, choice: int) -> "SamplingParams":
-        """What, for a request of one choice, gives this choice's output: the same with another seed. The prompt is
-        scored with the first."""
-        scored = self.prompt_logprobs if choice == 0 else None
-        return replace(self, n=1, seed=(self.seed + choice) % 2**64, prompt_logprobs=scored)
+        """Return the parameters of one choice as those of a request of one choice: the same but for the seed. The
+        prompt is scored with the first choice. Nothing is validated again, and lists are shared, not copied."""
+        made = copy.copy(self)  # makes no call of __post_init__
+        object.__setattr__(made, "n", 1)
+        object.__setattr__(made, "seed", (self.seed + choice) % 2**64)
+        object.__setattr__(made, "prompt_logprobs", self.prompt_logprobs if choice == 0 else None)
+        return made
 
     def _check_lengths(self) -> None:
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use at least 1")
@@ -92,9 +102,28 @@ class SamplingParams:
             _require(_within(bias, -100, 100), "logit_bias", bias, "use values in [-100, 100]")
 
     def _check_stops(self) -> None:
-        _require(len(self.stop) <= MAX_STOP_STRINGS, "stop", len(self.stop), f"use at most {MAX_STOP_STRINGS} strings")
-        _require(all(self.stop), "stop", self.stop, "an empty stop string would end every stream")
-        _require(all(t >= 0 for t in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "use token ids")
+        for index, stop in enumerate(self.stop):
+            if not 1 <= len(stop) <= MAX_STOP_CHARS:
+                raise InvalidArgumentError(
+                    f"sampling.stop[{index}] has {len(stop)} characters: use 1 to {MAX_STOP_CHARS}"
+                )
+        for token_id in self.stop_token_ids:
+            _require(token_id >= 0, "stop_token_ids", token_id, "use token ids")
+        if len(set(self.stop_token_ids)) < len(self.stop_token_ids):
+            twice = next(each for each in self.stop_token_ids if self.stop_token_ids.count(each) > 1)
+            raise InvalidArgumentError(f"sampling.stop_token_ids holds {twice} more than once: name each token id once")
+
+
+def check_list_lengths(num_stops: int, num_stop_token_ids: int, num_biases: int) -> None:
+    """Raise InvalidArgumentError when one of the lists `stop`, `stop_token_ids` and `logit_bias` is too long. Takes
+    their lengths, so that a caller can refuse a list of millions before it is copied."""
+    for name, length, most in (
+        ("stop", num_stops, MAX_STOP_STRINGS),
+        ("stop_token_ids", num_stop_token_ids, MAX_STOP_TOKEN_IDS),
+        ("logit_bias", num_biases, MAX_LOGIT_BIASES),
+    ):
+        if length > most:
+            raise InvalidArgumentError(f"sampling.{name} has {length} entries: use at most {most}")
 
 
 class SamplingOptions(TypedDict, total=False):

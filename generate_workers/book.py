@@ -14,6 +14,7 @@ from baton.types import LeaseRef
 from generate_workers.leases import Seat
 from generate_workers.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
 from modeling.prefix_store import Filled
+from text.stop_strings import StopStrings
 
 
 class StreamBook:
@@ -40,6 +41,7 @@ class StreamBook:
     def open(self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink) -> Stream:
         """Enters a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream,
         ResourceExhaustedError when too many wait for a slot."""
+        stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
         with self._condition:
             self.check_open()
             ticket = Ticket(self._next_ticket)
@@ -48,7 +50,7 @@ class StreamBook:
             else:
                 self._take_place(ticket, request.params.n)
             self._next_ticket += 1
-            stream = self._open[ticket] = Stream(ticket, request, on_event, on_filled)
+            stream = self._open[ticket] = Stream(ticket, request, on_event, stop, on_filled)
             self._inbox.append(stream)
             self._condition.notify()
         return stream

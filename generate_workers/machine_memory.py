@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from baton.errors import ConfigError
+from baton.memory import free_bytes
 from generate_workers.engine_config import EngineConfig
 from generate_workers.memory import KvMemory, MemoryLimits
 from generate_workers.residency.policies import SelectionSource, make_residency
@@ -14,8 +15,6 @@ from modeling.decoder import Decoder
 _SHARE = 0.5
 """Of the free memory, at most and over all engines, if nothing is configured: weights and other processes need some
 too."""
-_MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
@@ -47,16 +46,3 @@ def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: 
     if limit := limits.exceeded_by(residency.bytes_for(1)):
         raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
     return limits
-
-
-def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that processes can still take here: the machine's, or what the container's limit leaves. Pages of files
-    count as free, for they are dropped when memory is asked for."""
-    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit = cgroup / "memory.max"
-    if limit.exists() and (text := limit.read_text().strip()) != "max":
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        of_files = int(stat["inactive_file"]) + int(stat["active_file"])
-        free = min(free, int(text) - int((cgroup / "memory.current").read_text()) + of_files)
-    return max(free, 0)

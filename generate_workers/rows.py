@@ -19,6 +19,7 @@ from generate_workers.leases import Seat
 from modeling.config import ModelConfig
 from modeling.prefix_store import Filled
 from modeling.sampling import SamplerState
+from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
@@ -92,11 +93,13 @@ class GenerationRequest:
 @dataclass(eq=False)
 class Stream:
     """An open request: each of its choices will get exactly one terminal event. Owned by the engine's thread, except
-    the first four, which do not change."""
+    the first five, which do not change."""
 
     ticket: Ticket
     request: GenerationRequest
     on_event: EventSink
+    stop: StopStrings
+    """The request's stop strings, for all of its choices."""
     on_filled: FilledSink = lambda filled: None
     rows: "list[Row]" = field(default_factory=list)
     """Of the choices that run, once the stream has its slots."""
@@ -144,7 +147,7 @@ class Row:
         """Rows of the other choices, until they get this row's KV and a token of their own."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
         """The prompt's tokens scored so far; empty when that was not asked for."""
-        self._text = TextStream.rebuild(tokenizer, params.stop, request.output_ids)
+        self._text = TextStream.rebuild(tokenizer, stream.stop, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 

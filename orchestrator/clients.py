@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import grpc
 
@@ -23,7 +24,7 @@ from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from orchestrator.config import OrchestratorConfig
 from orchestrator.lifecycle import RequestRecord
-from orchestrator.shared_streams import SharedCall, SharedStreams
+from orchestrator.shared_streams import SharedCall, SharedStreams, check_size
 from orchestrator.widths import ChainPlan
 from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
@@ -45,12 +46,36 @@ VERB_TIMEOUT_S = 5.0
 class PrefillPlan:
     """One attempt's prefill: the same for all ranks."""
 
+    record: RequestRecord
     epoch: Epoch
     number: JobId
     chain: ChainPlan
     blocks: PromptBlocks
     """The prompt's; the chain begins behind some of them."""
     lease: Lease
+
+    @cached_property
+    def job(self) -> prefill_pb2.PrefillJob:
+        """What every rank is sent: made once, from the record as it is then. Raises InvalidArgumentError when it fits
+        into no message."""
+        record, chain = self.record, self.chain
+        job = prefill_pb2.PrefillJob(
+            epoch=self.epoch,
+            job=self.number,
+            request_id=record.request_id,
+            attempt=record.attempt,
+            ranks=chain.ranks,
+            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
+            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+            lease=lease_to_proto(self.lease),
+            due_s=chain.job.due_s,
+            layer_s=chain.layer_s,
+            prefix_blocks=self.blocks.cached(chain.num_cached_tokens),
+            keep_blocks=self.blocks.kept(chain.num_cached_tokens),
+            block_tokens=self.blocks.block_tokens,
+        )
+        check_size(record.request_id, job.ByteSize())
+        return job
 
 
 @dataclass(frozen=True)
@@ -190,26 +215,12 @@ class WorkerClient:
     ) -> EventStream:
         """Opens the attempt's stream, which outlives this process by a lease's ttl, and whose answers are stored in
         blocks; without a lease the group prefills by itself."""
-        request = generate_pb2.StreamRequest(
-            request_id=record.request_id,
-            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
-            lease=None if lease is None else lease_ref_to_proto(lease.ref),
-            keep_s=config.lease_ttl_s,
-            number=number,
-            store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.prefix_salt),
-        )
+        request = stream_request(record, number, config, lease)
         return EventStream(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
         """Goes on with a stream that the group has kept; reading it raises NotFoundError when it has not."""
-        outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
-        request = generate_pb2.StreamRequest(
-            request_id=record.request_id,
-            history=history_to_proto(record.prompt_ids, (), record.params),
-            number=number,
-            takeover=generate_pb2.Takeover(outputs=outputs),
-        )
-        return EventStream(self._streams.open(request), self._endpoint)
+        return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
         """Before the channel is closed; once no stream is read."""
@@ -221,27 +232,12 @@ class WorkerClient:
         with _worker_errors(self._endpoint):
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
-    async def run(self, record: RequestRecord, plan: PrefillPlan) -> RankReport:
+    async def run(self, plan: PrefillPlan) -> RankReport:
         """Runs this rank's chunk; returns when that is computed, passed on, pushed and, by the last rank, kept. Raises
         StalePrefixError when what the chain begins behind is not cached."""
-        chain = plan.chain
-        job = prefill_pb2.PrefillJob(
-            epoch=plan.epoch,
-            job=plan.number,
-            request_id=record.request_id,
-            attempt=record.attempt,
-            ranks=chain.ranks,
-            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
-            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
-            lease=lease_to_proto(plan.lease),
-            due_s=chain.job.due_s,
-            layer_s=chain.layer_s,
-            prefix_blocks=plan.blocks.cached(chain.num_cached_tokens),
-            keep_blocks=plan.blocks.kept(chain.num_cached_tokens),
-            block_tokens=plan.blocks.block_tokens,
-        )
         with _worker_errors(self._endpoint):
-            report = await self._prefill.Run(job)
+            report = await self._prefill.Run(plan.job)
+        chain = plan.chain
         timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
         return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
 
@@ -322,6 +318,31 @@ class Clients:
         for connection in [self._connections.pop(endpoint) for endpoint in gone]:
             await connection.client.close()
             await connection.channel.close()
+
+
+def stream_request(
+    record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
+) -> generate_pb2.StreamRequest:
+    """What a generation group is asked for an attempt."""
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+        lease=None if lease is None else lease_ref_to_proto(lease.ref),
+        keep_s=config.lease_ttl_s,
+        number=number,
+        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.prefix_salt),
+    )
+
+
+def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
+    """What a generation group is asked that may have kept the request's stream."""
+    outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.prompt_ids, (), record.params),
+        number=number,
+        takeover=generate_pb2.Takeover(outputs=outputs),
+    )
 
 
 @contextlib.contextmanager

@@ -325,7 +325,8 @@ class Dispatcher:
     ) -> tuple[RankTiming, ...]:
         """Runs the job on all its ranks, and keeps the lease alive meanwhile: a job may wait long for its turn. The
         first failure cancels the other ranks and is raised."""
-        runs = [asyncio.create_task(self._run_rank(rank, record, prefill, lease)) for rank in prefill.chain.ranks]
+        plan = PrefillPlan(record, prefill.group.epoch, prefill.number, prefill.chain, prefill.blocks, lease)
+        runs = [asyncio.create_task(self._run_rank(rank, prefill, plan)) for rank in prefill.chain.ranks]
         pending = set(runs)
         try:
             while pending:
@@ -344,13 +345,12 @@ class Dispatcher:
                 run.cancel()
             await asyncio.gather(*runs, return_exceptions=True)
 
-    async def _run_rank(self, rank: Rank, record: RequestRecord, prefill: _Prefill, lease: Lease) -> RankTiming:
+    async def _run_rank(self, rank: Rank, prefill: _Prefill, plan: PrefillPlan) -> RankTiming:
         group, blocks, prefixes = prefill.group, prefill.blocks, self._chooser.prefixes
         cached = blocks.cached(prefill.chain.num_cached_tokens)
-        plan = PrefillPlan(group.epoch, prefill.number, prefill.chain, blocks, lease)
         try:
             with self._clients.use(group.endpoints[rank]) as worker:
-                report = await worker.run(record, plan)
+                report = await worker.run(plan)
         except StalePrefixError:
             prefixes.forget(group.prefix_store, cached)
             raise

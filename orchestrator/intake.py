@@ -10,6 +10,7 @@ from baton.errors import InvalidArgumentError
 from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
+from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
@@ -44,17 +45,28 @@ class Intake:
             text = prompt.decode()
         except UnicodeDecodeError as error:
             raise InvalidArgumentError(f"prompt is not UTF-8 at byte {error.start}: {error.reason}") from error
+        self._check_fits("prompt", text)
         return self._checked_prompt("prompt", self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
         """Token ids of a conversation, ready for the assistant's turn."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
-        return self._checked_prompt("chat", self._tokenizer.encode_chat(messages))
+        rendered = self._tokenizer.render_chat(messages)
+        self._check_fits("chat", rendered)
+        return self._checked_prompt("chat", self._tokenizer.encode_rendered(rendered))
+
+    def check_num_messages(self, num_messages: int) -> None:
+        """Check the length of a chat before its messages are looked at: each takes a token at least."""
+        if num_messages > self._model.max_tokens:
+            raise InvalidArgumentError(
+                f"chat has {num_messages} messages: the model's limit is {self._model.max_tokens} tokens; send fewer"
+            )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Token ids that a client made."""
-        self._check_ids("token_ids", token_ids)
-        return self._checked_prompt("token_ids", token_ids)
+        """Token ids that a client made; a list that is too long is not looked at."""
+        checked = self._checked_prompt("token_ids", token_ids)
+        self._check_ids("token_ids", checked)
+        return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
         """What SamplingParams cannot know: the model's vocabulary, and room for the output."""
@@ -67,19 +79,21 @@ class Intake:
                 f"tokens there is room for {room}, for the model's limit is {self._model.max_tokens}"
             )
 
+    def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
+        """Check how many choices' tokens a client says it has: those of all, or of none."""
+        if num_outputs not in (0, params.n):
+            raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
+
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """What a client says it has of a stream must be able to come from one."""
-        if not outputs:
-            return
-        if len(outputs) != params.n:
-            raise InvalidArgumentError(f"outputs has {len(outputs)} lists: sampling.n is {params.n}, send one a choice")
+        """What a client says it has of a stream must be able to come from one; a list that is too long is not looked
+        at."""
+        limits = ((params.max_tokens, "sampling.max_tokens"), (self._model.max_tokens, "the model's limit"))
         for output_ids in outputs:
+            for limit, whose in limits:
+                if len(output_ids) > limit:
+                    raise InvalidArgumentError(f"outputs holds {len(output_ids)} tokens: {whose} is {limit}")
             self._check_ids("outputs", output_ids)
-            if len(output_ids) > params.max_tokens:
-                raise InvalidArgumentError(
-                    f"outputs holds {len(output_ids)} tokens: sampling.max_tokens is {params.max_tokens}"
-                )
-        if params.temperature and not is_seeded:
+        if outputs and params.temperature and not is_seeded:
             raise InvalidArgumentError("outputs without seeded: send the seed of the stream that is resumed")
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -99,12 +113,21 @@ class Intake:
     def _has_stop_string(self, output_ids: Sequence[int], params: SamplingParams) -> bool:
         if not params.stop:
             return False
-        stream = TextStream(self._tokenizer, params.stop)
+        stream = TextStream(self._tokenizer, StopStrings(params.stop))
         return any(stream.push(token_id).stopped for token_id in output_ids)
 
     def _check_bytes(self, field: str, num_bytes: int) -> None:
         if num_bytes > MAX_PROMPT_BYTES:
             raise InvalidArgumentError(f"{field} has {num_bytes} bytes: the limit is {MAX_PROMPT_BYTES}; shorten it")
+
+    def _check_fits(self, field: str, text: str) -> None:
+        """Refuse, before it is tokenized, a text that cannot be as few tokens as the model takes."""
+        least, limit = self._tokenizer.min_tokens(text), self._model.max_tokens - 1
+        if least > limit:
+            raise InvalidArgumentError(
+                f"{field} has {len(text)} characters, which are {least} tokens at least: the model takes at most "
+                f"{limit}, and one of output; shorten it"
+            )
 
     def _checked_prompt(self, field: str, token_ids: Sequence[int]) -> tuple[int, ...]:
         if not token_ids:

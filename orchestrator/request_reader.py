@@ -15,6 +15,7 @@ import grpc
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
+from baton.memory import free_bytes
 from baton.proto_types import params_from_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
@@ -25,7 +26,11 @@ T = TypeVar("T")
 
 MAX_READING_BYTES = 32 * 2**20
 """Of requests that are being read, or wait for a thread: four of the longest prompts, and of what admission holds a
-multiple. Not more, for text takes over a hundred times its size in memory while it is tokenized."""
+multiple. Fewer where that is much of the memory (`reading_bytes`)."""
+_MEMORY_OF_BYTE = 160
+"""Bytes of memory that a byte of text takes while it is tokenized, measured on text that takes much."""
+_MEMORY_SHARE = 0.25
+"""Of the free memory, that reading may take."""
 _SHORT_BYTES = 256
 """Of a request that is read in a fifth of a millisecond: about what asking a thread costs."""
 _RETRY_S = 0.1
@@ -51,10 +56,11 @@ class Asked:
 class RequestReader:
     """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
 
-    def __init__(self, intake: Intake, max_bytes: int = MAX_READING_BYTES) -> None:
-        """`max_bytes` of requests are read off the loop at a time, or one that is longer by itself."""
+    def __init__(self, intake: Intake, max_bytes: int | None = None) -> None:
+        """`max_bytes` of requests are read off the loop at a time, or one that is longer by itself; None: as many as
+        the memory that is free now allows."""
         self._intake = intake
-        self._max_bytes = max_bytes
+        self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0  # of what is being read off the loop
 
     def read(self, request: pb.GenerateRequest) -> Asked:
@@ -65,12 +71,13 @@ class RequestReader:
             raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
         params = params_from_proto(request.sampling) if request.HasField("sampling") else SamplingParams()
         is_seeded = request.seeded or params.seed != 0
-        outputs = tuple(tuple(output.token_ids) for output in request.outputs)
+        intake.check_num_outputs(len(request.outputs), params)
+        outputs = [output.token_ids for output in request.outputs]
         intake.check_resumption(outputs, params, is_seeded)
         prompt_ids = self._prompt_ids(request)
         intake.check_sampling(params, len(prompt_ids))
         echo = self._prompt_text(request, prompt_ids) if request.echo else ""
-        return Asked(prompt_ids, params, is_seeded, outputs, echo)
+        return Asked(prompt_ids, params, is_seeded, tuple(tuple(ids) for ids in outputs), echo)
 
     async def off_the_loop(self, request: pb.GenerateRequest, read: Callable[[], T]) -> T:
         """What `read` makes of the request, in a thread unless that is quick. Raises ResourceExhaustedError at once
@@ -108,6 +115,7 @@ class RequestReader:
             case "prompt":
                 return self._intake.encode_text(request.prompt)
             case "chat":
+                self._intake.check_num_messages(len(request.chat.messages))
                 messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
                 return self._intake.encode_chat(messages)
             case "token_ids":
@@ -116,6 +124,11 @@ class RequestReader:
 
     def _prompt_text(self, request: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
         return request.prompt.decode() if request.HasField("prompt") else self._intake.decode(prompt_ids)
+
+
+def reading_bytes(num_bytes_free: int) -> int:
+    """Bytes of requests that may be read at a time in a process that finds so much memory free."""
+    return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
 
 
 def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:

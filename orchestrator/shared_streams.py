@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 import grpc
 
-from baton.errors import BatonError, UnavailableError
+from baton.channel_options import MAX_MESSAGE_BYTES
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.status import error_of_name, from_rpc_error
 from baton.v1 import generate_pb2 as pb
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
@@ -27,13 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
+"""Bytes of what one message tells a worker of a request. gRPC ends a whole call, here with the streams of many
+requests, for a message above its limit."""
+
 
 class SharedCall:
     """One stream's part of the call; read as a call of its own would be."""
 
-    def __init__(self, number: int, life: "_Life") -> None:
+    def __init__(self, number: int, leave: Callable[[int], None]) -> None:
+        """`leave` is called with the stream's number when its reader goes before its end."""
         self.number = number
-        self._life = life
+        self._leave = leave
         self._events: deque[pb.TokenEvent] = deque()
         self._ended = False
         self._error: BatonError | None = None
@@ -53,7 +59,7 @@ class SharedCall:
     def cancel(self) -> None:
         """The group may forget about this reader. Idempotent; without effect once the stream has ended."""
         if not self._ended:
-            self._life.leave(self.number)
+            self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
 
     def take(self, event: pb.StreamEvent) -> None:
@@ -84,9 +90,9 @@ class _Life:
         self._commands: asyncio.Queue[pb.StreamCommand | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(stub))
 
-    def open(self, request: pb.StreamRequest) -> SharedCall:
-        call = self.calls[request.number] = SharedCall(request.number, self)
-        self._commands.put_nowait(pb.StreamCommand(open=request))
+    def open(self, number: int, command: pb.StreamCommand) -> SharedCall:
+        call = self.calls[number] = SharedCall(number, self.leave)
+        self._commands.put_nowait(command)
         return call
 
     def leave(self, number: int) -> None:
@@ -154,16 +160,33 @@ class SharedStreams:
         self._latest: _Life | None = None
 
     def open(self, request: pb.StreamRequest) -> SharedCall:
-        """Opens the stream of that number, or takes it over; what fails is raised when it is read."""
+        """Opens the stream of that number, or takes it over; what fails is raised when it is read. A request that fits
+        into no message fails with InvalidArgumentError, and the call that streams share never sees it."""
+        command = pb.StreamCommand(open=request)
+        try:
+            check_size(request.request_id, command.ByteSize())
+        except InvalidArgumentError as error:
+            refused = SharedCall(request.number, lambda number: None)
+            refused.end(error)
+            return refused
         if self._latest is None or self._latest.is_over:
             self._latest = _Life(self._stub)
             self._lives.add(self._latest)
             self._latest.on_end(self._lives.discard)
-        return self._latest.open(request)
+        return self._latest.open(request.number, command)
 
     async def close(self) -> None:
         """Ends all calls, which nobody reads by now; before their channel is closed."""
         await asyncio.gather(*(life.close() for life in self._lives))
+
+
+def check_size(request_id: str, num_bytes: int) -> None:
+    """Raise InvalidArgumentError when what workers are to be told of a request fits into no message."""
+    if num_bytes > MAX_COMMAND_BYTES:
+        raise InvalidArgumentError(
+            f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "
+            f"of {MAX_COMMAND_BYTES}: send a shorter prompt, or fewer outputs"
+        )
 
 
 def _error_of(end: pb.StreamEnd) -> BatonError | None:

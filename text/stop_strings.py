@@ -20,13 +20,23 @@ class StopResult:
     stopped: bool
 
 
+class StopStrings:
+    """Stop strings with their tables. Immutable: the streams of a request's choices share them, in any thread."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        """`stop` holds non-empty strings. Takes two milliseconds for the longest that a request may have."""
+        assert all(stop), "empty stop string"
+        self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
+        """Each string once, and for each of its prefixes the length of its longest border."""
+
+
 class _Matcher:
     """How long a prefix of `pattern` the text so far ends with."""
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
         self.length = 0
-        self._borders = _borders(pattern)
+        self._borders = borders
 
     def feed(self, char: str) -> bool:
         """Takes a character; True if the whole pattern ends here, after which the matcher must not be fed."""
@@ -37,7 +47,7 @@ class _Matcher:
         return self.length == len(self.pattern)
 
 
-def _borders(pattern: str) -> list[int]:
+def _borders(pattern: str) -> tuple[int, ...]:
     """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
@@ -47,16 +57,15 @@ def _borders(pattern: str) -> list[int]:
         if pattern[index] == pattern[length]:
             length += 1
         borders[index] = length
-    return borders
+    return tuple(borders)
 
 
 class StopChecker:
     """Cuts one stream's text at the first stop string. State follows from the text alone, not from its pieces."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        """`stop` holds non-empty strings; none means that nothing is ever held back."""
-        assert all(stop), "empty stop string"
-        self._matchers = [_Matcher(pattern) for pattern in dict.fromkeys(stop)]
+    def __init__(self, stop: StopStrings) -> None:
+        """Without stop strings nothing is ever held back."""
+        self._matchers = [_Matcher(pattern, borders) for pattern, borders in stop.tables]
         self._held = ""
         self._stopped = False
 

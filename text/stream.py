@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import Self
 
-from text.stop_strings import StopChecker, StopResult
+from text.stop_strings import StopChecker, StopResult, StopStrings
 from text.tokenizer import Tokenizer
 
 
 class TextStream:
     """Turns one stream's token ids into the text that its client may see. Owned by the stream's row."""
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
-        """`stop` holds non-empty strings that end the stream and are not part of its text."""
+    def __init__(self, tokenizer: Tokenizer, stop: StopStrings) -> None:
+        """`stop` holds the strings that end the stream and are not part of its text."""
         self._detokenizer = tokenizer.detokenizer()
         self._checker = StopChecker(stop)
 
     @classmethod
-    def rebuild(cls, tokenizer: Tokenizer, stop: Sequence[str], output_ids: Sequence[int]) -> Self:
+    def rebuild(cls, tokenizer: Tokenizer, stop: StopStrings, output_ids: Sequence[int]) -> Self:
         """The stream as it is after `output_ids`: what it emits next is what the first one would have emitted."""
         stream = cls(tokenizer, stop)
         for token_id in output_ids:

@@ -3,8 +3,9 @@
 First step of a request's way: prompt text or chat messages become token ids, at the front and in a generation group.
 The last one too: token ids become text again, by `detokenizer()`.
 
-A Tokenizer is read-only after `load`, so any thread may use it. `transformers.AutoTokenizer` would import torch;
-`TokenizersBackend`, the class that it chooses in the end, does not, and takes no code from the folder.
+A Tokenizer is read-only after `load`, so any thread may use it; while one encodes, other threads run on.
+`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, the class that it chooses in the end, does not,
+and takes no code from the folder.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from baton.errors import InvalidArgumentError, ModelError
 from text.detokenizer import Detokenizer
+from text.token_bounds import token_bound
 
 _MESSAGE_FIELDS = ("role", "content")
 
@@ -35,6 +37,7 @@ class Tokenizer:
             token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
         )
         self._vocab_size = 1 + max(self._core.get_vocab(with_added_tokens=True).values())
+        self._bound = token_bound(self._core)
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -68,6 +71,11 @@ class Tokenizer:
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
+    def min_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least, in milliseconds for megabytes; 0 where nothing is known
+        of this tokenizer (text.token_bounds)."""
+        return self._bound.min_tokens(text) if self._bound is not None else 0
+
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with a beginning-of-sequence token iff the tokenizer's own post-processor adds one.
 
@@ -76,7 +84,11 @@ class Tokenizer:
         return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation in the model's chat template, ready for the assistant's turn.
+        """Token ids of a conversation: `encode_rendered` of what `render_chat` makes of it."""
+        return self.encode_rendered(self.render_chat(messages))
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """Text of a conversation in the model's chat template, ready for the assistant's turn.
 
         A message has a `role` and a `content`. The template writes all special tokens itself. Raises
         InvalidArgumentError for bad messages and for a model without a template, ModelError for a broken template.
@@ -86,7 +98,11 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"messages: the model in {self._folder} has no chat template: send a text prompt or token ids instead"
             )
-        return self._encode(self._render([dict(message) for message in messages]), "messages", add_special_tokens=False)
+        return self._render([dict(message) for message in messages])
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """Token ids of a rendered conversation, to which nothing is added. Raises InvalidArgumentError."""
+        return self._encode(text, "messages", add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids; special tokens and ids without a token leave none, broken UTF-8 becomes U+FFFD."""
@@ -120,7 +136,9 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
             ) from error
-        return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would keep the GIL, and with it the process's loop, for as long as it takes.
+        (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
 
 def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:

@@ -106,14 +106,20 @@ class SamplingParams(_message.Message):
     """Likewise for the prompt's tokens; they come with the first output token."""
     n: _builtins.int
     """Choices: independent outputs for one prompt. Choice i is the output of one choice with seed + i (mod 2^64).
-    Unset is 1.
+    At most 64, and the slots of a generation group. Unset is 1.
     """
     @_builtins.property
-    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]: ...
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """At most 1,024 entries."""
+
     @_builtins.property
-    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def stop(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """At most 16, each of 1 to 1,024 characters."""
+
     @_builtins.property
-    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At most 1,024, none of them twice."""
+
     def __init__(
         self,
         *,

@@ -43,6 +43,8 @@ Global___Priority: _TypeAlias = Priority  # noqa: Y015
 
 @_typing.final
 class GenerateRequest(_message.Message):
+    """At most 16 MiB in all. What is out of a limit is refused with INVALID_ARGUMENT, which names the field and the limit."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -60,7 +62,9 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Unset: the server makes one. Names the request in logs, and in a resumed stream."""
     prompt: _builtins.bytes
-    """UTF-8 text. Bytes, so that the server can say what is wrong with it."""
+    """UTF-8 text, at most 8 MiB, and refused at once where so many bytes cannot be as few tokens as the model takes.
+    Bytes, so that the server can say what is wrong with it.
+    """
     seeded: _builtins.bool
     """True: `sampling.seed` is meant, even if 0. Else a seed of 0 makes the server draw one; Started says which."""
     model: _builtins.str
@@ -75,7 +79,7 @@ class GenerateRequest(_message.Message):
     """Only groups that attend to all tokens may generate; refused where there is none. False: any may."""
     @_builtins.property
     def chat(self) -> Global___Chat:
-        """Rendered with the model's chat template."""
+        """Rendered with the model's chat template; at most 8 MiB, and no more messages than the model takes tokens."""
 
     @_builtins.property
     def token_ids(self) -> Global___TokenIds: ...

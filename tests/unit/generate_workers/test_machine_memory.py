@@ -1,14 +1,14 @@
 """How much memory KV may take: what is configured, or what the machine has."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 import torch
 
 from baton.errors import ConfigError
+from baton.memory import free_bytes
 from generate_workers.engine import EngineConfig
-from generate_workers.machine_memory import free_bytes, make_memory
+from generate_workers.machine_memory import make_memory
 from generate_workers.memory import MemoryLimits
 from generate_workers.residency.port import KvBytes
 from generate_workers.step_runner import bytes_per_step, weight_bytes
@@ -50,28 +50,6 @@ def test_weights_come_off_the_device_s_memory() -> None:
 def test_a_group_that_could_serve_nothing_does_not_start(config: EngineConfig, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_memory(DECODER, config)
-
-
-@pytest.mark.parametrize(
-    ("limit", "expected"), [(None, 5 << 10), ("max", 5 << 10), (str(6 << 10), 2 << 10), ("100", 0)]
-)
-def test_free_memory_is_the_machine_s_or_the_container_s(tmp_path: Path, limit: str | None, expected: int) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:       9 kB\nMemAvailable:   5 kB\nHugePages_Free:    0\n")
-    if limit is not None:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text(f"{4 << 10}\n")
-        (tmp_path / "memory.stat").write_text("anon 4096\ninactive_file 0\nactive_file 0\n")
-    assert free_bytes(meminfo, tmp_path) == expected
-
-
-def test_pages_of_files_are_free_memory_in_a_container(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemAvailable:   100 kB\n")
-    (tmp_path / "memory.max").write_text("6000\n")
-    (tmp_path / "memory.current").write_text("5000\n")
-    (tmp_path / "memory.stat").write_text("anon 1000\nfile 4000\ninactive_file 3000\nactive_file 500\n")
-    assert free_bytes(meminfo, tmp_path) == 4500
 
 
 def test_by_default_engines_of_one_machine_share_its_memory() -> None:

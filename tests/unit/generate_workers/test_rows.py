@@ -16,6 +16,7 @@ from tests.support.generation import eos_decoder
 from tests.support.slot_tables import make_memory
 from tests.support.tiny_tokenizer import BOS_ID, EOS_ID, VOCAB_SIZE, ids_of, letter_tokenizer
 from tests.support.tokenizers import sentencepiece_core, sentencepiece_tokens, write_folder
+from text.stop_strings import StopStrings
 from text.tokenizer import Tokenizer
 
 CONFIG = eos_decoder().config
@@ -31,7 +32,8 @@ def make_row(
     request = GenerationRequest(RequestId("r"), (1, 2, 3), output, params)
     [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
     seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
-    return Row(Stream(Ticket(1), request, lambda event: None), 0, seat, tokenizer or letter_tokenizer(), config)
+    stream = Stream(Ticket(1), request, lambda event: None, StopStrings(params.stop))
+    return Row(stream, 0, seat, tokenizer or letter_tokenizer(), config)
 
 
 def feed(row: Row, token_ids: tuple[int, ...]) -> list[TokenEvent]:

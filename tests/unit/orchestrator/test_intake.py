@@ -1,5 +1,8 @@
 """What may be asked: limits at their edges. Refusals by name, over the wire: tests/system/test_orchestrator.py."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 
 from baton.errors import InvalidArgumentError
@@ -51,7 +54,28 @@ def test_a_greedy_stream_is_resumed_without_a_seed(intake: Intake) -> None:
 
 def test_a_resumption_has_one_list_a_choice(intake: Intake) -> None:
     with pytest.raises(InvalidArgumentError, match=r"outputs has 1 lists: sampling\.n is 2"):
-        intake.check_resumption([[1, 2]], SamplingParams(n=2), is_seeded=True)
+        intake.check_num_outputs(1, SamplingParams(n=2))
+    for num_outputs in (0, 2):
+        intake.check_num_outputs(num_outputs, SamplingParams(n=2))
+
+
+class Unread(Sequence[int]):
+    """A list of token ids that only its length may be asked of."""
+
+    def __len__(self) -> int:
+        return 10**6
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a list that is too long was looked at")
+
+
+def test_a_list_that_is_too_long_is_refused_by_its_length(intake: Intake) -> None:
+    with pytest.raises(InvalidArgumentError, match="token_ids has 1000000 tokens: the model takes at most 19"):
+        intake.check_prompt_ids(Unread())
+    with pytest.raises(InvalidArgumentError, match=r"outputs holds 1000000 tokens: sampling\.max_tokens is 5"):
+        intake.check_resumption([Unread()], SamplingParams(max_tokens=5), is_seeded=True)
+    with pytest.raises(InvalidArgumentError, match="outputs holds 1000000 tokens: the model's limit is 20"):
+        intake.check_resumption([Unread()], SamplingParams(max_tokens=10**9), is_seeded=True)
 
 
 @pytest.mark.parametrize(

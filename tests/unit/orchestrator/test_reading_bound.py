@@ -17,12 +17,12 @@ from baton.clock import ManualClock, SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.results import ModelInfo
 from baton.v1 import orchestrator_pb2 as pb
-from orchestrator import frontend, gateway
+from orchestrator import frontend, gateway, request_reader
 from orchestrator.controller import Controller
 from orchestrator.frontend import OrchestratorServicer
 from orchestrator.gateway import Gateway, ask_model
 from orchestrator.intake import MAX_PROMPT_BYTES, Intake
-from orchestrator.request_reader import MAX_READING_BYTES, RequestReader
+from orchestrator.request_reader import MAX_READING_BYTES, RequestReader, reading_bytes
 from orchestrator.tenants import Tenants
 from tests.support.eventually import eventually
 from tests.support.scripted_orchestrator import ScriptedOrchestrator, serving
@@ -221,3 +221,13 @@ async def test_an_orchestrator_refuses_what_exceeds_the_bound(
 
 def test_any_one_prompt_fits_beside_others() -> None:
     assert MAX_READING_BYTES >= 4 * MAX_PROMPT_BYTES
+
+
+def test_what_is_read_at_a_time_fits_into_memory() -> None:
+    assert reading_bytes(64 << 30) == MAX_READING_BYTES
+    assert reading_bytes(2 << 30) * 160 == pytest.approx(512 << 20, rel=0.01)
+
+
+def test_a_reader_takes_what_the_machine_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_reader, "free_bytes", lambda: 640_000)
+    assert RequestReader(Intake(letter_tokenizer(), MODEL, ()))._max_bytes == 1000

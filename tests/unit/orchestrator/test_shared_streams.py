@@ -8,9 +8,9 @@ from typing import Any
 import grpc
 import pytest
 
-from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, UnavailableError
+from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from baton.v1 import generate_pb2 as pb
-from orchestrator.shared_streams import SharedCall, SharedStreams
+from orchestrator.shared_streams import MAX_COMMAND_BYTES, SharedCall, SharedStreams
 from tests.support.eventually import eventually
 from transport.channel import bind, make_channel, make_server
 
@@ -157,6 +157,14 @@ async def test_what_came_before_the_end_is_read_before_it(served: Served) -> Non
         await one.read()
 
 
+def large_request(number: int, num_bytes: int) -> pb.StreamRequest:
+    """A request whose command takes that many bytes."""
+    request = pb.StreamRequest(request_id="r", number=number, store=pb.BlockNaming(salt="x" * (num_bytes - 64)))
+    request.store.salt += "x" * (num_bytes - pb.StreamCommand(open=request).ByteSize())
+    assert pb.StreamCommand(open=request).ByteSize() == num_bytes
+    return request
+
+
 async def test_a_broken_call_fails_all_its_streams_and_the_next_one_opens_another(served: Served) -> None:
     call, (one, two) = await served.open(1, 2)
     call.say(token(1, 0))
@@ -211,6 +219,26 @@ async def test_a_call_that_cannot_be_made_is_an_error_of_the_read_and_the_next_m
     call, (two,) = await served.open(2)
     call.say(end(2))
     assert await two.read() is None
+
+
+async def test_a_request_that_fits_into_no_message_fails_alone(served: Served) -> None:
+    call, (one,) = await served.open(1)
+    refused = served.streams.open(large_request(2, MAX_COMMAND_BYTES + 1))
+    with pytest.raises(InvalidArgumentError, match=f"request r takes {MAX_COMMAND_BYTES + 1} bytes"):
+        await refused.read()
+    refused.cancel()
+    again, (three,) = await served.open(3)
+    call.say(token(1, 0), end(1), end(3))
+    assert again is call and await call.opened() == [1, 3] and not await call.left()
+    assert (await read(one), await read(three)) == ([0], [])
+
+
+async def test_the_largest_request_reaches_the_group(served: Served) -> None:
+    opened = served.streams.open(large_request(1, MAX_COMMAND_BYTES))
+    call, _ = await served.open(2)
+    assert await call.opened() == [1, 2]
+    call.say(end(1), end(2))
+    assert await read(opened) == []
 
 
 async def test_nobody_there_is_an_error_of_the_read() -> None:

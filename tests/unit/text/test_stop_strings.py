@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from text.stop_strings import StopChecker
+from text.stop_strings import StopChecker, StopStrings
 
 letters = st.text("ab", max_size=12)
 stops = st.lists(st.text("ab", min_size=1, max_size=5), max_size=4)
@@ -21,7 +21,7 @@ def cut(text: str, stop: list[str]) -> tuple[str, bool]:
 
 
 def run(parts: list[str], stop: list[str]) -> tuple[str, bool]:
-    checker = StopChecker(stop)
+    checker = StopChecker(StopStrings(stop))
     results = [checker.push(part) for part in parts]
     text = "".join(result.text for result in results) + checker.flush()
     return text, any(result.stopped for result in results)
@@ -39,14 +39,14 @@ def test_any_unicode_is_cut_where_the_definition_says(parts: list[str], stop: li
 
 @given(parts=pieces, stop=stops, ending=letters)
 def test_what_was_emitted_is_never_part_of_a_later_stop(parts: list[str], stop: list[str], ending: str) -> None:
-    checker = StopChecker(stop)
+    checker = StopChecker(StopStrings(stop))
     emitted = "".join(checker.push(part).text for part in parts)
     assert cut("".join(parts) + ending, stop)[0].startswith(emitted)
 
 
 @given(parts=pieces, stop=stops)
 def test_nothing_is_held_that_could_be_emitted(parts: list[str], stop: list[str]) -> None:
-    checker = StopChecker(stop)
+    checker = StopChecker(StopStrings(stop))
     emitted = "".join(checker.push(part).text for part in parts)
     text, stopped = cut("".join(parts), stop)
     held = "" if stopped else text[len(emitted) :]
@@ -55,7 +55,7 @@ def test_nothing_is_held_that_could_be_emitted(parts: list[str], stop: list[str]
 
 @given(parts=pieces, stop=stops)
 def test_the_stop_is_reported_with_the_piece_that_completes_it(parts: list[str], stop: list[str]) -> None:
-    checker, text = StopChecker(stop), ""
+    checker, text = StopChecker(StopStrings(stop)), ""
     for part in parts:
         text += part
         assert checker.push(part).stopped == cut(text, stop)[1]
@@ -70,7 +70,7 @@ def test_the_stop_that_completes_first_wins_over_one_that_starts_first() -> None
 
 
 def test_after_the_stop_everything_is_swallowed() -> None:
-    checker = StopChecker(["b"])
+    checker = StopChecker(StopStrings(["b"]))
     checker.push("ab")
     assert checker.push("more").text == ""
     assert checker.push("more").stopped
@@ -78,11 +78,11 @@ def test_after_the_stop_everything_is_swallowed() -> None:
 
 
 def test_without_stop_strings_nothing_is_held() -> None:
-    checker = StopChecker([])
+    checker = StopChecker(StopStrings([]))
     assert checker.push("abc").text == "abc"
     assert checker.flush() == ""
 
 
 def test_an_empty_stop_string_is_a_bug() -> None:
     with pytest.raises(AssertionError, match="empty stop string"):
-        StopChecker(["a", ""])
+        StopChecker(StopStrings(["a", ""]))

@@ -1,10 +1,14 @@
 """text.tokenizer: loading, encoding, the chat template, and what a user is told when something is wrong."""
 
+import gzip
 import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +20,19 @@ from baton.errors import InvalidArgumentError, ModelError
 from tests.support.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
 from text.tokenizer import Tokenizer
 
+DATA = Path(__file__).parents[2] / "data"
 HELLO = [{"role": "user", "content": "hello"}]
 WITHOUT_TORCH = """
 import sys
 from pathlib import Path
 from tests.support.tokenizers import smollm_gguf
 from text.gguf_tokenizer import write_tokenizer
+from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 write_tokenizer(smollm_gguf(), Path(sys.argv[1]))
 tokenizer = Tokenizer.load(Path(sys.argv[1]))
-stream = TextStream.rebuild(tokenizer, ["x"], tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
+stream = TextStream.rebuild(tokenizer, StopStrings(["x"]), tokenizer.encode_chat([{"role": "user", "content": "hi"}]))
 stream.flush()
 sys.exit("torch was imported" if "torch" in sys.modules else 0)
 """
@@ -166,3 +172,59 @@ def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
     (folder / "evil.py").write_text(f"open({json.dumps(str(tmp_path / 'ran'))}, 'w')\nclass Evil: pass\n")
     Tokenizer.load(folder)
     assert not (tmp_path / "ran").exists()
+
+
+CORPORA = ("emma.txt.gz", "persuasion.txt.gz", "prideprejudice.txt.gz", "persuasion_2000.txt")
+
+
+@pytest.mark.parametrize("name", CORPORA)
+def test_a_text_has_the_ids_of_encode(smollm: Tokenizer, sentencepiece: Tokenizer, name: str) -> None:
+    """`encode` of the tokenizers library, which keeps the GIL, says what is right."""
+    data = (DATA / name).read_bytes()
+    text = (gzip.decompress(data) if name.endswith("gz") else data).decode()
+    parts = [text, *(text[start : start + 1000] for start in range(0, len(text), 20_011))]
+    parts.append("<|im_start|>user\n" + parts[1] + "<|im_end|><s> </s>")
+    for tokenizer in (smollm, sentencepiece):
+        for part in parts:
+            assert tokenizer.encode(part) == tokenizer._core.encode(part).ids
+            bare = tokenizer._core.encode(part, add_special_tokens=False).ids
+            assert tokenizer.encode_rendered(part) == bare
+
+
+@given(text=st.text())
+def test_any_text_has_the_ids_that_it_has_without_threads(
+    smollm: Tokenizer, sentencepiece: Tokenizer, text: str
+) -> None:
+    for tokenizer in (smollm, sentencepiece):
+        assert tokenizer.encode(text) == tokenizer._core.encode(text).ids
+
+
+def test_many_threads_encode_and_decode_at_once(smollm: Tokenizer) -> None:
+    text = gzip.decompress((DATA / "emma.txt.gz").read_bytes()).decode()[:200_000]
+    parts = [text[start:] for start in range(8)]
+    expected = [smollm.encode(part) for part in parts]
+    with ThreadPoolExecutor(8) as pool:
+        decoding = [pool.submit(smollm.decode, ids) for ids in expected]
+        assert list(pool.map(smollm.encode, parts)) == expected
+        assert [each.result() for each in decoding] == parts
+
+
+def test_other_threads_run_while_a_long_text_is_encoded(smollm: Tokenizer) -> None:
+    longest_s, begun, done = [0.0], threading.Event(), threading.Event()
+
+    def look() -> None:
+        begun.set()
+        while not done.is_set():
+            began_s = time.monotonic()
+            done.wait(0.001)
+            longest_s[0] = max(longest_s[0], time.monotonic() - began_s)
+
+    with ThreadPoolExecutor(1) as pool:
+        looking = pool.submit(look)
+        assert begun.wait(20)
+        began_s = time.monotonic()
+        smollm.encode("hello world " * 100_000)
+        took_s = time.monotonic() - began_s
+        done.set()
+        looking.result()
+    assert longest_s[0] < took_s / 3

@@ -33,7 +33,7 @@ params = st.builds(
     logit_bias=st.dictionaries(token_ids, st.floats(-100, 100), max_size=3),
     seed=st.integers(0, 2**64 - 1),
     stop=st.lists(st.text(min_size=1), max_size=3).map(tuple),
-    stop_token_ids=st.lists(token_ids, max_size=3).map(tuple),
+    stop_token_ids=st.lists(token_ids, max_size=3, unique=True).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
 )

@@ -1,0 +1,19 @@
+"""How much memory a process may still take here."""
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
+    """Bytes that processes can still take here: the machine's, or what the container's limit leaves. Pages of files
+    count as free, for they are dropped when memory is asked for."""
+    fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    limit = cgroup / "memory.max"
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        of_files = int(stat["inactive_file"]) + int(stat["active_file"])
+        free = min(free, int(text) - int((cgroup / "memory.current").read_text()) + of_files)
+    return max(free, 0)
