@@ -14,8 +14,8 @@ from baton.errors import BatonError
 from deploy.cli import build_parser
 from deploy.cluster_config import ClusterConfig
 from deploy.config_file import load_config
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
 DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
 GAPS = ROOT / "docs/gaps.md"

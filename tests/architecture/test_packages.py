@@ -3,13 +3,13 @@
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
 from typing import Any
 
 import pytest
 from setuptools import find_packages
 
-ROOT = Path(__file__).parents[2]
+from tests.support.folders import ROOT
+
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = sorted(path.parent.name for path in ROOT.glob("[!.]*/__init__.py"))
 

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.lint import ROOT, STEPS, copy_tree, run_step
+from tests.support.folders import ROOT
+from tests.support.lint import STEPS, copy_tree, run_step
 
 
 @pytest.fixture

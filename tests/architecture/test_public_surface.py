@@ -65,7 +65,7 @@ FIELDS = {
     " metrics_endpoint",
     GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests"
     " num_leased num_active num_quarantined kv num_preemptions imbalance is_drained is_broken"
-    " prefixes residency is_approximate",
+    " prefixes residency is_approximate processors",
     PrefixHoldings: "num_blocks num_bytes max_bytes num_bytes_read num_disk_bytes_read num_bytes_stored",
     KvLedger: "num_bytes num_bytes_free num_bytes_leased num_bytes_active num_bytes_quarantined",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.folders import ROOT
 from tests.support.letter_models import write_letter_model
-from tests.support.lint import ROOT
 
 
 def chaos(log: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -22,8 +22,8 @@ from baton.results import ClusterState
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.cluster_record import process_start
+from tests.support.folders import ROOT
 
-ROOT = Path(__file__).parents[2]
 START_S = 90.0
 _STDOUT, _STDERR = "stdout.txt", "stderr.txt"
 

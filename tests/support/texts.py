@@ -4,9 +4,10 @@ import gzip
 from functools import cache
 from pathlib import Path
 
+from tests.support.folders import DATA
 from text.tokenizer import Tokenizer
 
-_NOVEL = Path(__file__).parents[1] / "data" / "persuasion.txt.gz"
+_NOVEL = DATA / "persuasion.txt.gz"
 
 
 @cache

@@ -14,12 +14,12 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.demo import QUESTIONS
 from modeling.weights import load_decoder
+from tests.support.folders import ROOT
 from tests.support.ray_clusters import processes_of, share_kernels
 from tests.support.reference import check_equal_tokens
 from tests.support.texts import passage_ids
 from text.tokenizer import Tokenizer
 
-ROOT = Path(__file__).parents[2]
 WITHIN_S = 100
 
 

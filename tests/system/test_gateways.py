@@ -19,12 +19,12 @@ from baton.results import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from tests.support.eventually import eventually
+from tests.support.folders import ROOT
 from tests.support.generation import prompt, reference_ids
 from tests.support.orchestrators import HOST, Relay, relay
 from tests.support.tiny_tokenizer import ids_of, write_letters
 from transport.channel import make_channel
 
-ROOT = Path(__file__).parents[2]
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
 LONG = replace(SAMPLED, max_tokens=300)
 START_S = 30.0

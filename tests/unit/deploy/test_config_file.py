@@ -8,6 +8,7 @@ from baton.errors import ConfigError
 from deploy.cluster_config import ClusterConfig, Section, TenantSection
 from deploy.config_file import format_config, load_config
 from orchestrator.tenants import Tenant, hash_key
+from tests.support.folders import ROOT
 
 
 def sections() -> list[type[Section]]:
@@ -191,7 +192,7 @@ def test_a_mistake_about_tenants_is_one_line_that_shows_no_key(assignment: str, 
 
 
 def test_the_documented_tenants_are_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "tenants.md").read_text()
+    page = (ROOT / "docs" / "tenants.md").read_text()
     monkeypatch.setenv("ACME_KEY", "k-1")
     path = tmp_path / "cluster.toml"
     path.write_text(page.split("```toml")[1].split("```")[0])

@@ -6,13 +6,12 @@ import signal
 import sys
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from dataclasses import dataclass
-from pathlib import Path
 
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from baton.v1 import generate_pb2, orchestrator_pb2
+from tests.support.folders import ROOT
 from tests.support.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 
-ROOT = Path(__file__).parents[3]
 WAIT_S = 30.0
 
 

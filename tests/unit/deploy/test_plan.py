@@ -12,8 +12,9 @@ from deploy.cli import main
 from deploy.plan import HARDWARE
 from planning.chips import CHIPS, Chip
 from planning.model_shape import ModelShape
+from tests.support.folders import DATA
 
-TABLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data/roofline_tables.json").read_text())
+TABLES: dict[str, Any] = json.loads((DATA / "roofline_tables.json").read_text())
 MHA = TABLES["mha"]
 V5E_8 = "--hardware TPU-v5e --chips 8 --context 8k"
 EXERCISE = "--shape num_layers=64,hidden=4096,num_heads=32,num_kv_heads={},head_dim=256,ffn=16384,vocab=32128,tied=1"

@@ -16,9 +16,10 @@ from modeling.selection import Selection
 from modeling.selection_file import load_prepared
 from modeling.weights import load_decoder
 from tests.conftest import MODEL_CACHE
+from tests.support.folders import DATA
 from tests.support.tiny_models import random_decoder
 
-NOVEL = Path(__file__).parents[2] / "data" / "persuasion.txt.gz"
+NOVEL = DATA / "persuasion.txt.gz"
 SMALL = f"--cache {MODEL_CACHE} --threads 1 --rows 4 --context 128 --steps 4"
 
 

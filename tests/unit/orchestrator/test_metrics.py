@@ -3,7 +3,6 @@
 import asyncio
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
 from tests.support.eventually import eventually
+from tests.support.folders import ROOT
 from tests.support.generation import prompt
 from tests.support.orchestrators import HASTY, relay
 from tests.support.planners import linear_planner, planner_of
@@ -193,7 +193,7 @@ async def test_the_page_names_exactly_what_there_is() -> None:
     async with relay(num_ranks=1) as made:
         families = await made.scrape()
     there = {family.name + ("_total" if family.type == "counter" else "") for family in families}
-    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"`(baton_[a-z_]+)", page)) == {name for name in there if not name.endswith("_created")}
 
 

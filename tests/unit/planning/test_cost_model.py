@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +11,9 @@ from baton.errors import ConfigError
 from planning.cost_model import CostModel, Kernel, Link, all_gather_traffic, chain_traffic, dot_products
 from planning.hardware import HARDWARE, Hardware, derive, hardware_of
 from planning.model_shape import SHAPES
+from tests.support.folders import DATA
 
-TABLES = Path(__file__).parents[2] / "data" / "kv_runahead_tables.json"
+TABLES = DATA / "kv_runahead_tables.json"
 GOLDEN: dict[str, Any] = json.loads(TABLES.read_text())["golden"]
 COST = CostModel(2, 1e-6, 1e-9, 64)
 

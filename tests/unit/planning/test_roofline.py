@@ -4,7 +4,6 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from planning.roofline import (
     served,
     step_time,
 )
+from tests.support.folders import DATA
 
-TABLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data/roofline_tables.json").read_text())
+TABLES: dict[str, Any] = json.loads((DATA / "roofline_tables.json").read_text())
 V5E = CHIPS["tpu-v5e"]
 CONTEXT = TABLES["llama2_13b"]["context"]
 BATCHES = TABLES["mha"]["batch"]

@@ -2,7 +2,6 @@
 
 import gzip
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import example, given
@@ -10,12 +9,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
+from tests.support.folders import DATA
 from tests.support.tiny_tokenizer import letter_tokenizer
 from tests.support.tokenizers import sentencepiece_core
 from text.token_bounds import token_bound
 from text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parents[2] / "data"
 SPECIAL = "<mask>"
 
 

@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError, ModelError
+from tests.support.folders import DATA
 from tests.support.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
 from text.tokenizer import Tokenizer
 
-DATA = Path(__file__).parents[2] / "data"
 HELLO = [{"role": "user", "content": "hello"}]
 WITHOUT_TORCH = """
 import sys
