@@ -20,5 +20,8 @@ Stamp = NewType("Stamp", int)
 Epoch = NewType("Epoch", int)
 """One life of a prefill group's links."""
 
+MAX_EPOCH = Epoch(2**48 - 1)
+"""The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""
+
 Rank = NewType("Rank", int)
 """A place in a group."""

@@ -276,7 +276,20 @@ class WorkerGroup:
             await self._kill(worker, f"hangs ({status.stall})")
             return False
         # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
-        return bool(status.epoch_error) or not self.ready
+        return bool(status.epoch_error) or await self._has_moved(worker, status.epoch) or not self.ready
+
+    async def _has_moved(self, worker: Worker, epoch: int) -> bool:
+        """Return whether a rank is in another epoch than its group, as somebody else's StartEpoch makes it; the next
+        epoch comes after both. A rank in the last epoch of all is killed."""
+        assert self.links is not None
+        if epoch == self.links.epoch:
+            return False
+        try:
+            self.links.skip_to(epoch)
+        except UnavailableError as error:
+            await self._kill(worker, f"cannot be linked ({error})")
+            return False
+        return True
 
     async def _kill(self, worker: Worker, why: str) -> None:
         """Returns when its process is gone."""

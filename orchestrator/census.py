@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import BatonError
 from baton.results import GroupState, PrefixHoldings
 from orchestrator.clients import Clients, GenerationHoldings, StepSample
@@ -21,6 +22,8 @@ logger = logging.getLogger(__name__)
 LEAK_S = 2.0
 """Seconds after which what nobody knows is leaked: until then it is on its way to be freed."""
 _TIMEOUT_S = 1.0
+_MOST_PAUSE_S = 5.0
+"""After failures that were not foreseen, until the workers are asked again."""
 
 
 class Excess:
@@ -69,10 +72,13 @@ class Census:
         self._on_step = on_step
 
     async def run(self, period_s: float) -> None:
-        """Asks again and again, until it is cancelled."""
-        while True:
+        """Ask again and again until this task is cancelled, also after a failure that was not foreseen."""
+
+        async def ask() -> None:
             await self.ask()
             await asyncio.sleep(period_s)
+
+        await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
 
     async def ask(self) -> None:
         """Asks every worker once; at most a second. Lets go of workers that are no longer present. May be called while

@@ -20,6 +20,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import DeadlineExceededError
 from baton.ids import RequestId
 from baton.proto_types import (
@@ -55,6 +56,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _HEALTH_SERVICES = ("", SERVICE)
 _HEALTH_POLL_S = 0.25
 """Between two looks at what health is to say."""
+_HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
 """For the last status to leave, when nothing runs any more."""
 
@@ -217,15 +219,19 @@ class OrchestratorServer:
 
 
 async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
-    """As Overview.is_serving says."""
+    """As Overview.is_serving says, until cancelled."""
     told: bool | None = None
-    while True:
+
+    async def look() -> None:
+        nonlocal told
         if (serving := overview.is_serving()) is not told:
-            told = serving
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             for service in _HEALTH_SERVICES:
                 await shown.set(service, status)
+            told = serving
         await asyncio.sleep(_HEALTH_POLL_S)
+
+    await repeat("the watch on health", look, _HEALTH_PAUSES)
 
 
 def _finished_to_proto(event: Finished) -> pb.Finished:

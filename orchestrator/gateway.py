@@ -19,6 +19,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
@@ -45,6 +46,7 @@ _MOST_MS = 2.0**32 - 1
 """Of a deadline: the field has 32 bits."""
 _AGAIN_S = 0.5
 """Between two looks for an orchestrator that is away."""
+_HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
@@ -207,9 +209,11 @@ async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float) -> pb.Mode
 
 
 async def _show_health(shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model) -> None:
-    """The orchestrator's; NOT_SERVING while it is away, or serves another model."""
+    """The orchestrator's; NOT_SERVING while it is away, or serves another model. Until cancelled."""
     told = ""
-    while True:
+
+    async def look() -> None:
+        nonlocal told
         try:
             served = await ask_model(orchestrator, _ANSWER_S)
             if _alike(served) == _alike(model):
@@ -225,6 +229,8 @@ async def _show_health(shown: health.HealthServicer, orchestrator: grpc.aio.Chan
         told = why
         await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(_AGAIN_S)
+
+    await repeat("the watch on the orchestrator's health", look, _HEALTH_PAUSES)
 
 
 def _alike(model: pb.Model) -> tuple[object, ...]:

@@ -11,6 +11,10 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from baton.clock import SystemClock
+from baton.errors import InvalidArgumentError, UnavailableError
+from baton.ids import MAX_EPOCH
+from baton.v1 import prefill_pb2
+from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chain_links import ChainLinks
 from deploy.chaos_network import NetworkedSpawner, NetworkedWorker
 from deploy.groups import Heartbeat, Surroundings, WorkerGroup
@@ -19,6 +23,7 @@ from tests.support.eventually import eventually
 from tests.support.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.fault_plans import PickedPlan
 from tests.support.spawners import HOST, InProcessSpawner, tiny_worker
+from transport.status import translate_rpc_errors
 
 ERRORS = (
     OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
@@ -128,3 +133,56 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
         num_reports = len(scene.reports)
     assert len(scene.reports) == num_reports  # the group's own end is no failure
     assert "the supervision of a-group has ended" in caplog.text
+
+
+async def hijack(scene: Scene, epoch: int) -> None:
+    """Somebody who reaches a rank's port moves it alone to that epoch."""
+    request = prefill_pb2.StartEpochRequest(epoch=epoch, rank=0, num_ranks=1, store="nowhere:1", timeout_s=1.0)
+    with translate_rpc_errors():
+        await scene.group.workers[0].prefill.StartEpoch(request, timeout=5)
+
+
+async def until_linked(scene: Scene, after: int) -> None:
+    """Returns when all ranks are in the group's own epoch, which is a later one, with whole links."""
+
+    async def read() -> tuple[bool, list[tuple[int, str]]]:
+        statuses = [await worker.status(5.0) for worker in scene.group.workers.values() if not worker.handle.ended]
+        return scene.group.ready, [(each.epoch, each.epoch_error) for each in statuses if isinstance(each, PrefillStatus)]
+
+    links = scene.group.links
+    assert links is not None
+    await eventually(
+        read, lambda seen: seen == (True, [(links.epoch, "")] * 2) and links.epoch > after, within_s=READY_S
+    )
+
+
+async def test_an_absurd_epoch_is_refused() -> None:
+    async with running(Scene(Failures(), is_chain=True)) as scene:
+        for epoch in (2**48, 2**64 - 1):
+            with pytest.raises(InvalidArgumentError, match=f"epoch = {epoch} is out of range: use at most {MAX_EPOCH}"):
+                await hijack(scene, epoch)
+        assert scene.group.ready and scene.group.links is not None and scene.group.links.epoch == 1
+
+
+async def test_a_rank_that_somebody_else_moved_on_is_linked_again() -> None:
+    async with running(Scene(Failures(), is_chain=True)) as scene:
+        former = scene.worker()
+        await hijack(scene, 2**40)
+        await until_linked(scene, after=2**40)
+        assert scene.worker() is former
+
+
+async def test_a_rank_that_was_moved_to_the_last_epoch_is_replaced() -> None:
+    async with running(Scene(Failures(), is_chain=True)) as scene:
+        former = scene.worker()
+        await hijack(scene, MAX_EPOCH)
+        await scene.until_replaced(former)
+        await until_linked(scene, after=1)
+        assert scene.group.links is not None and scene.group.links.epoch < 100
+
+
+async def test_a_new_supervisor_does_not_go_on_from_the_last_epoch() -> None:
+    links = ChainLinks(HOST, 10.0)
+    with pytest.raises(UnavailableError, match=f"a rank is in epoch {MAX_EPOCH}, and {MAX_EPOCH} is the last"):
+        links.skip_to(MAX_EPOCH)
+    assert links.epoch == 0
