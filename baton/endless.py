@@ -29,7 +29,9 @@ class Pauses:
         return float(min(self.first_s * 2.0 ** min(num_failures - 1, 30), self.most_s))
 
 
-async def repeat(what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None) -> NoReturn:
+async def repeat(
+    what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None
+) -> NoReturn:
     """Run `turn` again and again until this task is cancelled. A turn that raises is logged, with a traceback unless it
     is a BatonError, reported in one line that names `what`, and followed by a pause."""
     num_failures = 0
@@ -41,7 +43,7 @@ async def repeat(what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses,
                 raise
             num_failures += 1  # grpc.aio raises it for a call whose channel was closed
             failure: BaseException = error
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told below, with its traceback
             num_failures += 1
             failure = error
         else:

@@ -11,6 +11,9 @@ JobId = NewType("JobId", int)
 StreamNumber = NewType("StreamNumber", int)
 """One claim of an orchestrator to a generation group's stream, unique over all its lives."""
 
+ReserveNumber = NewType("ReserveNumber", int)
+"""One Reserve of an orchestrator, unique over all its lives, by which it can be undone when its answer was lost."""
+
 SlotId = NewType("SlotId", int)
 """A row of a generation group's batch."""
 

@@ -192,7 +192,7 @@ class WorkerGroup:
         rest to the heartbeats."""
         try:
             await handle.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told with its traceback
             tell_failure(f"{handle.config.name}: its end cannot be waited for", error, self._around.report)
         self._look.set()
 
@@ -235,8 +235,8 @@ class WorkerGroup:
             raise
 
     async def _repair(self) -> None:
-        """Hear all workers, replace those that ended, link a chain anew if need be; the group is ready afterwards, unless
-        a worker is missing or silent."""
+        """Hear all workers, replace those that ended, link a chain anew if need be; the group is ready afterwards,
+        unless a worker is missing or silent."""
         broken = await self._hear_all()
         replaced = await self._replace_ended()
         if self._missing:
@@ -313,7 +313,7 @@ class WorkerGroup:
         """How a process ended that is gone: a word for the report, also where nobody can tell."""
         try:
             return await worker.handle.wait()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told with its traceback
             tell_failure(f"{worker.name} ended, and how cannot be told", error)
             return describe(error)
 
@@ -323,7 +323,7 @@ class WorkerGroup:
         try:
             await self.workers[config.rank].close()
             await self._spawn(config)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - told with its traceback where it was not foreseen
             if not isinstance(error, BatonError):
                 tell_failure(f"{config.name} could not be replaced", error)
             self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")

@@ -73,7 +73,7 @@ class RayWorker:
             await self._actor.live.remote()
         except RayError as error:
             self._end = type(error).__name__
-        except Exception as error:  # Ray does not say any more how it is: the spawner finds it again if it lives
+        except Exception as error:  # noqa: BLE001 - told; the spawner finds the worker again if it lives
             tell_failure(f"{self.config.name} cannot be watched, and counts as ended", error)
             self._end = describe(error)
         else:

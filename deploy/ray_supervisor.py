@@ -185,7 +185,7 @@ class SupervisorActor:
             memory = replace(self._memory, orders=orders)
             try:
                 memory.save(self._config.name)
-            except Exception as error:  # Ray's, or another: the orders come again with the next heartbeat
+            except Exception as error:  # noqa: BLE001 - told; the orders come again with the next heartbeat
                 tell_failure("orders are not kept, and wait for another try", error, self._report)
                 return self._memory.orders
             self._memory = memory

@@ -248,7 +248,9 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
     """Raises InvalidArgumentError for an epoch beyond all bounds, a place that is not in the group, or no time to
     meet."""
     if message.epoch > MAX_EPOCH:
-        raise InvalidArgumentError(f"epoch = {message.epoch} is out of range: use at most {MAX_EPOCH}, one after another")
+        raise InvalidArgumentError(
+            f"epoch = {message.epoch} is out of range: use at most {MAX_EPOCH}, one after another"
+        )
     if not message.rank < message.num_ranks:
         raise InvalidArgumentError(f"rank = {message.rank} is out of range: num_ranks is {message.num_ranks}")
     if not message.timeout_s > 0:

@@ -27,7 +27,7 @@ from transport.status import translate_rpc_errors
 
 ERRORS = (
     OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
-    RaySystemError("the GCS does not answer"),
+    RaySystemError("the GCS does not answer"),  # type: ignore[no-untyped-call]
     RuntimeError("nobody expected this"),
 )
 READY_S = 10.0
@@ -147,7 +147,9 @@ async def until_linked(scene: Scene, after: int) -> None:
 
     async def read() -> tuple[bool, list[tuple[int, str]]]:
         statuses = [await worker.status(5.0) for worker in scene.group.workers.values() if not worker.handle.ended]
-        return scene.group.ready, [(each.epoch, each.epoch_error) for each in statuses if isinstance(each, PrefillStatus)]
+        return scene.group.ready, [
+            (each.epoch, each.epoch_error) for each in statuses if isinstance(each, PrefillStatus)
+        ]
 
     links = scene.group.links
     assert links is not None

@@ -1,4 +1,4 @@
-"""A spawner whose calls raise, once each, what an operating system or Ray may raise there: a wrapper of the real port."""
+"""A spawner whose calls raise, once each, what an operating system or Ray may raise there: it wraps a real one."""
 
 from random import Random
 

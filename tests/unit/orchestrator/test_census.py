@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.clock import SystemClock
-from orchestrator.census import LEAK_S, Census, Excess
+from orchestrator.census import LEAK_S, Census, Excess, Leaks
 from orchestrator.clients import Clients, WorkerClient
 from orchestrator.membership import ClusterView, GenerationGroup, Members
 
@@ -54,6 +54,26 @@ def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
     excess.observe(0.0, -3)
     excess.observe(LEAK_S, -3)
     assert excess.num_leaked == 0
+
+
+def watched(leaks: Leaks, unknown: int, leased: int, over_s: float) -> int:
+    """What is leaked when that much was unknown, and leased, for so long."""
+    for step in range(round(2 * over_s) + 1):
+        leaks.observe(step / 2, unknown, leased)
+    return leaks.num_leaked
+
+
+def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
+    assert watched(Leaks(30.0), 1, 1, over_s=31.5) == 0
+    assert watched(Leaks(30.0), 1, 1, over_s=32.0) == 1
+    assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
+
+
+def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
+    leaks = Leaks(1.0)
+    assert watched(leaks, 1, 0, over_s=LEAK_S) == 1
+    leaks.forget()
+    assert leaks.num_leaked == 0
 
 
 async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question() -> None:
