@@ -58,6 +58,7 @@ class OrchestratorPlan:
             overtaking=section.overtaking,
             disaggregation=section.disaggregation,
             tenants=section.tenancy(),
+            model_folders=section.folders_of_models(self.folder, self.config.model.cache),
             block_tokens=self.config.prefill.block_tokens,
             prefix_isolation=self.config.prefill.prefix_isolation,
         )

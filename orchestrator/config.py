@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, get_args
 
 from baton.errors import ConfigError
@@ -53,10 +54,13 @@ class OrchestratorConfig:
     """Whether prompts share KV only with those of the same tenant: else the time that a prompt takes can tell one
     tenant that another has sent it, too."""
 
+    model_folders: tuple[Path, ...] | None = None
+    """Folders below which the model must be that operators name for a group; None: it may be anywhere."""
+
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if isinstance(value, bool | Tenants):
+            if isinstance(value, bool | Tenants) or name == "model_folders":
                 continue
             if name == "disaggregation":
                 self._require(value in DISAGGREGATION, name, f"use one of {', '.join(DISAGGREGATION)}")

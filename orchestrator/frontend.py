@@ -35,6 +35,7 @@ from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator import admin_service, planning_service
+from orchestrator.access import Doorkeeper
 from orchestrator.admin_service import AdminServicer
 from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller, GenerateSpec
@@ -182,15 +183,16 @@ class OrchestratorServer:
         """Serves on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one. `members`
         may know no group yet. Calibrations that `planner` is given are kept at `calibration_path`. Raises ConfigError
         when it cannot listen there."""
-        server = make_server()
+        config = config or OrchestratorConfig()
+        tenants = config.tenants
+        server = make_server(check=Doorkeeper(tenants).check)
         bound = bind(server, host, port)
         controller = Controller(members, clock, config, planner=planner)
-        tenants = (config or OrchestratorConfig()).tenants
         servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
         overview = controller.overview
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, config.model_folders), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
