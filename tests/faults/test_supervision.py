@@ -4,8 +4,10 @@ import asyncio
 import errno
 import logging
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -13,15 +15,20 @@ from ray.exceptions import RaySystemError
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, UnavailableError
 from baton.ids import MAX_EPOCH
+from baton.results import ModelInfo
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chain_links import ChainLinks
 from deploy.chaos_network import NetworkedSpawner, NetworkedWorker
+from deploy.chaos_orchestrator import OrchestratorLife, ProcessKeeper
 from deploy.groups import Heartbeat, Surroundings, WorkerGroup
 from deploy.restarts import Backoff
+from orchestrator.config import OrchestratorConfig
+from orchestrator.membership import ClusterView
 from tests.support.eventually import eventually
 from tests.support.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.fault_plans import PickedPlan
+from tests.support.planners import linear_planner
 from tests.support.spawners import HOST, InProcessSpawner, tiny_worker
 from transport.status import translate_rpc_errors
 
@@ -133,6 +140,39 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
         num_reports = len(scene.reports)
     assert len(scene.reports) == num_reports  # the group's own end is no failure
     assert "the supervision of a-group has ended" in caplog.text
+
+
+async def test_a_keeper_of_an_orchestrators_process_outlives_failures(
+    smollm2: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failures: list[Exception] = []
+    told = asyncio.Event()
+
+    def view() -> ClusterView:
+        if failures:
+            raise failures.pop(0)
+        told.set()
+        return ClusterView()
+
+    model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
+    life = OrchestratorLife(smollm2, model, (), OrchestratorConfig(), linear_planner(), HOST)
+    keeper = ProcessKeeper(lambda: life, view, Heartbeat(0.1, 2.0), SystemClock())
+    await keeper.start()
+    try:
+        failures += ERRORS
+        told.clear()
+        await asyncio.wait_for(told.wait(), READY_S)
+        assert not failures and all(str(error) in caplog.text for error in ERRORS)
+        former = keeper.pid
+        failures.append(ERRORS[0])
+        keeper.send_signal(signal.SIGKILL)
+
+        async def pid() -> int:
+            return keeper.pid
+
+        await eventually(pid, lambda now: now not in (0, former), within_s=30)
+    finally:
+        await keeper.close()
 
 
 async def hijack(scene: Scene, epoch: int) -> None:

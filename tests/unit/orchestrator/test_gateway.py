@@ -119,8 +119,9 @@ async def test_nothing_of_operators_is_passed_on(tokenizer: Tokenizer, method: s
         gateway_of(target, tokenizer) as gateway,
         make_channel(f"{HOST}:{gateway.port}") as channel,
     ):
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/baton.v1.{method}")
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await channel.unary_unary(f"/baton.v1.{method}")(b"", metadata=(("authorization", "Bearer secret"),))
+            await ask(b"", metadata=(("authorization", "Bearer secret"),))
     assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 

@@ -1,6 +1,7 @@
 """What may replace measurements unforced: predictions within ten times of them, or a hundred of nominal rates."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -41,7 +42,7 @@ def test_calibrations_are_compared_by_what_prompts_would_take(own: Calibration) 
 @pytest.mark.parametrize("field", ["linear_s", "pair_s", "fixed_s", "head_s", "link"])
 def test_one_absurd_cost_is_enough(field: str) -> None:
     """A layer that may take 1e300 s would never count as one that hangs."""
-    absurd = Link(latency_s=1e300) if field == "link" else 1e300
+    absurd: Any = Link(latency_s=1e300) if field == "link" else 1e300
     given = dataclasses.replace(MEASURED, cost=dataclasses.replace(MEASURED.cost, **{field: absurd}))
     with pytest.raises(InvalidArgumentError, match="calibration: a prompt of .* would be predicted to take"):
         require_close("calibration", given, MEASURED)
