@@ -38,17 +38,15 @@ async def repeat(
     while True:
         try:
             await turn()
+            num_failures = 0
+            continue
         except asyncio.CancelledError as error:
             if _is_asked_to_end():
                 raise
-            num_failures += 1  # grpc.aio raises it for a call whose channel was closed
-            failure: BaseException = error
+            failure: BaseException = error  # as grpc.aio raises it for a call whose channel was closed
         except Exception as error:  # noqa: BLE001 - told below, with its traceback
-            num_failures += 1
             failure = error
-        else:
-            num_failures = 0
-            continue
+        num_failures += 1
         pause_s = pauses.after(num_failures)
         tell_failure(f"{what} failed; it goes on in {pause_s:g} s", failure, report)
         await asyncio.sleep(pause_s)
@@ -77,7 +75,7 @@ def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[
 
     def tell(task: asyncio.Task[Any]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()
-        tell_failure(f"{what} has ended, which it must not", error, report)
+        tell_failure(f"{what} has ended for good: restart the cluster", error, report)
 
     return tell
 

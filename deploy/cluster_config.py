@@ -248,8 +248,10 @@ class OrchestratorSection(Section):
 
     def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
         """Return the folders below which operators may name a model, where that in `served` is configured."""
-        given = tuple(Path(each) for each in self.model_folders)
-        return given or tuple(dict.fromkeys((served.absolute().parent, cache.absolute())))
+        beside = served.absolute().parent
+        is_root = beside == beside.parent  # all of the machine is no folder of models
+        default = (served.absolute() if is_root else beside, cache.absolute())
+        return tuple(Path(each) for each in self.model_folders) or tuple(dict.fromkeys(default))
 
     @field_validator("model_folders")
     @classmethod

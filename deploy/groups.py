@@ -230,7 +230,7 @@ class WorkerGroup:
         except (BatonError, grpc.aio.AioRpcError) as error:
             self._set_ready(False)
             logger.warning("supervision of %s: %s; trying again", self.name, error)
-        except Exception:
+        except BaseException:  # a cancelled call's error included
             self._set_ready(False)
             raise
 
@@ -275,8 +275,9 @@ class WorkerGroup:
         if status.stall:
             await self._kill(worker, f"hangs ({status.stall})")
             return False
+        has_moved = await self._has_moved(worker, status.epoch)
         # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
-        return bool(status.epoch_error) or await self._has_moved(worker, status.epoch) or not self.ready
+        return bool(status.epoch_error) or has_moved or not self.ready
 
     async def _has_moved(self, worker: Worker, epoch: int) -> bool:
         """Return whether a rank is in another epoch than its group, as somebody else's StartEpoch makes it; the next

@@ -131,7 +131,7 @@ class _Child:
                 tell_failure(f"a line of cluster {self._name} is lost", error)
 
     async def _next_line(self) -> bytes:
-        """Return the next line, cut short where it is longer than asyncio's limit; empty at the end."""
+        """Return the next line, or a remark in place of one beyond asyncio's limit; empty at the end."""
         assert self._process.stderr is not None
         try:
             return await self._process.stderr.readline()

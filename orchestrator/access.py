@@ -1,8 +1,8 @@
 """Who may call which method of the clients' port: anybody, whoever has a key, or operators alone.
 
-Asked before each call, by the server's interceptor (transport.status). Where keys are configured, keys count, and
-addresses do not: what comes from this machine may come from a proxy or a gateway, on behalf of anybody. docs/tenants.md
-has the rules as a table. Step 1 of a request's way (DESIGN.md, section 4). Pure.
+Asked before each call, by the server's interceptor (transport.status). Where operators have keys, or all calls must
+have one, addresses do not count: what comes from this machine may come from a proxy, on behalf of anybody.
+docs/tenants.md has the rules as a table. Step 1 of a request's way (DESIGN.md, section 4). Pure.
 """
 
 import ipaddress
@@ -23,7 +23,7 @@ class Access(Enum):
     CALLERS = "callers"
     """Everyone, unless calls must say whose they are (`require_api_key`)."""
     OPERATORS = "operators"
-    """Whoever has an operator's key; where no keys are configured at all, processes of this machine."""
+    """Whoever has an operator's key; also processes of this machine, unless `Tenants.goes_by_keys`."""
 
 
 METHODS: Mapping[str, Access] = MappingProxyType(

@@ -50,12 +50,17 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:
-    """Raises InvalidArgumentError unless the model's folder, links followed, is below one of these. Blocks."""
-    folder = Path(model)
-    resolved = folder.resolve()
-    roots = [each.resolve() for each in folders]
-    if not folder.is_absolute() or not any(root != resolved and resolved.is_relative_to(root) for root in roots):
-        below = " or ".join(str(each) for each in folders) or "no folder at all"
+    """Raises InvalidArgumentError unless the model's folder, links followed, is one of these or below one. Blocks."""
+    if not _is_below(folders, Path(model)):
+        named = " or ".join(str(each) for each in folders) or "no folder at all"
         raise InvalidArgumentError(
-            f"model = {model[:200]!r} is not below {below}: use a model there, or set orchestrator.model_folders"
+            f"model = {model[:200]!r} is not in {named}: use a model there, or set orchestrator.model_folders"
         )
+
+
+def _is_below(folders: Sequence[Path], model: Path) -> bool:
+    try:
+        resolved = model.resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or no path at all
+        return False
+    return model.is_absolute() and any(resolved.is_relative_to(each.resolve()) for each in folders)

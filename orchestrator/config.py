@@ -60,9 +60,12 @@ class OrchestratorConfig:
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
-            if isinstance(value, bool | Tenants) or name == "model_folders":
+            if isinstance(value, bool | Tenants):
                 continue
-            if name == "disaggregation":
+            if name == "model_folders":
+                holds = value is None or (isinstance(value, tuple) and all(each.is_absolute() for each in value))
+                self._require(holds, name, "use absolute paths, or None to take models from anywhere")
+            elif name == "disaggregation":
                 self._require(value in DISAGGREGATION, name, f"use one of {', '.join(DISAGGREGATION)}")
             elif name == "overtaking":
                 self._require(0 <= value < math.inf, name, "use 0 to let nobody overtake, or more")

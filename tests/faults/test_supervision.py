@@ -13,7 +13,7 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from baton.clock import SystemClock
-from baton.errors import InvalidArgumentError, UnavailableError
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.ids import MAX_EPOCH
 from baton.results import ModelInfo
 from baton.v1 import prefill_pb2
@@ -136,7 +136,7 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
         [supervising] = [task for task in asyncio.all_tasks() if "WorkerGroup._supervise" in repr(task.get_coro())]
         supervising.cancel()  # by somebody who has no business there
         await asyncio.wait({supervising}, timeout=5)
-        assert scene.reports[-1].startswith("the supervision of a-group has ended, which it must not")
+        assert scene.reports[-1].startswith("the supervision of a-group has ended for good: restart the cluster")
         num_reports = len(scene.reports)
     assert len(scene.reports) == num_reports  # the group's own end is no failure
     assert "the supervision of a-group has ended" in caplog.text
@@ -175,9 +175,11 @@ async def test_a_keeper_of_an_orchestrators_process_outlives_failures(
         await keeper.close()
 
 
-async def hijack(scene: Scene, epoch: int) -> None:
-    """Somebody who reaches a rank's port moves it alone to that epoch."""
-    request = prefill_pb2.StartEpochRequest(epoch=epoch, rank=0, num_ranks=1, store="nowhere:1", timeout_s=1.0)
+async def hijack(scene: Scene, epoch: int, num_ranks: int = 1) -> None:
+    """Somebody who reaches a rank's port moves it alone to that epoch; of more ranks than one, no other comes."""
+    request = prefill_pb2.StartEpochRequest(
+        epoch=epoch, rank=0, num_ranks=num_ranks, store="127.0.0.1:1", timeout_s=0.2
+    )
     with translate_rpc_errors():
         await scene.group.workers[0].prefill.StartEpoch(request, timeout=5)
 
@@ -206,10 +208,15 @@ async def test_an_absurd_epoch_is_refused() -> None:
         assert scene.group.ready and scene.group.links is not None and scene.group.links.epoch == 1
 
 
-async def test_a_rank_that_somebody_else_moved_on_is_linked_again() -> None:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+async def test_a_rank_that_somebody_else_moved_on_is_linked_again(num_ranks: int) -> None:
     async with running(Scene(Failures(), is_chain=True)) as scene:
         former = scene.worker()
-        await hijack(scene, 2**40)
+        if num_ranks == 1:
+            await hijack(scene, 2**40)
+        else:
+            with pytest.raises(BatonError):
+                await hijack(scene, 2**40, num_ranks)
         await until_linked(scene, after=2**40)
         assert scene.worker() is former
 

@@ -83,4 +83,4 @@ async def test_an_end_is_told(is_cancelled: bool) -> None:
     await asyncio.wait({task})
     await asyncio.sleep(0)
     what = "CancelledError: " if is_cancelled else "LookupError: gone"
-    assert reports == [f"the watch has ended, which it must not ({what})"]
+    assert reports == [f"the watch has ended for good: restart the cluster ({what})"]

@@ -205,6 +205,7 @@ def test_models_are_found_beside_the_served_one_unless_folders_are_named(
     section = load_config(None).orchestrator
     assert section.folders_of_models(served, Path("/cache")) == (Path("/models"), Path("/cache"))
     assert section.folders_of_models(served, Path("/models")) == (Path("/models"),)
+    assert section.folders_of_models(Path("/model"), Path("/cache")) == (Path("/model"), Path("/cache"))
     monkeypatch.chdir(tmp_path)
     named = load_config(None, ['orchestrator.model_folders=["/a", "b"]']).orchestrator
     assert named.folders_of_models(served, Path("/cache")) == (Path("/a"), tmp_path / "b")
