@@ -109,13 +109,15 @@ class Client:
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """The model that is served. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
         with self._errors():
-            return model_from_proto(self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
+            request = orchestrator_pb2.GetModelRequest()
+            return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """Groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
-            return cluster_state_from_proto(self._stub.GetClusterState(request, timeout=timeout_s))
+            state = self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
+            return cluster_state_from_proto(state)
 
     def close(self) -> None:
         """Cancels what still runs, or waits to reconnect, and closes the connection. May be called twice."""
@@ -205,13 +207,15 @@ class AsyncClient:
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """As Client.model."""
         with self._errors():
-            return model_from_proto(await self._stub.GetModel(orchestrator_pb2.GetModelRequest(), timeout=timeout_s))
+            request = orchestrator_pb2.GetModelRequest()
+            return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
         """As Client.cluster_state."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
-            return cluster_state_from_proto(await self._stub.GetClusterState(request, timeout=timeout_s))
+            state = await self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
+            return cluster_state_from_proto(state)
 
     async def close(self) -> None:
         """As Client.close."""

@@ -40,6 +40,10 @@ class UnauthenticatedError(BatonError):
     """The call does not say who it belongs to, or by a key that is unknown."""
 
 
+class PermissionDeniedError(BatonError):
+    """The call says who it belongs to, and that one may not ask for this."""
+
+
 class RequestCancelledError(BatonError):
     """The client, or the controller on its behalf, gave the request up."""
 

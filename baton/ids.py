@@ -11,6 +11,9 @@ JobId = NewType("JobId", int)
 StreamNumber = NewType("StreamNumber", int)
 """One claim of an orchestrator to a generation group's stream, unique over all its lives."""
 
+ReserveNumber = NewType("ReserveNumber", int)
+"""One Reserve of an orchestrator, unique over all its lives, by which it can be undone when its answer was lost."""
+
 SlotId = NewType("SlotId", int)
 """A row of a generation group's batch."""
 
@@ -19,6 +22,9 @@ Stamp = NewType("Stamp", int)
 
 Epoch = NewType("Epoch", int)
 """One life of a prefill group's links."""
+
+MAX_EPOCH = Epoch(2**48 - 1)
+"""The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""
 
 Rank = NewType("Rank", int)
 """A place in a group."""

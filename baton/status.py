@@ -33,6 +33,7 @@ STATUS_OF: Mapping[type[BatonError], StatusCode] = MappingProxyType(
         errors.ModelError: StatusCode.FAILED_PRECONDITION,
         errors.ResourceExhaustedError: StatusCode.RESOURCE_EXHAUSTED,
         errors.UnauthenticatedError: StatusCode.UNAUTHENTICATED,
+        errors.PermissionDeniedError: StatusCode.PERMISSION_DENIED,
         errors.RequestCancelledError: StatusCode.CANCELLED,
         errors.DeadlineExceededError: StatusCode.DEADLINE_EXCEEDED,
         errors.NotFoundError: StatusCode.NOT_FOUND,
@@ -66,6 +67,7 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
         StatusCode.RESOURCE_EXHAUSTED: errors.ResourceExhaustedError,
         StatusCode.INVALID_ARGUMENT: errors.InvalidArgumentError,
         StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
+        StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
         StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
     }
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
-from deploy.admin_channel import admin_channel
+from deploy.admin_channel import add_key_option, admin_channel, given_key
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,6 +70,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
     )
     parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
+    parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
+    add_key_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -88,8 +90,8 @@ def run(args: argparse.Namespace) -> int:
     from deploy.cluster_record import serving_endpoint
 
     console = Console(stderr=True, highlight=False)
-    target = args.target or serving_endpoint(args.name)
-    with admin_channel(target) as channel, Client(target) as client:
+    target, api_key = args.target or serving_endpoint(args.name), given_key(args)
+    with admin_channel(target, api_key) as channel, Client(target, api_key=api_key) as client:
         stub = PlanningStub(channel)
         if args.generate:
             from deploy.calibrate_generate import calibrate_generate
@@ -109,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if args.dry_run:
             console.print("the cluster predicts as before (--dry-run)")
         else:
-            path = _hand_over(stub, outcome.calibration)
+            path = _hand_over(stub, outcome.calibration, force=args.force)
             console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
     return 0
 
@@ -131,14 +133,15 @@ def _in_force(stub: "PlanningStub") -> "Calibration":
         return loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
 
 
-def _hand_over(stub: "PlanningStub", calibration: "Calibration") -> str:
+def _hand_over(stub: "PlanningStub", calibration: "Calibration", *, force: bool) -> str:
     """Returns where the orchestrator keeps it."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.calibration import dumps
 
     with translate_rpc_errors():
-        reply = stub.UseCalibration(pb.UseCalibrationRequest(calibration=dumps(calibration)), timeout=_USE_S)
+        request = pb.UseCalibrationRequest(calibration=dumps(calibration), force=force)
+        reply = stub.UseCalibration(request, timeout=_USE_S)
     return reply.path or "no file"
 
 

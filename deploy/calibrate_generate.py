@@ -34,7 +34,8 @@ def calibrate_generate(args: argparse.Namespace, client: "Client", stub: "Planni
     if args.dry_run:
         console.print("the cluster keeps the times it had (--dry-run)")
     else:
-        console.print(f"the cluster answers with them from now on, and keeps them in {_hand_over(stub, times)}")
+        path = _hand_over(stub, times, force=args.force)
+        console.print(f"the cluster answers with them from now on, and keeps them in {path}")
 
 
 def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
@@ -70,14 +71,14 @@ def _in_force(stub: "PlanningStub") -> "StepTimes":
         return loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
 
 
-def _hand_over(stub: "PlanningStub", times: "StepTimes") -> str:
+def _hand_over(stub: "PlanningStub", times: "StepTimes", *, force: bool) -> str:
     """Returns where the orchestrator keeps them."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.step_times import dumps
 
     with translate_rpc_errors():
-        reply = stub.UseStepTimes(pb.UseStepTimesRequest(step_times=dumps(times)), timeout=_ANSWER_S)
+        reply = stub.UseStepTimes(pb.UseStepTimesRequest(step_times=dumps(times), force=force), timeout=_ANSWER_S)
     return reply.path or "no file"
 
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from baton.ids import Epoch
+from baton.errors import UnavailableError
+from baton.ids import MAX_EPOCH, Epoch
 from baton.v1 import prefill_pb2
 from deploy.workers import Worker
 
@@ -23,7 +24,10 @@ class ChainLinks:
         self._store: TCPStore | None = None
 
     def skip_to(self, epoch: int) -> None:
-        """An earlier supervisor got as far as `epoch`: the next life comes after it."""
+        """Let the next life come after `epoch`, which a rank has reached under an earlier supervisor, or by somebody
+        else's call. Raises UnavailableError when no epoch comes after it: that rank can only be replaced."""
+        if epoch >= MAX_EPOCH:
+            raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))
 
     async def renew(self, ranks: Sequence[Worker]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat, tell_end
 from baton.errors import BatonError, UnavailableError
 from baton.results import ModelInfo
 from deploy.groups import Heartbeat
@@ -65,6 +66,9 @@ class ProcessKeeper:
         self._process: asyncio.subprocess.Process | None = None
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
+        self._last_seen_s = 0.0
+        """When it answered last, or was replaced."""
+        self._closing = False
 
     @property
     def pid(self) -> int:
@@ -87,9 +91,11 @@ class ProcessKeeper:
         """Returns when it serves; from then on it is kept. Raises its reason when it cannot."""
         await self._begin()
         self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(self._tell_end)
 
     async def close(self) -> None:
         """Ends it. Idempotent."""
+        self._closing = True
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -104,16 +110,23 @@ class ProcessKeeper:
             await _kill(process)
 
     async def _keep(self) -> None:
-        last_seen_s = self._clock.now_s()
-        while True:
-            with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
-                await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
-            self._news.clear()
-            if await self._answers():
-                last_seen_s = self._clock.now_s()
-            elif not self.pid or self._clock.now_s() - last_seen_s > self._heartbeat.dead_after_s:
-                await self._replace()
-                last_seen_s = self._clock.now_s()
+        self._last_seen_s = self._clock.now_s()
+        pauses = Pauses(self._heartbeat.interval_s, self._heartbeat.dead_after_s)
+        await repeat("the supervision of the orchestrator", self._turn, pauses)
+
+    def _tell_end(self, keeping: "asyncio.Task[None]") -> None:
+        if not self._closing:
+            tell_end("the supervision of the orchestrator")(keeping)
+
+    async def _turn(self) -> None:
+        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+            await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
+        self._news.clear()
+        if await self._answers():
+            self._last_seen_s = self._clock.now_s()
+        elif not self.pid or self._clock.now_s() - self._last_seen_s > self._heartbeat.dead_after_s:
+            await self._replace()
+            self._last_seen_s = self._clock.now_s()
 
     async def _answers(self) -> bool:
         """One heartbeat."""

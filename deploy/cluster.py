@@ -48,9 +48,14 @@ class Cluster:
             raise
 
     async def close(self) -> None:
-        """Ends all workers, ranks before the engines, to which they hold connections. Idempotent."""
-        await asyncio.gather(*(group.close() for group in self.prefill))
-        await asyncio.gather(*(group.close() for group in self.generation))
+        """Ends all workers, ranks before the engines, to which they hold connections. Raises the first failure once all
+        groups have been closed as far as they can be. Idempotent."""
+        outcomes: list[BaseException | None] = []
+        for groups in (self.prefill, self.generation):
+            outcomes += await asyncio.gather(*(group.close() for group in groups), return_exceptions=True)
+        for failure in outcomes:
+            if failure is not None:
+                raise failure
 
     def add(self, group: WorkerGroup) -> None:
         """A started group is one of the cluster's from now on."""

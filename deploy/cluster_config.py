@@ -222,6 +222,10 @@ class OrchestratorSection(Section):
     """Whether a call without a key may name its tenant (baton-tenant): for gateways that know who calls."""
     require_api_key: bool = False
     """Whether a call is refused that does not say who it is; else it is of the tenant "default"."""
+    operator_keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
+    """Keys of those who drain, reload and calibrate: env:NAME or sha256:HEX; none: whoever is on this machine may."""
+    model_folders: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
     tenants: dict[Name, TenantSection] = {}
     """Who shares the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
 
@@ -235,8 +239,24 @@ class OrchestratorSection(Section):
 
     def tenancy(self) -> Tenants:
         """As the orchestrator takes it."""
-        tenants = [section.tenant(name) for name, section in self.tenants.items()]
-        return Tenants(tenants, trust_metadata=self.trust_tenant_metadata, require_key=self.require_api_key)
+        return Tenants(
+            [section.tenant(name) for name, section in self.tenants.items()],
+            trust_metadata=self.trust_tenant_metadata,
+            require_key=self.require_api_key,
+            operator_hashes=tuple(key.removeprefix("sha256:") for key in self.operator_keys),
+        )
+
+    def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
+        """Return the folders below which operators may name a model, where that in `served` is configured."""
+        beside = served.absolute().parent
+        is_root = beside == beside.parent  # all of the machine is no folder of models
+        default = (served.absolute() if is_root else beside, cache.absolute())
+        return tuple(Path(each) for each in self.model_folders) or tuple(dict.fromkeys(default))
+
+    @field_validator("model_folders")
+    @classmethod
+    def _absolute_folders(cls, model_folders: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(_absolute(each) for each in model_folders)
 
 
 class SupervisionSection(Section):

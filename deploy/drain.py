@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError, UnavailableError
-from deploy.admin_channel import admin_channel
+from deploy.admin_channel import add_key_option, admin_channel, given_key
 
 if TYPE_CHECKING:
     from baton.results import GroupState
@@ -42,6 +42,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECONDS",
         help="wait no longer than this (default: until it is done); what was begun goes on, the exit status is 1",
     )
+    add_key_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     from baton.v1.admin_pb2_grpc import AdminStub
     from deploy.cluster_record import serving_endpoint
 
-    with admin_channel(args.target or serving_endpoint(args.name)) as channel:
+    with admin_channel(args.target or serving_endpoint(args.name), given_key(args)) as channel:
         stub = AdminStub(channel)
         if args.undo:
             restore(stub, args.group, timeout_s=args.timeout)

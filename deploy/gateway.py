@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from baton.paths import cache_folder
+from deploy.config import read_variable
 
 _ANSWER_S = 10.0
 
@@ -41,6 +42,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS", help="for running streams, at the end (default: 30)"
     )
+    parser.add_argument(
+        "--api-key-env",
+        metavar="VARIABLE",
+        help="environment variable with the API key of the gateway's own calls, for a cluster that requires keys; its "
+        "clients send their own",
+    )
     parser.set_defaults(run=run)
 
 
@@ -67,6 +74,7 @@ async def _serve(args: argparse.Namespace) -> int:
 
     from baton.clock import SystemClock
     from baton.garbage import collect_rarely
+    from baton.requests import call_metadata
     from deploy.model_folder import resolve_folder
     from orchestrator.gateway import Gateway, ask_model
     from text.tokenizer import Tokenizer
@@ -77,9 +85,10 @@ async def _serve(args: argparse.Namespace) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+    caller = call_metadata(None if args.api_key_env is None else read_variable(args.api_key_env), None)
     async with make_channel(args.orchestrator) as orchestrator:
         try:
-            model = await ask_model(orchestrator, _ANSWER_S)
+            model = await ask_model(orchestrator, _ANSWER_S, caller)
         except (UnavailableError, DeadlineExceededError) as error:
             raise UnavailableError(
                 f"no orchestrator answers at {args.orchestrator}: {error}; check --orchestrator"
@@ -87,7 +96,7 @@ async def _serve(args: argparse.Namespace) -> int:
         folder = await asyncio.to_thread(resolve_folder, args.model or model.name, args.cache, console)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         gateway = await Gateway.start(
-            orchestrator, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port
+            orchestrator, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port, caller=caller
         )
         collect_rarely()
         console.print(

@@ -3,7 +3,9 @@
 A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows. Two kinds
 are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its neighbours'
 links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that its links
-broke, all ranks join a new epoch, once all answer. Groups do not wait for each other.
+broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a group's
+supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at again after
+a pause (baton.endless).
 
 Runs on the supervisor's asyncio loop, in one task for each group.
 """
@@ -17,6 +19,7 @@ from dataclasses import dataclass, field
 import grpc
 
 from baton.clock import Clock
+from baton.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
 from baton.kernel_choice import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
@@ -123,6 +126,7 @@ class WorkerGroup:
         self._ready = asyncio.Event()
         self._look = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
 
     @property
     def ready(self) -> bool:
@@ -161,11 +165,14 @@ class WorkerGroup:
         if self.links is not None:
             await self._link(self.links)
         self._set_ready(True)
-        self._keep(asyncio.create_task(self._supervise()))
+        supervising = asyncio.create_task(self._supervise())
+        supervising.add_done_callback(self._tell_end)
+        self._keep(supervising)
 
     async def close(self) -> None:
         """Ends the supervision, then the workers, and gives their place back: also what an earlier supervisor left, if
         the group was not started. Idempotent."""
+        self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -205,8 +212,17 @@ class WorkerGroup:
         self.prefix_store = status.prefix_store
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
-        await handle.wait()
+        """Let the supervisor look when the worker's process is gone. A wait that fails wakes it, too, and leaves the
+        rest to the heartbeats."""
+        try:
+            await handle.wait()
+        except Exception as error:  # noqa: BLE001 - told with its traceback
+            tell_failure(f"{handle.config.name}: its end cannot be waited for", error, self._around.report)
         self._look.set()
+
+    def _tell_end(self, supervising: asyncio.Task[None]) -> None:
+        if not self._closing:
+            tell_end(f"the supervision of {self.name}", self._around.report)(supervising)
 
     def _keep(self, task: asyncio.Task[None]) -> None:
         self._tasks.add(task)
@@ -222,29 +238,48 @@ class WorkerGroup:
         self._around.changed()
 
     async def _supervise(self) -> None:
-        while True:
-            with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
-                await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
-            self._look.clear()
-            try:
-                broken = await self._hear_all()
-                replaced = await self._replace_ended()
-                if self._missing:
-                    continue
-                if self.links is not None and (broken or replaced):
-                    self._set_ready(False)
-                    if any(worker.is_silent for worker in self.workers.values()):
-                        continue  # the others would wait for it in vain: it answers soon, or is killed
-                    await self._link(self.links)
-                self._set_ready(True)
-            except (BatonError, grpc.aio.AioRpcError) as error:
-                self._set_ready(False)
-                logger.warning("supervision of %s: %s; trying again", self.name, error)
+        """Look after the workers until this task is cancelled. A pause is never longer than a worker may be silent."""
+        heartbeat = self._around.heartbeat
+        pauses = Pauses(heartbeat.interval_s, heartbeat.dead_after_s)
+        await repeat(f"the supervision of {self.name}", self._turn, pauses, self._around.report)
+
+    async def _turn(self) -> None:
+        """Wait until a heartbeat is due or something failed, then repair what is amiss. What a worker refuses or leaves
+        unanswered is tried again at the next heartbeat."""
+        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+            await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
+        self._look.clear()
+        try:
+            await self._repair()
+        except (BatonError, grpc.aio.AioRpcError) as error:
+            self._set_ready(False)
+            logger.warning("supervision of %s: %s; trying again", self.name, error)
+        except BaseException:  # a cancelled call's error included
+            self._set_ready(False)
+            raise
+
+    async def _repair(self) -> None:
+        """Hear all workers, replace those that ended, link a chain anew if need be; the group is ready afterwards,
+        unless a worker is missing or silent."""
+        broken = await self._hear_all()
+        replaced = await self._replace_ended()
+        if self._missing:
+            return
+        if self.links is not None and (broken or replaced):
+            self._set_ready(False)
+            if any(worker.is_silent for worker in self.workers.values()):
+                return  # the others would wait for it in vain: it answers soon, or is killed
+            await self._link(self.links)
+        self._set_ready(True)
 
     async def _hear_all(self) -> bool:
         """One heartbeat to every worker; kills those that are silent or hang. Returns whether a rank's links are
-        broken."""
-        heard = await asyncio.gather(*(self._hear(worker) for worker in self.workers.values()))
+        broken. Raises the first failure once all have been heard."""
+        hearing = (self._hear(worker) for worker in self.workers.values())
+        heard = await asyncio.gather(*hearing, return_exceptions=True)
+        for outcome in heard:
+            if isinstance(outcome, BaseException):
+                raise outcome
         return any(heard)
 
     async def _hear(self, worker: Worker) -> bool:
@@ -264,8 +299,22 @@ class WorkerGroup:
         if status.stall:
             await self._kill(worker, f"hangs ({status.stall})")
             return False
+        has_moved = await self._has_moved(worker, status.epoch)
         # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
-        return bool(status.epoch_error) or not self.ready
+        return bool(status.epoch_error) or has_moved or not self.ready
+
+    async def _has_moved(self, worker: Worker, epoch: int) -> bool:
+        """Return whether a rank is in another epoch than its group, as somebody else's StartEpoch makes it; the next
+        epoch comes after both. A rank in the last epoch of all is killed."""
+        assert self.links is not None
+        if epoch == self.links.epoch:
+            return False
+        try:
+            self.links.skip_to(epoch)
+        except UnavailableError as error:
+            await self._kill(worker, f"cannot be linked ({error})")
+            return False
+        return True
 
     async def _kill(self, worker: Worker, why: str) -> None:
         """Returns when its process is gone."""
@@ -280,19 +329,29 @@ class WorkerGroup:
             if worker.handle.ended and rank not in self._missing:
                 self._set_ready(False)
                 self._missing[rank] = worker.handle.config
-                self._report_end(rank, f"{worker.name} ended with {await worker.handle.wait()}")
-                await worker.close()
+                self._report_end(rank, f"{worker.name} ended with {await self._how_it_ended(worker)}")
         due = [config for rank, config in self._missing.items() if self._restarts[rank].is_due]
         replaced = await asyncio.gather(*(self._replace(config) for config in due))
         return any(replaced)
 
-    async def _replace(self, config: WorkerConfig) -> bool:
-        """Whether the new life has begun."""
+    async def _how_it_ended(self, worker: Worker) -> str:
+        """How a process ended that is gone: a word for the report, also where nobody can tell."""
         try:
-            await self._spawn(config)
-        except BatonError as error:
-            self._report_end(config.rank, f"{config.name} could not be replaced ({error})")
+            return await worker.handle.wait()
+        except Exception as error:  # noqa: BLE001 - told with its traceback
+            tell_failure(f"{worker.name} ended, and how cannot be told", error)
+            return describe(error)
+
+    async def _replace(self, config: WorkerConfig) -> bool:
+        """Close what is left of the worker's former life, and begin a new one. Returns whether that has begun; whatever
+        prevented it, it is tried again after the worker's pause."""
+        try:
             await self.workers[config.rank].close()
+            await self._spawn(config)
+        except Exception as error:  # noqa: BLE001 - told with its traceback where it was not foreseen
+            if not isinstance(error, BatonError):
+                tell_failure(f"{config.name} could not be replaced", error)
+            self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")
             return False
         del self._missing[config.rank]
         return True

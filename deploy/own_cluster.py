@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from baton.endless import tell_failure
 from baton.errors import BatonError, ConfigError, UnavailableError
 from deploy.cluster_record import ClusterRecord, kill_ray, load_record
 
@@ -119,14 +120,31 @@ class _Child:
         await asyncio.gather(self._following, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Reads what the child says to its end; the cluster's record changes before the line that tells of it."""
+        """Read what the child says to its end: one that is not read stands still when the pipe is full. A line that
+        cannot be passed on is an error of the start; later, it is logged."""
+        while line := await self._next_line():
+            try:
+                self._take(line.decode(errors="replace").strip() or self._last_line)
+            except Exception as error:
+                if not self._serves.is_set():
+                    raise
+                tell_failure(f"a line of cluster {self._name} is lost", error)
+
+    async def _next_line(self) -> bytes:
+        """Return the next line, or a remark in place of one beyond asyncio's limit; empty at the end."""
         assert self._process.stderr is not None
-        async for line in self._process.stderr:
-            self._last_line = line.decode(errors="replace").strip() or self._last_line
-            self._report(self._last_line)
-            self._record = load_record(self._name) or self._record
-            if self._last_line.startswith(_READY):
-                self._serves.set()
+        try:
+            return await self._process.stderr.readline()
+        except ValueError:
+            return b"a line that was too long\n"
+
+    def _take(self, line: str) -> None:
+        """Pass a line on; the cluster's record changes before the line that tells of it."""
+        self._last_line = line
+        self._report(line)
+        self._record = load_record(self._name) or self._record
+        if line.startswith(_READY):
+            self._serves.set()
 
     def _failure(self, status: int) -> BatonError:
         reason = self._last_line.removeprefix(_PREFIX) or f"`baton serve` ended with status {status}"

@@ -1,6 +1,7 @@
 """Keeps the orchestrator's actor alive and informed: pushes the cluster's view, replaces it when it ends or is silent.
 
-A push is the heartbeat. The replacement listens on the same port. Runs on the supervisor's loop, in one task.
+A push is the heartbeat. The replacement listens on the same port. An exception that was not foreseen is logged and
+reported, and ends neither the keeper nor the cluster. Runs on the supervisor's loop, in one task.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from baton.clock import Clock
+from baton.endless import Pauses, Report, repeat
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.results import ModelInfo
 from deploy.calibrations import calibration_path, served_planner
@@ -56,6 +58,7 @@ class OrchestratorPlan:
             overtaking=section.overtaking,
             disaggregation=section.disaggregation,
             tenants=section.tenancy(),
+            model_folders=section.folders_of_models(self.folder, self.config.model.cache),
             block_tokens=self.config.prefill.block_tokens,
             prefix_isolation=self.config.prefill.prefix_isolation,
         )
@@ -65,8 +68,15 @@ class OrchestratorKeeper:
     """Owns the orchestrator's actor. Used by the supervisor."""
 
     def __init__(
-        self, plan: OrchestratorPlan, view: Callable[[], ClusterView], heartbeat: Heartbeat, clock: Clock
+        self,
+        plan: OrchestratorPlan,
+        view: Callable[[], ClusterView],
+        heartbeat: Heartbeat,
+        clock: Clock,
+        *,
+        report: Report | None = None,
     ) -> None:
+        """`report` takes a line for the user about a failure that was not foreseen."""
         section = plan.config.orchestrator
         self.ports = (section.port, None if section.metrics_port < 0 else section.metrics_port)
         """That it listens on, for clients and for metrics (None: no metrics); once started, those that it got."""
@@ -82,7 +92,10 @@ class OrchestratorKeeper:
         self._actor: ActorHandle[Any] | None = None
         self._planner: ChainPlanner | None = None
         self._pid = 0
+        self._last_seen_s = 0.0
+        """When the actor answered last, or was replaced."""
         self._news = asyncio.Event()
+        self._report = report
 
     def tell(self) -> None:
         """The view has changed: push it now."""
@@ -106,29 +119,44 @@ class OrchestratorKeeper:
             ) from error
 
     async def keep(self) -> None:
-        """Pushes views, and replaces the actor when it is gone; until cancelled."""
-        last_seen_s = self._clock.now_s()
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
-            self._news.clear()
-            try:
-                assert self._actor is not None
-                updating = answer(self._actor.update.remote(self._view(), self.orders))
-                orders: Orders = await asyncio.wait_for(updating, self._heartbeat.interval_s)
-                last_seen_s = self._clock.now_s()
-                self.orders = self.follow(orders)
-            except TimeoutError:
-                if self._clock.now_s() - last_seen_s > self._heartbeat.dead_after_s:
-                    logger.warning("the orchestrator is silent: killing it")
-                    kill_process(self._pid, self._node_id)
-            except RayError as error:
-                logger.warning("the orchestrator ended (%s): replacing it", type(error).__name__)
-                try:
-                    await self.start()
-                except BatonError as refused:
-                    logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
-                last_seen_s = self._clock.now_s()
+        """Push views, and replace the actor when it is gone, until this task is cancelled."""
+        self._last_seen_s = self._clock.now_s()
+        pauses = Pauses(self._heartbeat.interval_s, self._heartbeat.dead_after_s)
+        await repeat("the supervision of the orchestrator", self._turn, pauses, self._report)
+
+    async def _turn(self) -> None:
+        """Push the view when a heartbeat is due or it has changed; kill an actor that is silent for too long, replace
+        one that has ended."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
+        self._news.clear()
+        try:
+            orders = await self._push()
+        except TimeoutError:
+            if self._clock.now_s() - self._last_seen_s > self._heartbeat.dead_after_s:
+                logger.warning("the orchestrator is silent: killing it")
+                kill_process(self._pid, self._node_id)
+        except RayError as error:
+            logger.warning("the orchestrator ended (%s): replacing it", type(error).__name__)
+            await self._replace()
+        else:
+            self.orders = self.follow(orders)
+
+    async def _push(self) -> Orders:
+        """One heartbeat: tell the actor of the view, and return the orders in force."""
+        assert self._actor is not None
+        updating = answer(self._actor.update.remote(self._view(), self.orders))
+        orders: Orders = await asyncio.wait_for(updating, self._heartbeat.interval_s)
+        self._last_seen_s = self._clock.now_s()
+        return orders
+
+    async def _replace(self) -> None:
+        try:
+            await self.start()
+        except BatonError as refused:
+            logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
+        finally:
+            self._last_seen_s = self._clock.now_s()
 
     async def close(self) -> None:
         """Ends the requests, the server and the process. Idempotent."""

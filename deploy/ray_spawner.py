@@ -17,6 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from baton.endless import describe, tell_failure
 from baton.errors import UnavailableError
 from deploy.config import WorkerConfig
 from deploy.processes import CLOSE_GRACE_S, WorkerStartError
@@ -72,6 +73,9 @@ class RayWorker:
             await self._actor.live.remote()
         except RayError as error:
             self._end = type(error).__name__
+        except Exception as error:  # noqa: BLE001 - told; the spawner finds the worker again if it lives
+            tell_failure(f"{self.config.name} cannot be watched, and counts as ended", error)
+            self._end = describe(error)
         else:
             self._end = "its loop ended"
 

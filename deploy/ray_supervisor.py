@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from baton.clock import SystemClock
+from baton.endless import tell_failure
 from baton.errors import BatonError
 from baton.kernel_choice import KernelChoice
 from baton.results import ModelInfo
@@ -143,7 +144,8 @@ class SupervisorActor:
         if self._cluster.groups:  # else all have left: what the former life was told is still true
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
-        keeper = OrchestratorKeeper(self._plan(), self._view, self._around.heartbeat, self._around.clock)
+        around = self._around
+        keeper = OrchestratorKeeper(self._plan(), self._view, around.heartbeat, around.clock, report=self._report)
         keeper.orders, keeper.follow = self._memory.orders, self._follow
         keeper.ports = self._memory.ports or keeper.ports
         self._keeper = keeper
@@ -186,8 +188,8 @@ class SupervisorActor:
             memory = replace(self._memory, orders=orders)
             try:
                 memory.save(self._config.name)
-            except RayError as error:
-                logger.warning("orders are not kept, and wait for another try: %s", error)
+            except Exception as error:  # noqa: BLE001 - told; the orders come again with the next heartbeat
+                tell_failure("orders are not kept, and wait for another try", error, self._report)
                 return self._memory.orders
             self._memory = memory
         self._roster.follow(orders)

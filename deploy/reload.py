@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
-from deploy.admin_channel import admin_channel
+from deploy.admin_channel import add_key_option, admin_channel, given_key
 from deploy.drain import restore, withdraw
 
 if TYPE_CHECKING:
@@ -51,6 +51,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         metavar="SECONDS",
         help="wait no longer than this for a group to finish, and to start (default: until it has)",
     )
+    add_key_option(parser)
     parser.set_defaults(run=run)
 
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
 
     target = args.target or serving_endpoint(args.name)
     model = args.model if args.target else _resolved(args.model)
-    with admin_channel(target) as channel:
+    with admin_channel(target, given_key(args)) as channel:
         rollout = _Rollout(channel, model, args.timeout)
         names = args.group or rollout.names()
         for number, name in enumerate(names):
@@ -162,7 +163,7 @@ def _resolved(model: str) -> str:
 def _options(args: argparse.Namespace) -> str:
     """As they were given, but for the groups."""
     options = f" {args.name}" if args.name != "baton" else ""
-    for option in ("target", "model", "timeout"):
+    for option in ("target", "model", "timeout", "api_key_env"):
         value = getattr(args, option)
-        options += f" --{option} {value}" if value else ""
+        options += f" --{option.replace('_', '-')} {value}" if value else ""
     return options

@@ -118,8 +118,12 @@ class _Launch:
             except GetTimeoutError:
                 if self._pid:  # else it has not started yet, or starts again
                     self._console.print("the supervisor is silent: killing it; Ray restarts it")
-                    kill_process(self._pid, self._node_id)
-                    self._pid = 0
+                    try:
+                        kill_process(self._pid, self._node_id)
+                    except OSError as error:  # it may still answer: the cluster serves without it
+                        self._console.print(f"the supervisor cannot be killed ({error}): trying again")
+                    else:
+                        self._pid = 0
             except RayActorError:
                 self._pid = 0  # Ray restarts it
             except RayError as error:

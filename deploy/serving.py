@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 
+from deploy.admin_channel import add_key_option, given_key
 from deploy.inspection import add_config_options
 
 _STOP_S = 90.0
@@ -37,6 +38,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         parser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
         parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
         parser.set_defaults(run=run)
+        if run is run_status:
+            add_key_option(parser)
 
 
 def run_serve(args: argparse.Namespace) -> int:
@@ -51,7 +54,7 @@ def run_status(args: argparse.Namespace) -> int:
     """Runs `baton status`: 0 when the cluster serves, 1 when it does not."""
     from deploy.status import show_status
 
-    return show_status(args.name)
+    return show_status(args.name, given_key(args))
 
 
 def run_stop(args: argparse.Namespace) -> int:

@@ -12,23 +12,27 @@ from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.cluster_record import load_record
+from deploy.keyed_channel import keyed
 
 _ANSWER_S = 5.0
 
 
-def show_status(name: str) -> int:
-    """Shows the cluster of that name; 0 when it serves, 1 when it does not."""
+def show_status(name: str, api_key: str | None = None) -> int:
+    """Shows the cluster of that name, asked with that key; 0 when it serves, 1 when it does not, or does not say."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
         return 1
-    with grpc.insecure_channel(record.endpoint) as channel:
+    with grpc.insecure_channel(record.endpoint) as connection:
+        channel = keyed(connection, api_key)
         try:
             request = orchestrator_pb2.GetClusterStateRequest()
             state = cluster_state_from_proto(OrchestratorStub(channel).GetClusterState(request, timeout=_ANSWER_S))
             predictions = list(_predictions(PlanningStub(channel)))
         except grpc.RpcError as error:
-            print(f"cluster {name}: {record.endpoint} does not answer ({error.code().name})")
+            asks_for_key = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            remedy = "; give a key by --api-key-env" if asks_for_key else ""
+            print(f"cluster {name}: {record.endpoint} does not answer ({error.code().name}{remedy})")
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")

@@ -222,7 +222,7 @@ class GenerationServer:
         )
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
-        KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None).add_to(server)
+        KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
         await server.start()
         engine.start()
         return cls(server, servicer, slots, bound)

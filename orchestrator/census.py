@@ -2,7 +2,8 @@
 balance.
 
 Leaked are slots or jobs that were held, without pause, for over 2 s by no request of this orchestrator, and not kept
-for one to come back to. Asks all workers now and then, on the loop.
+for one to come back to. A slot that is only leased ends by its ttl, when its lease was of a Reserve whose answer was
+lost: it counts as leaked when it has not ended by then. Asks all workers now and then, on the loop.
 """
 
 import asyncio
@@ -11,9 +12,11 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import BatonError
 from baton.results import GroupState, PrefixHoldings
 from orchestrator.clients import Clients, GenerationHoldings, StepSample
+from orchestrator.config import OrchestratorConfig
 from orchestrator.membership import GenerationGroup, Members, PrefillGroup
 
 logger = logging.getLogger(__name__)
@@ -21,19 +24,22 @@ logger = logging.getLogger(__name__)
 LEAK_S = 2.0
 """Seconds after which what nobody knows is leaked: until then it is on its way to be freed."""
 _TIMEOUT_S = 1.0
+_MOST_PAUSE_S = 5.0
+"""After failures that were not foreseen, until the workers are asked again."""
 
 
 class Excess:
-    """How much of one worker's holdings was unknown, over the last LEAK_S seconds. Pure."""
+    """How much of one worker's holdings was unknown, over the last LEAK_S seconds, or another time. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, window_s: float = LEAK_S) -> None:
+        self._window_s = window_s
         self._seen: deque[tuple[float, int]] = deque()
 
     def observe(self, now_s: float, num_unknown: int) -> None:
         """So much was unknown now."""
         self._seen.append((now_s, num_unknown))
-        while len(self._seen) > 1 and self._seen[1][0] <= now_s - LEAK_S:
-            self._seen.popleft()  # the first one kept is LEAK_S old, or all there is
+        while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
+            self._seen.popleft()  # the first one kept is as old as the window, or all there is
 
     def forget(self) -> None:
         """The worker did not answer: what it holds is its supervisor's business."""
@@ -42,9 +48,33 @@ class Excess:
     @property
     def num_leaked(self) -> int:
         """What was unknown all the time."""
-        if not self._seen or self._seen[-1][0] - self._seen[0][0] < LEAK_S:
+        if not self._seen or self._seen[-1][0] - self._seen[0][0] < self._window_s:
             return 0
         return max(0, min(unknown for _, unknown in self._seen))
+
+
+class Leaks:
+    """What of one worker's holdings is leaked: for sure after LEAK_S seconds; what may be no more than leases, when
+    their ttl is over, too. Pure."""
+
+    def __init__(self, lease_ttl_s: float) -> None:
+        self._beyond_leases = Excess()
+        self._all = Excess(LEAK_S + lease_ttl_s)
+
+    def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
+        """So much was unknown now; so many slots were leased, and not active yet, whether known or not."""
+        self._beyond_leases.observe(now_s, num_unknown - num_leased)
+        self._all.observe(now_s, num_unknown)
+
+    def forget(self) -> None:
+        """The worker did not answer: what it holds is its supervisor's business."""
+        self._beyond_leases.forget()
+        self._all.forget()
+
+    @property
+    def num_leaked(self) -> int:
+        """Slots or jobs."""
+        return max(self._beyond_leases.num_leaked, self._all.num_leaked)
 
 
 class Census:
@@ -56,12 +86,15 @@ class Census:
         clients: Clients,
         clock: Clock,
         on_step: Callable[[StepSample], None] = lambda step: None,
+        *,
+        lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` hears of forwards of generation groups, no two times of the same."""
+        """`on_step` hears of forwards of generation groups, no two times of the same. `lease_ttl_s`: of leases."""
         self._members = members
         self._clients = clients
         self._clock = clock
-        self._excess: dict[str, Excess] = {}
+        self._lease_ttl_s = lease_ttl_s
+        self._leaks: dict[str, Leaks] = {}
         """By endpoint."""
         self._holdings: dict[str, GenerationHoldings] = {}
         self._prefixes: dict[str, PrefixHoldings] = {}
@@ -69,10 +102,13 @@ class Census:
         self._on_step = on_step
 
     async def run(self, period_s: float) -> None:
-        """Asks again and again, until it is cancelled."""
-        while True:
+        """Ask again and again until this task is cancelled, also after a failure that was not foreseen."""
+
+        async def ask() -> None:
             await self.ask()
             await asyncio.sleep(period_s)
+
+        await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
 
     async def ask(self) -> None:
         """Asks every worker once; at most a second. Lets go of workers that are no longer present. May be called while
@@ -83,8 +119,8 @@ class Census:
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
         present = self._members.present.endpoints  # others may have come, and others asked, meanwhile
-        for endpoint in (self._excess.keys() | self._holdings.keys() | self._prefixes.keys()) - present:
-            self._excess.pop(endpoint, None)
+        for endpoint in (self._leaks.keys() | self._holdings.keys() | self._prefixes.keys()) - present:
+            self._leaks.pop(endpoint, None)
             self._holdings.pop(endpoint, None)
             self._prefixes.pop(endpoint, None)
         await self._clients.prune(present)
@@ -102,12 +138,12 @@ class Census:
         return next((group for group in self.groups() if group.name == name), None)
 
     async def _ask_generation(self, group: GenerationGroup) -> None:
-        excess = self._excess.setdefault(group.endpoint, Excess())
+        leaks = self._leaks_of(group.endpoint)
         try:
             with self._clients.use(group.endpoint) as worker:
                 held = await worker.generation_holdings(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(group.endpoint, excess, error)
+            self._unanswered(group.endpoint, leaks, error)
             self._members.memory.pop(group.name, None)
             return
         before = self._holdings.get(group.endpoint)
@@ -116,28 +152,31 @@ class Census:
         self._holdings[group.endpoint] = held
         self._members.memory[group.name] = held.kv
         known = self._members.load(group.name).num_slots + held.num_kept
-        excess.observe(self._clock.now_s(), held.num_slots - held.num_free - known)
+        leaks.observe(self._clock.now_s(), held.num_slots - held.num_free - known, held.num_leased)
 
     async def _ask_rank(self, group: PrefillGroup, endpoint: str) -> None:
-        excess = self._excess.setdefault(endpoint, Excess())
+        leaks = self._leaks_of(endpoint)
         try:
             with self._clients.use(endpoint) as worker:
                 held = await worker.prefill_holdings(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(endpoint, excess, error)
+            self._unanswered(endpoint, leaks, error)
             return
         self._prefixes[endpoint] = held.prefixes
-        excess.observe(self._clock.now_s(), held.num_jobs - self._members.load(group.name).num_requests)
+        leaks.observe(self._clock.now_s(), held.num_jobs - self._members.load(group.name).num_requests)
 
-    def _unanswered(self, endpoint: str, excess: Excess, error: BatonError) -> None:
+    def _leaks_of(self, endpoint: str) -> Leaks:
+        return self._leaks.setdefault(endpoint, Leaks(self._lease_ttl_s))
+
+    def _unanswered(self, endpoint: str, leaks: Leaks, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
-        excess.forget()
+        leaks.forget()
         self._holdings.pop(endpoint, None)
         self._prefixes.pop(endpoint, None)
 
     def _num_leaked(self, endpoint: str) -> int:
-        excess = self._excess.get(endpoint)
-        return 0 if excess is None else excess.num_leaked
+        leaks = self._leaks.get(endpoint)
+        return 0 if leaks is None else leaks.num_leaked
 
     def _prefill_state(self, group: PrefillGroup) -> GroupState:
         return GroupState(

@@ -13,7 +13,7 @@ from functools import cached_property
 import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import Epoch, JobId, Rank, RequestId, StreamNumber
+from baton.ids import Epoch, JobId, Rank, RequestId, ReserveNumber, StreamNumber
 from baton.prefix_blocks import PromptBlocks
 from baton.proto_types import kv_ledger_from_proto
 from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
@@ -195,6 +195,7 @@ class WorkerClient:
             prefix_blocks=spec.prefix_blocks,
             block_tokens=spec.block_tokens,
             prefills_locally=spec.prefills_locally,
+            number=spec.number or 0,
         )
         with _worker_errors(self._endpoint):
             return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
@@ -209,6 +210,11 @@ class WorkerClient:
         """Frees the slot if the lease still holds it; idempotent."""
         with _worker_errors(self._endpoint):
             await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
+
+    async def abort_reserve(self, number: ReserveNumber) -> None:
+        """Undoes the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
+        with _worker_errors(self._endpoint):
+            await self._kv.Abort(kv_pb2.AbortRequest(number=number), timeout=VERB_TIMEOUT_S)
 
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None

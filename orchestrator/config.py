@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Literal, get_args
 
 from baton.errors import ConfigError
@@ -53,12 +54,18 @@ class OrchestratorConfig:
     """Whether prompts share KV only with those of the same tenant: else the time that a prompt takes can tell one
     tenant that another has sent it, too."""
 
+    model_folders: tuple[Path, ...] | None = None
+    """Folders below which the model must be that operators name for a group; None: it may be anywhere."""
+
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):
             value = getattr(self, name)
             if isinstance(value, bool | Tenants):
                 continue
-            if name == "disaggregation":
+            if name == "model_folders":
+                holds = value is None or (isinstance(value, tuple) and all(each.is_absolute() for each in value))
+                self._require(holds, name, "use absolute paths, or None to take models from anywhere")
+            elif name == "disaggregation":
                 self._require(value in DISAGGREGATION, name, f"use one of {', '.join(DISAGGREGATION)}")
             elif name == "overtaking":
                 self._require(0 <= value < math.inf, name, "use 0 to let nobody overtake, or more")

@@ -94,9 +94,10 @@ class Controller:
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
         self._forecast = ChainForecast(members, self._dispatcher.chooser)
         self._planner = planner
-        self._census = Census(members, self._clients, clock, self._observe_step)
+        lease_ttl_s = self._config.lease_ttl_s
+        self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=lease_ttl_s)
         self.overview = Overview(
-            members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=self._config.lease_ttl_s
+            members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=lease_ttl_s
         )
         self._budget = RetryBudget(clock)
         self._counting: asyncio.Task[None] | None = None

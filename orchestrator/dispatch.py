@@ -9,21 +9,21 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
-from baton.ids import JobId, Rank, RequestId, StreamNumber
+from baton.ids import JobId, Rank, RequestId, ReserveNumber, StreamNumber
 from baton.prefix_blocks import PromptBlocks
 from baton.results import RankTiming
-from baton.types import Lease, LeaseRef
+from baton.types import Lease
 from orchestrator.choosing import Chooser
 from orchestrator.clients import Clients, EventStream, PrefillPlan, WorkerClient
 from orchestrator.config import OrchestratorConfig
 from orchestrator.following import Chain, Closings, Emit, failure_of, first_event, follow
+from orchestrator.givebacks import Givebacks
 from orchestrator.lifecycle import RequestRecord
 from orchestrator.membership import GenerationGroup, JobNumbers, Members, PrefillGroup
 from orchestrator.prefix_stores import PrefixStores
@@ -88,7 +88,7 @@ class Dispatcher:
         self._clock = clock
         self._config = config
         self._numbers = JobNumbers(clock)
-        self._givebacks: set[asyncio.Task[None]] = set()
+        self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._closings = Closings(self._chooser.prefixes)
 
     @property
@@ -105,7 +105,7 @@ class Dispatcher:
         """Waits, for a bounded time, until what past attempts held is given back; once no attempt runs."""
         await self._stores.close()
         await self._closings.close()
-        await asyncio.gather(*self._givebacks)
+        await self._givebacks.close()
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Runs the request on from where its record is to its end: events go into the record, then to `emit`. Raises
@@ -195,7 +195,7 @@ class Dispatcher:
             if isinstance(error, BatonError):
                 record.avoid.add(group.life)
             if lease is not None and not record.is_complete:
-                self._keep(self._abort(group.endpoint, lease.ref))
+                self._givebacks.abort(group.endpoint, lease.ref)
             raise
         return None
 
@@ -233,7 +233,7 @@ class Dispatcher:
             if record.is_complete:
                 await self._closings.add(stream, generation.prefix_store, held.pop_all())
             else:
-                self._keep(self._cancel(generation.endpoint, number))
+                self._givebacks.cancel(generation.endpoint, number)
                 stream.cancel()
 
     @contextlib.contextmanager
@@ -271,7 +271,7 @@ class Dispatcher:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
                 record.avoid.add(prefill.group.life if error is failure_of(chain) else generation.life)
             if not record.is_complete:  # its rows have ended, and are perhaps being stored
-                self._keep(self._abort(generation.endpoint, lease.ref))
+                self._givebacks.abort(generation.endpoint, lease.ref)
             raise
         finally:
             chain.cancel()
@@ -281,7 +281,8 @@ class Dispatcher:
         self, record: RequestRecord, home: _Home, learnt: _Learnt, *, prefills_locally: bool = False
     ) -> Lease | GenerationGroup:
         """A slot for each choice; or another group that has room, as this one has none. A reservation under way is
-        never cancelled: it might be granted, and nobody would know."""
+        never cancelled: it might be granted, and nobody would know. One whose answer was lost is undone by
+        its number."""
         generation, names = home.group, self._wanted(record, home, prefills_locally=prefills_locally)
         spec = ReserveSpec(
             request_id=record.request_id,
@@ -295,13 +296,16 @@ class Dispatcher:
             prefills_locally=prefills_locally,
         )
         while True:
-            granting = asyncio.create_task(home.worker.reserve(spec, generation.layout_fingerprint))
+            number = ReserveNumber(self._numbers.issue())
+            reserving = home.worker.reserve(replace(spec, number=number), generation.layout_fingerprint)
+            granting = asyncio.create_task(reserving)
             try:
                 return self._granted(home, names, await asyncio.shield(granting))
             except asyncio.CancelledError:
-                self._keep(self._give_back(generation.endpoint, granting))
+                self._givebacks.unwanted(generation.endpoint, number, granting)
                 raise
             except BatonError as error:
+                self._givebacks.failed(generation.endpoint, number, error)
                 learnt.full_since_s = min(learnt.full_since_s, self._clock.now_s())
                 give_up_s = learnt.full_since_s + self._config.generation_wait_s
                 if not isinstance(error, ResourceExhaustedError) or self._clock.now_s() > give_up_s:
@@ -371,30 +375,3 @@ class Dispatcher:
         """The ranks' timings, which are no reason to fail a request that has all its tokens, nor to keep it long."""
         await asyncio.wait({chain}, timeout=self._config.report_wait_s)
         return chain.result() if chain.done() and failure_of(chain) is None else ()
-
-    def _keep(self, giveback: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(giveback)
-        self._givebacks.add(task)
-        task.add_done_callback(self._givebacks.discard)
-
-    async def _give_back(self, endpoint: str, granting: asyncio.Task[Lease]) -> None:
-        try:
-            lease = await granting
-        except BatonError as error:
-            logger.debug("nothing to give back at %s: %s", endpoint, error)
-        else:
-            await self._abort(endpoint, lease.ref)
-
-    async def _cancel(self, endpoint: str, number: StreamNumber) -> None:
-        try:
-            with self._clients.use(endpoint) as worker:
-                await worker.cancel(number)
-        except BatonError as error:
-            logger.info("stream %d at %s is left to its ttl: %s", number, endpoint, error)
-
-    async def _abort(self, endpoint: str, ref: LeaseRef) -> None:
-        try:
-            with self._clients.use(endpoint) as worker:
-                await worker.abort(ref)
-        except BatonError as error:
-            logger.info("slot %d at %s is left to its ttl: %s", ref.slot, endpoint, error)

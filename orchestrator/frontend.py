@@ -20,6 +20,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import DeadlineExceededError
 from baton.ids import RequestId
 from baton.proto_types import (
@@ -34,6 +35,7 @@ from baton.types import TokenEvent
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator import admin_service, planning_service
+from orchestrator.access import Doorkeeper
 from orchestrator.admin_service import AdminServicer
 from orchestrator.config import OrchestratorConfig
 from orchestrator.controller import Controller, GenerateSpec
@@ -55,6 +57,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _HEALTH_SERVICES = ("", SERVICE)
 _HEALTH_POLL_S = 0.25
 """Between two looks at what health is to say."""
+_HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
 """For the last status to leave, when nothing runs any more."""
 
@@ -180,15 +183,16 @@ class OrchestratorServer:
         """Serves on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one. `members`
         may know no group yet. Calibrations that `planner` is given are kept at `calibration_path`. Raises ConfigError
         when it cannot listen there."""
-        server = make_server()
+        config = config or OrchestratorConfig()
+        tenants = config.tenants
+        server = make_server(check=Doorkeeper(tenants).check)
         bound = bind(server, host, port)
         controller = Controller(members, clock, config, planner=planner)
-        tenants = (config or OrchestratorConfig()).tenants
         servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
         overview = controller.overview
-        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview), server)
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, config.model_folders), server)
         shown = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -217,15 +221,19 @@ class OrchestratorServer:
 
 
 async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
-    """As Overview.is_serving says."""
+    """As Overview.is_serving says, until cancelled."""
     told: bool | None = None
-    while True:
+
+    async def look() -> None:
+        nonlocal told
         if (serving := overview.is_serving()) is not told:
-            told = serving
             status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
             for service in _HEALTH_SERVICES:
                 await shown.set(service, status)
+            told = serving
         await asyncio.sleep(_HEALTH_POLL_S)
+
+    await repeat("the watch on health", look, _HEALTH_PAUSES)
 
 
 def _finished_to_proto(event: Finished) -> pb.Finished:

@@ -19,6 +19,7 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
+from baton.endless import Pauses, repeat
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
@@ -45,6 +46,7 @@ _MOST_MS = 2.0**32 - 1
 """Of a deadline: the field has 32 bits."""
 _AGAIN_S = 0.5
 """Between two looks for an orchestrator that is away."""
+_HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
@@ -168,9 +170,11 @@ class Gateway:
         clock: Clock,
         host: str,
         port: int = 0,
+        caller: Metadata = (),
     ) -> Self:
         """Serves on host:port; port 0 takes any free one. The channel stays its owner's; `model` is what `ask_model`
-        said. Raises ConfigError when it cannot listen there, and for a tokenizer that is not the orchestrator's."""
+        said. `caller`: metadata of the gateway's own calls, which no client's call gets. Raises ConfigError when it
+        cannot listen there, and for a tokenizer that is not the orchestrator's."""
         if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
             raise ConfigError(
                 f"the orchestrator's model, {model.name}, has another tokenizer or chat template: name the same model"
@@ -186,7 +190,8 @@ class Gateway:
         reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
         await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator is heard
         await server.start()
-        return cls(server, servicer, bound, shown, asyncio.create_task(_show_health(shown, orchestrator, model)))
+        watch = asyncio.create_task(_show_health(shown, orchestrator, model, caller))
+        return cls(server, servicer, bound, shown, watch)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Takes no more requests and connections, gives running ones `grace_s` seconds, and ends the rest, with
@@ -200,18 +205,24 @@ class Gateway:
         await leaving
 
 
-async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float) -> pb.Model:
-    """What is served there. Raises UnavailableError or DeadlineExceededError without an answer."""
+async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
+    """What is served there, asked with this metadata. Raises UnavailableError or DeadlineExceededError without an
+    answer, and UnauthenticatedError where a key is required."""
     with translate_rpc_errors():
-        return await OrchestratorStub(orchestrator).GetModel(pb.GetModelRequest(), timeout=timeout_s)
+        request = pb.GetModelRequest()
+        return await OrchestratorStub(orchestrator).GetModel(request, timeout=timeout_s, metadata=caller)
 
 
-async def _show_health(shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model) -> None:
-    """The orchestrator's; NOT_SERVING while it is away, or serves another model."""
+async def _show_health(
+    shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
+) -> None:
+    """The orchestrator's; NOT_SERVING while it is away, or serves another model. Until cancelled."""
     told = ""
-    while True:
+
+    async def look() -> None:
+        nonlocal told
         try:
-            served = await ask_model(orchestrator, _ANSWER_S)
+            served = await ask_model(orchestrator, _ANSWER_S, caller)
             if _alike(served) == _alike(model):
                 told = ""
                 await _follow_health(shown, orchestrator)
@@ -225,6 +236,8 @@ async def _show_health(shown: health.HealthServicer, orchestrator: grpc.aio.Chan
         told = why
         await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)
         await asyncio.sleep(_AGAIN_S)
+
+    await repeat("the watch on the orchestrator's health", look, _HEALTH_PAUSES)
 
 
 def _alike(model: pb.Model) -> tuple[object, ...]:

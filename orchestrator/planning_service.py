@@ -18,6 +18,7 @@ from baton.v1 import planning_pb2 as pb
 from baton.v1 import planning_pb2_grpc
 from planning import calibration, step_times
 from planning.calibration import Calibration
+from planning.closeness import require_close
 from planning.planner import ChainPlanner
 from planning.step_times import StepTimes
 
@@ -45,9 +46,11 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
         """Predicts by the given one from the answer on, and keeps it: both or, however the call ends, neither. Raises
         ConfigError for a damaged text, or when it cannot be kept, and InvalidArgumentError for one of another model or
-        hardware; nothing has changed then."""
+        hardware, or that is far from the one in force and not forced; nothing has changed then."""
         given = calibration.loads(request.calibration, "calibration")
         _require_same("calibration is", given, self._planner.calibration)
+        if not request.force:
+            require_close("calibration", given, self._planner.calibration)
         basis = await asyncio.to_thread(self._planner.search, given)
         await self._take(self._path, partial(calibration.save, given), partial(self._planner.adopt, basis))
         return self._calibration_in_use()
@@ -60,6 +63,8 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         """As UseCalibration."""
         given = step_times.loads(request.step_times, "step_times")
         _require_same("step_times are", given, self._steps())
+        if not request.force:
+            require_close("step_times", given, self._steps())
         path = self._steps_path(given)
         await self._take(path, partial(step_times.save, given), partial(self._planner.use_steps, given))
         return self._steps_in_use()

@@ -2,7 +2,8 @@
 
 A call says who it is in its gRPC metadata: by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`), or, where
 a gateway in front has asked already and is trusted, by the tenant's name (`baton-tenant: NAME`). Step 1 of a request's
-way (DESIGN.md, section 4). Keys are known here by their hashes alone. Pure, read-only after it is made.
+way (DESIGN.md, section 4). Operators, who may change what a cluster does, have keys of their own (`orchestrator.access`
+says for what). Keys are known here by their hashes alone. Pure, read-only after it is made.
 """
 
 import hashlib
@@ -11,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from baton.errors import ConfigError, InvalidArgumentError, UnauthenticatedError
+from baton.errors import ConfigError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError
 
 AUTHORIZATION_KEY = "authorization"
 API_KEY_KEY = "x-api-key"
@@ -62,32 +63,77 @@ def hash_key(api_key: str) -> str:
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
+def values_of(metadata: Metadata) -> dict[str, str]:
+    """Return a call's metadata by key, as text."""
+    return {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in metadata}
+
+
 class Tenants:
     """Finds a call's tenant."""
 
     def __init__(
-        self, tenants: Sequence[Tenant] = (), *, trust_metadata: bool = False, require_key: bool = False
+        self,
+        tenants: Sequence[Tenant] = (),
+        *,
+        trust_metadata: bool = False,
+        require_key: bool = False,
+        operator_hashes: Sequence[str] = (),
     ) -> None:
         """`trust_metadata`: whether a call without a key may name its tenant. `require_key`: whether one is refused
-        that has neither a key nor such a name. Raises ConfigError for tenants that cannot be told apart, and for keys
-        that are required of nobody."""
+        that has neither a key nor such a name. `operator_hashes`: SHA-256 of operators' keys, in hexadecimal. Raises
+        ConfigError for tenants that cannot be told apart, and for keys that are required of nobody."""
         self._by_name = {tenant.name: tenant for tenant in (DEFAULT_TENANT, *tenants)}
         self._by_hash = {key_hash.encode(): tenant for tenant in tenants for key_hash in tenant.key_hashes}
+        self._operator_hashes = tuple(each.encode() for each in operator_hashes)
         self._trust_metadata = trust_metadata
         self._require_key = require_key
         names = [tenant.name for tenant in tenants]
         if len(set(names)) < len(names):
             raise ConfigError(f"tenants {', '.join(sorted(names))}: one is named twice: give each a name of its own")
+        if not all(_HASH.fullmatch(each) for each in operator_hashes):
+            raise ConfigError("operator_keys: use 64 hexadecimal digits each, as sha256sum prints")
         if len(self._by_hash) < sum(len(tenant.key_hashes) for tenant in tenants):
             raise ConfigError("two tenants, or one twice, have the same API key: give each key to one tenant")
-        if require_key and not self._by_hash:
+        if not self._by_hash.keys().isdisjoint(self._operator_hashes):
+            raise ConfigError("operator_keys: one is a tenant's API key, too: give operators keys of their own")
+        if require_key and not (self._by_hash or self._operator_hashes):
             raise ConfigError("require_api_key = True, and no tenant has a key: give one, or do not require it")
 
+    @property
+    def requires_key(self) -> bool:
+        """Whether each call must say whose it is."""
+        return self._require_key
+
+    @property
+    def has_operators(self) -> bool:
+        """Whether there are keys of operators."""
+        return bool(self._operator_hashes)
+
+    @property
+    def goes_by_keys(self) -> bool:
+        """Whether an operator is known by a key alone, and not by calling from this machine: where there are keys of
+        operators, where calls must have one, and behind a gateway whose word on the tenant is taken."""
+        return self.has_operators or self._require_key or self._trust_metadata
+
+    def is_operator(self, metadata: Metadata) -> bool:
+        """Return whether a call with this metadata has an operator's key. Raises PermissionDeniedError for a tenant's
+        key, and UnauthenticatedError for one that is unknown; False without a key, and where nobody has one."""
+        key = _key_of(values_of(metadata))
+        if key is None or not (self._by_hash or self._operator_hashes):
+            return False
+        if self._is_operators(key):
+            return True
+        tenant = self._of_key(key)
+        raise PermissionDeniedError(f"the API key is tenant {tenant.name}'s: use an operator's key for this")
+
     def of(self, metadata: Metadata) -> Tenant:
-        """The tenant of a call with this metadata. Raises UnauthenticatedError for a key that is unknown, or missing
-        where one is required, and InvalidArgumentError for what is no name."""
-        values = {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in metadata}
+        """The tenant of a call with this metadata; an operator's calls are the default tenant's. Raises
+        UnauthenticatedError for a key that is unknown, or missing where one is required, and InvalidArgumentError for
+        what is no name."""
+        values = values_of(metadata)
         key = _key_of(values)
+        if key is not None and self._is_operators(key):
+            return self._by_name[DEFAULT_TENANT.name]
         if key is not None and self._by_hash:
             return self._of_key(key)
         name = values.get(TENANT_KEY)
@@ -96,6 +142,12 @@ class Tenants:
         if self._require_key:
             raise UnauthenticatedError(f"the call has no API key: send {AUTHORIZATION_KEY}: Bearer KEY as metadata")
         return self._by_name[DEFAULT_TENANT.name]
+
+    def _is_operators(self, key: str) -> bool:
+        """Compares with every hash, in a time that depends on none of them."""
+        presented = hash_key(key).encode()
+        matches = [hmac.compare_digest(known, presented) for known in self._operator_hashes]
+        return True in matches
 
     def _of_key(self, key: str) -> Tenant:
         """Compares with every hash, in a time that depends on none of them."""

@@ -15,7 +15,7 @@ import grpc
 from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
-from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.decoder import Decoder
@@ -247,7 +247,12 @@ class PrefillServer:
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
-    """Raises InvalidArgumentError for a place that is not in the group, or no time to meet."""
+    """Raises InvalidArgumentError for an epoch beyond all bounds, a place that is not in the group, or no time to
+    meet."""
+    if message.epoch > MAX_EPOCH:
+        raise InvalidArgumentError(
+            f"epoch = {message.epoch} is out of range: use at most {MAX_EPOCH}, one after another"
+        )
     if not message.rank < message.num_ranks:
         raise InvalidArgumentError(f"rank = {message.rank} is out of range: num_ranks is {message.num_ranks}")
     if not message.timeout_s > 0:

@@ -9,7 +9,7 @@ from baton.channel_options import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from baton.channel_options import Keepalive as Keepalive
 from baton.channel_options import channel_options, common_options
 from baton.errors import ConfigError
-from transport.status import StatusInterceptor
+from transport.status import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
 """Calls that may wait for the loop to accept them: beyond, gRPC refuses. Its own default cancels calls from 1,000."""
@@ -18,10 +18,11 @@ MAX_PENDING_S = 3600
 cancelled."""
 
 
-def make_server(keepalive: Keepalive | None = None) -> grpc.aio.Server:
-    """A server whose methods may raise BatonErrors (transport.status). Add servicers, `bind` it, then start it."""
+def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
+    """A server whose methods may raise BatonErrors (transport.status). Add servicers, `bind` it, then start it. `check`
+    is asked before each call, and raises to refuse it."""
     return grpc.aio.server(
-        interceptors=(StatusInterceptor(),),
+        interceptors=(StatusInterceptor(check),),
         options=(
             *common_options(keepalive or Keepalive()),
             ("grpc.so_reuseport", 0),

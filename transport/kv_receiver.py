@@ -7,23 +7,26 @@ MiB, so that checking and copying it there costs less than handing it to a threa
 import math
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
 import xxhash
 
+from baton.clock import Clock, SystemClock
 from baton.errors import (
     ByteCountError,
     ChecksumError,
     InvalidArgumentError,
     LayoutMismatchError,
 )
-from baton.ids import RequestId
-from baton.types import KvLayout, LeaseRef
+from baton.ids import RequestId, ReserveNumber
+from baton.types import KvLayout, Lease, LeaseRef
 from baton.v1 import common_pb2, kv_pb2
 from transport.kv_frame import Piece, decode_piece
 from transport.kv_sink import KvPrefixes, KvSink, PushTarget, ReserveSpec
 from transport.proto_types import lease_ref_from_proto, lease_to_proto, range_from_proto, sampled_from_proto
+from transport.reserve_book import ReserveBook
 
 __all__ = ["KvPrefixes", "KvReceiverServicer", "KvSink", "PushTarget", "ReserveSpec"]
 
@@ -39,12 +42,14 @@ MAX_REPLY_S = 0.5
 
 class KvReceiverServicer:
     """Serves baton.v1.KvReceiver over a sink; register it with `add_to`, on a server made by transport.channel (which
-    turns the errors raised here into statuses). Holds no state of its own beyond the running calls. `prefixes`: of the
-    sink's node, if it has any."""
+    turns the errors raised here into statuses). Remembers the numbers of the latest Reserves, for callers that do not
+    hear the answer, and holds no other state of its own beyond the running calls. `prefixes`: of the sink's node, if it
+    has any."""
 
-    def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None) -> None:
+    def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
         self._sink = sink
         self._prefixes = prefixes
+        self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
         """Registers the five methods, Push with the codec that does not copy payloads. Before the server starts."""
@@ -66,14 +71,20 @@ class KvReceiverServicer:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
-        """Claims a slot for KV of the sink's own layout."""
+        """Claims a slot for KV of the sink's own layout; the same one again for the same number."""
         self._check_layout(request.layout_fingerprint)
         spec = _reserve_spec(request)
+        reserve = partial(self._reserve, spec)
+        number = spec.number
+        lease = await (reserve() if number is None else self._reserves.grant(number, reserve, self._sink.abort))
+        return lease_to_proto(lease)
+
+    async def _reserve(self, spec: ReserveSpec) -> Lease:
         if self._prefixes is not None and (spec.prefix_blocks or spec.prefills_locally):
-            return lease_to_proto(await self._prefixes.reserve(spec))
+            return await self._prefixes.reserve(spec)
         if spec.prefills_locally:
             raise InvalidArgumentError("prefills_locally: nothing is cached here: open a stream without a lease")
-        return lease_to_proto(self._sink.reserve(spec))
+        return self._sink.reserve(spec)
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
         """Extends a lease."""
@@ -106,8 +117,14 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """Ends a lease; a lease that is no more is no error."""
-        self._sink.abort(_lease_ref(request))
+        """Ends a lease, named by its stamp or by the number of its Reserve; a lease that is no more is no error."""
+        ref: LeaseRef | None
+        if request.number and not request.HasField("lease"):
+            ref = self._reserves.abort(ReserveNumber(request.number))
+        else:
+            ref = _lease_ref(request)
+        if ref is not None:
+            self._sink.abort(ref)
         return kv_pb2.AbortReply()
 
     def _check_layout(self, fingerprint: str) -> None:
@@ -164,6 +181,7 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
         prefix_blocks=tuple(request.prefix_blocks),
         block_tokens=request.block_tokens,
         prefills_locally=request.prefills_locally,
+        number=ReserveNumber(request.number) if request.number else None,
     )
 
 

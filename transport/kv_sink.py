@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.ids import RequestId
+from baton.ids import RequestId, ReserveNumber
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 
 
@@ -34,6 +34,8 @@ class ReserveSpec:
     """Tokens of each of them."""
     prefills_locally: bool = False
     """Nobody pushes: the lease's stream computes what those blocks do not have. For a KvPrefixes."""
+    number: ReserveNumber | None = None
+    """By which the receiver can be told to undo this Reserve; no sink's business."""
 
 
 class PushTarget(Protocol):

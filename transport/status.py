@@ -6,7 +6,7 @@ callers wrap a call in `translate_rpc_errors` and catch the same class that was 
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from contextlib import aclosing
 from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
@@ -20,6 +20,9 @@ from baton.status import from_rpc_error as from_rpc_error
 from baton.status import translate_rpc_errors as translate_rpc_errors
 
 T = TypeVar("T")
+
+Check = Callable[[str, Iterable[tuple[str, str | bytes]], str], None]
+"""Asked before a call with its method's full name, its metadata and its peer; what it raises is the call's status."""
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +70,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns what a servicer's asynchronous method raises into a status: BatonErrors by the table, anything else
     into INTERNAL, with the traceback in the server's log."""
 
+    def __init__(self, check: Check | None = None) -> None:
+        self._check = check
+
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
@@ -75,7 +81,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None  # no such method: grpc answers UNIMPLEMENTED
         kind = _KINDS[handler.request_streaming, handler.response_streaming]
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        method = _guard(getattr(handler, kind), details.method)
+        method = _guard(getattr(handler, kind), details.method, self._check or _let_in)
         return make_handler(method, handler.request_deserializer, handler.response_serializer)
 
 
@@ -92,17 +98,22 @@ _KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
 Method = Callable[[Any, Any], Any]
 
 
-def _guard(method: Method, name: str) -> Method:
+def _let_in(method: str, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
+    pass
+
+
+def _guard(method: Method, name: str, check: Check) -> Method:
     if inspect.isasyncgenfunction(method):
-        return _guard_stream(method, name)
+        return _guard_stream(method, name, check)
     if inspect.iscoroutinefunction(method):
-        return _guard_reply(method, name)
+        return _guard_reply(method, name, check)
     return method  # generated code's answer for a method that the servicer does not have: UNIMPLEMENTED
 
 
-def _guard_reply(method: Method, name: str) -> Method:
+def _guard_reply(method: Method, name: str, check: Check) -> Method:
     async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
         try:
+            check(name, context.invocation_metadata() or (), context.peer())
             return await method(request, context)
         except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
             await _abort(context, error, name)
@@ -110,9 +121,10 @@ def _guard_reply(method: Method, name: str) -> Method:
     return guarded
 
 
-def _guard_stream(method: Method, name: str) -> Method:
+def _guard_stream(method: Method, name: str, check: Check) -> Method:
     async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
         try:
+            check(name, context.invocation_metadata() or (), context.peer())
             async with aclosing(method(request, context)) as replies:
                 async for reply in replies:
                     yield reply

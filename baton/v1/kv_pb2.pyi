@@ -33,6 +33,7 @@ class ReserveRequest(_message.Message):
     PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILLS_LOCALLY_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     num_tokens: _builtins.int
@@ -48,6 +49,10 @@ class ReserveRequest(_message.Message):
     prefills_locally: _builtins.bool
     """Nobody pushes: the lease is complete, without first tokens, once those blocks are copied, and its stream computes the
     KV of all other tokens. The last token is never among the present ones. A receiver that has no blocks refuses.
+    """
+    number: _builtins.int
+    """By which AbortRequest may name this Reserve: unique over all lives of the caller. The same number again gets the same
+    lease. Unset: none.
     """
     @_builtins.property
     def prefix_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -68,10 +73,11 @@ class ReserveRequest(_message.Message):
         prefix_blocks: _abc.Iterable[_builtins.str] | None = ...,
         block_tokens: _builtins.int = ...,
         prefills_locally: _builtins.bool = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "num_choices", b"num_choices"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "attempt", b"attempt", "block_tokens", b"block_tokens", "capacity_tokens", b"capacity_tokens", "layout_fingerprint", b"layout_fingerprint", "num_choices", b"num_choices", "num_tokens", b"num_tokens", "prefills_locally", b"prefills_locally", "prefix_blocks", b"prefix_blocks", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices", "attempt", b"attempt", "block_tokens", b"block_tokens", "capacity_tokens", b"capacity_tokens", "layout_fingerprint", b"layout_fingerprint", "num_choices", b"num_choices", "num_tokens", b"num_tokens", "number", b"number", "prefills_locally", b"prefills_locally", "prefix_blocks", b"prefix_blocks", "request_id", b"request_id", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_choices: _TypeAlias = _typing.Literal["num_choices"]  # noqa: Y015
     _WhichOneofArgType__num_choices: _TypeAlias = _typing.Literal["_num_choices", b"_num_choices"]  # noqa: Y015
@@ -254,16 +260,20 @@ class AbortRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASE_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """In place of the lease: ReserveRequest.number. The lease that it was granted ends; if it comes later, it is refused."""
     @_builtins.property
     def lease(self) -> _common_pb2.LeaseRef: ...
     def __init__(
         self,
         *,
         lease: _common_pb2.LeaseRef | None = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease", b"lease", "number", b"number"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

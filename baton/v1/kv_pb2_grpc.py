@@ -95,7 +95,8 @@ class KvReceiverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing.
+        """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by its number, a Reserve
+        whose answer was lost is undone, also one that has not come yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,7 +43,9 @@ class KvReceiverStub:
     Commit: _grpc.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]
     """Completes the lease with each choice's first token. Waits until every byte is in, or fails."""
     Abort: _grpc.UnaryUnaryMultiCallable[_kv_pb2.AbortRequest, _kv_pb2.AbortReply]
-    """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing."""
+    """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by its number, a Reserve
+    whose answer was lost is undone, also one that has not come yet.
+    """
 
 @_typing.type_check_only
 class KvReceiverAsyncStub(KvReceiverStub):
@@ -59,7 +61,9 @@ class KvReceiverAsyncStub(KvReceiverStub):
     Commit: _aio.UnaryUnaryMultiCallable[_kv_pb2.CommitRequest, _kv_pb2.CommitReply]  # type: ignore[assignment]
     """Completes the lease with each choice's first token. Waits until every byte is in, or fails."""
     Abort: _aio.UnaryUnaryMultiCallable[_kv_pb2.AbortRequest, _kv_pb2.AbortReply]  # type: ignore[assignment]
-    """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing."""
+    """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by its number, a Reserve
+    whose answer was lost is undone, also one that has not come yet.
+    """
 
 class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -102,6 +106,8 @@ class KvReceiverServicer(metaclass=_abc_1.ABCMeta):
         request: _kv_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kv_pb2.AbortReply, _abc.Awaitable[_kv_pb2.AbortReply]]:
-        """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing."""
+        """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by its number, a Reserve
+        whose answer was lost is undone, also one that has not come yet.
+        """
 
 def add_KvReceiverServicer_to_server(servicer: KvReceiverServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/planning.proto\x12\x08\x62\x61ton.v1\"\x17\n\x15GetCalibrationRequest\",\n\x15UseCalibrationRequest\x12\x13\n\x0b\x63\x61libration\x18\x01 \x01(\t\"_\n\x10\x43\x61librationInUse\x12\x13\n\x0b\x63\x61libration\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0bis_measured\x18\x03 \x01(\x08\x12\x0c\n\x04path\x18\x04 \x01(\t\"\x15\n\x13GetStepTimesRequest\")\n\x13UseStepTimesRequest\x12\x12\n\nstep_times\x18\x01 \x01(\t\"\\\n\x0eStepTimesInUse\x12\x12\n\nstep_times\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0bis_measured\x18\x03 \x01(\x08\x12\x0c\n\x04path\x18\x04 \x01(\t2\xba\x02\n\x08Planning\x12M\n\x0eGetCalibration\x12\x1f.baton.v1.GetCalibrationRequest\x1a\x1a.baton.v1.CalibrationInUse\x12M\n\x0eUseCalibration\x12\x1f.baton.v1.UseCalibrationRequest\x1a\x1a.baton.v1.CalibrationInUse\x12G\n\x0cGetStepTimes\x12\x1d.baton.v1.GetStepTimesRequest\x1a\x18.baton.v1.StepTimesInUse\x12G\n\x0cUseStepTimes\x12\x1d.baton.v1.UseStepTimesRequest\x1a\x18.baton.v1.StepTimesInUseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x62\x61ton/v1/planning.proto\x12\x08\x62\x61ton.v1\"\x17\n\x15GetCalibrationRequest\";\n\x15UseCalibrationRequest\x12\x13\n\x0b\x63\x61libration\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"_\n\x10\x43\x61librationInUse\x12\x13\n\x0b\x63\x61libration\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0bis_measured\x18\x03 \x01(\x08\x12\x0c\n\x04path\x18\x04 \x01(\t\"\x15\n\x13GetStepTimesRequest\"8\n\x13UseStepTimesRequest\x12\x12\n\nstep_times\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\\\n\x0eStepTimesInUse\x12\x12\n\nstep_times\x18\x01 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x02 \x01(\t\x12\x13\n\x0bis_measured\x18\x03 \x01(\x08\x12\x0c\n\x04path\x18\x04 \x01(\t2\xba\x02\n\x08Planning\x12M\n\x0eGetCalibration\x12\x1f.baton.v1.GetCalibrationRequest\x1a\x1a.baton.v1.CalibrationInUse\x12M\n\x0eUseCalibration\x12\x1f.baton.v1.UseCalibrationRequest\x1a\x1a.baton.v1.CalibrationInUse\x12G\n\x0cGetStepTimes\x12\x1d.baton.v1.GetStepTimesRequest\x1a\x18.baton.v1.StepTimesInUse\x12G\n\x0cUseStepTimes\x12\x1d.baton.v1.UseStepTimesRequest\x1a\x18.baton.v1.StepTimesInUseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,15 +34,15 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCALIBRATIONREQUEST']._serialized_start=37
   _globals['_GETCALIBRATIONREQUEST']._serialized_end=60
   _globals['_USECALIBRATIONREQUEST']._serialized_start=62
-  _globals['_USECALIBRATIONREQUEST']._serialized_end=106
-  _globals['_CALIBRATIONINUSE']._serialized_start=108
-  _globals['_CALIBRATIONINUSE']._serialized_end=203
-  _globals['_GETSTEPTIMESREQUEST']._serialized_start=205
-  _globals['_GETSTEPTIMESREQUEST']._serialized_end=226
-  _globals['_USESTEPTIMESREQUEST']._serialized_start=228
-  _globals['_USESTEPTIMESREQUEST']._serialized_end=269
-  _globals['_STEPTIMESINUSE']._serialized_start=271
-  _globals['_STEPTIMESINUSE']._serialized_end=363
-  _globals['_PLANNING']._serialized_start=366
-  _globals['_PLANNING']._serialized_end=680
+  _globals['_USECALIBRATIONREQUEST']._serialized_end=121
+  _globals['_CALIBRATIONINUSE']._serialized_start=123
+  _globals['_CALIBRATIONINUSE']._serialized_end=218
+  _globals['_GETSTEPTIMESREQUEST']._serialized_start=220
+  _globals['_GETSTEPTIMESREQUEST']._serialized_end=241
+  _globals['_USESTEPTIMESREQUEST']._serialized_start=243
+  _globals['_USESTEPTIMESREQUEST']._serialized_end=299
+  _globals['_STEPTIMESINUSE']._serialized_start=301
+  _globals['_STEPTIMESINUSE']._serialized_end=393
+  _globals['_PLANNING']._serialized_start=396
+  _globals['_PLANNING']._serialized_end=710
 # @@protoc_insertion_point(module_scope)

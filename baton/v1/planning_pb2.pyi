@@ -38,16 +38,20 @@ class UseCalibrationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALIBRATION_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     calibration: _builtins.str
     """The text of a baton-calibration file."""
+    force: _builtins.bool
+    """However far it is from the one in force."""
     def __init__(
         self,
         *,
         calibration: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "force", b"force"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -104,16 +108,20 @@ class UseStepTimesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STEP_TIMES_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     step_times: _builtins.str
     """The text of a baton-step-times file."""
+    force: _builtins.bool
+    """However far they are from those in force."""
     def __init__(
         self,
         *,
         step_times: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["step_times", b"step_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "step_times", b"step_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

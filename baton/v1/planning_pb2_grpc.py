@@ -67,7 +67,7 @@ class PlanningServicer:
 
     def UseCalibration(self, request, context):
         """Predicts by this one from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT when it is of
-        another model or hardware.
+        another model or hardware, or predicts many times as much, or as little, as the one in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,7 @@ class PlanningStub:
     GetCalibration: _grpc.UnaryUnaryMultiCallable[_planning_pb2.GetCalibrationRequest, _planning_pb2.CalibrationInUse]
     UseCalibration: _grpc.UnaryUnaryMultiCallable[_planning_pb2.UseCalibrationRequest, _planning_pb2.CalibrationInUse]
     """Predicts by this one from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT when it is of
-    another model or hardware.
+    another model or hardware, or predicts many times as much, or as little, as the one in force.
     """
     GetStepTimes: _grpc.UnaryUnaryMultiCallable[_planning_pb2.GetStepTimesRequest, _planning_pb2.StepTimesInUse]
     UseStepTimes: _grpc.UnaryUnaryMultiCallable[_planning_pb2.UseStepTimesRequest, _planning_pb2.StepTimesInUse]
@@ -48,7 +48,7 @@ class PlanningAsyncStub(PlanningStub):
     GetCalibration: _aio.UnaryUnaryMultiCallable[_planning_pb2.GetCalibrationRequest, _planning_pb2.CalibrationInUse]  # type: ignore[assignment]
     UseCalibration: _aio.UnaryUnaryMultiCallable[_planning_pb2.UseCalibrationRequest, _planning_pb2.CalibrationInUse]  # type: ignore[assignment]
     """Predicts by this one from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT when it is of
-    another model or hardware.
+    another model or hardware, or predicts many times as much, or as little, as the one in force.
     """
     GetStepTimes: _aio.UnaryUnaryMultiCallable[_planning_pb2.GetStepTimesRequest, _planning_pb2.StepTimesInUse]  # type: ignore[assignment]
     UseStepTimes: _aio.UnaryUnaryMultiCallable[_planning_pb2.UseStepTimesRequest, _planning_pb2.StepTimesInUse]  # type: ignore[assignment]
@@ -69,7 +69,7 @@ class PlanningServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_planning_pb2.CalibrationInUse, _abc.Awaitable[_planning_pb2.CalibrationInUse]]:
         """Predicts by this one from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT when it is of
-        another model or hardware.
+        another model or hardware, or predicts many times as much, or as little, as the one in force.
         """
 
     @_abc_1.abstractmethod

@@ -79,15 +79,15 @@ FIELDS = {
 SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
 CONFIGURATION = "--config --set"
 COMMANDS = {
-    "calibrate": "name --anyway --batches --checks --contexts --dry-run --generate --lengths --output --repeats"
-    " --target",
+    "calibrate": "name --anyway --api-key-env --batches --checks --contexts --dry-run --force --generate --lengths"
+    " --output --repeats --target",
     "chaos": "--blows --cache --log --model --requests --seed --seeds",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
-    "drain": "group name --keep --target --timeout --undo",
+    "drain": "group name --api-key-env --keep --target --timeout --undo",
     "evaluate": "model --alpha --budget --cache --context --dtype --json --mass --needles --plot --policies --pool"
     " --quantization --rows --selection --steps --text --threads",
-    "gateway": "--cache --grace --host --model --orchestrator --port",
+    "gateway": "--api-key-env --cache --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
@@ -96,11 +96,11 @@ COMMANDS = {
     " --threads --weights",
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
     " --most-share --output --quantization --ratios --reach --rows --steps --text --threads",
-    "reload": "name --group --model --target --timeout",
+    "reload": "name --api-key-env --group --model --target --timeout",
     "serve": f"--address {CONFIGURATION}",
     "simulate": "--attention-tflop-s --cached --calibration --contexts --hardware --linear-tflop-s --link-gb-s"
     " --link-us --model --plot --protocol --push-gb-s --ranks --shape",
-    "status": "name",
+    "status": "name --api-key-env",
     "stop": "name",
 }
 """Each command's arguments and options."""

@@ -191,9 +191,31 @@ def test_a_mistake_about_tenants_is_one_line_that_shows_no_key(assignment: str, 
     assert "\n" not in str(caught.value) and "s3cret" not in str(caught.value)
 
 
+def test_operators_have_keys_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPERATOR_KEY", "o-1")
+    config = load_config(None, [f'orchestrator.operator_keys=["env:OPERATOR_KEY", "sha256:{hash_key("o-2")}"]'])
+    tenants = config.orchestrator.tenancy()
+    assert [tenants.is_operator((("x-api-key", key),)) for key in ("o-1", "o-2")] == [True, True]
+    assert "o-1" not in format_config(config)
+
+
+def test_models_are_found_beside_the_served_one_unless_folders_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Path("/models/one")
+    section = load_config(None).orchestrator
+    assert section.folders_of_models(served, Path("/cache")) == (Path("/models"), Path("/cache"))
+    assert section.folders_of_models(served, Path("/models")) == (Path("/models"),)
+    assert section.folders_of_models(Path("/model"), Path("/cache")) == (Path("/model"), Path("/cache"))
+    monkeypatch.chdir(tmp_path)
+    named = load_config(None, ['orchestrator.model_folders=["/a", "b"]']).orchestrator
+    assert named.folders_of_models(served, Path("/cache")) == (Path("/a"), tmp_path / "b")
+
+
 def test_the_documented_tenants_are_a_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (ROOT / "docs" / "tenants.md").read_text()
     monkeypatch.setenv("ACME_KEY", "k-1")
+    monkeypatch.setenv("OPERATOR_KEY", "o-1")
     path = tmp_path / "cluster.toml"
     path.write_text(page.split("```toml")[1].split("```")[0])
     tenants = load_config(path).orchestrator.tenancy()

@@ -22,3 +22,10 @@ def test_bounds_and_tenants_reach_the_orchestrator() -> None:
     assert limits.max_queued == 7
     assert limits.tenants.of((("baton-tenant", "acme"),)) == Tenant("acme", max_running=3)
     assert limits.tenants.of((("x-api-key", "k-1"),)).name == "keyed"
+
+
+def test_operators_keys_and_folders_of_models_reach_the_orchestrator() -> None:
+    assignments = [f'orchestrator.operator_keys=["sha256:{hash_key("o-1")}"]', "model.cache=/cache"]
+    limits = OrchestratorPlan(load_config(None, assignments), Path("/models/one"), MODEL, ()).limits
+    assert limits.tenants.is_operator((("x-api-key", "o-1"),))
+    assert limits.model_folders == (Path("/models"), Path("/cache"))

@@ -1,10 +1,14 @@
 """A leak is what was unknown all the time, for over two seconds; where the workers are real: tests/system."""
 
 import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
 
 from baton.clock import SystemClock
-from orchestrator.census import LEAK_S, Census, Excess
-from orchestrator.clients import Clients
+from orchestrator.census import LEAK_S, Census, Excess, Leaks
+from orchestrator.clients import Clients, WorkerClient
 from orchestrator.membership import ClusterView, GenerationGroup, Members
 
 
@@ -52,6 +56,26 @@ def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
     assert excess.num_leaked == 0
 
 
+def watched(leaks: Leaks, unknown: int, leased: int, over_s: float) -> int:
+    """What is leaked when that much was unknown, and leased, for so long."""
+    for step in range(round(2 * over_s) + 1):
+        leaks.observe(step / 2, unknown, leased)
+    return leaks.num_leaked
+
+
+def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
+    assert watched(Leaks(30.0), 1, 1, over_s=31.5) == 0
+    assert watched(Leaks(30.0), 1, 1, over_s=32.0) == 1
+    assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
+
+
+def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
+    leaks = Leaks(1.0)
+    assert watched(leaks, 1, 0, over_s=LEAK_S) == 1
+    leaks.forget()
+    assert leaks.num_leaked == 0
+
+
 async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question() -> None:
     connected, gone = asyncio.Event(), asyncio.Event()
 
@@ -73,3 +97,33 @@ async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question(
         await asking
         await clients.prune(())
     assert census.groups() == ()
+
+
+class FailingClients(Clients):
+    """Connections whose first use fails as nobody foresaw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_uses = 0
+        self.used_again = asyncio.Event()
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        self.num_uses += 1
+        if self.num_uses == 1:
+            raise OSError(24, "Too many open files")
+        self.used_again.set()
+        with super().use(endpoint) as client:
+            yield client
+
+
+async def test_a_failure_that_nobody_foresaw_ends_no_census(caplog: pytest.LogCaptureFixture) -> None:
+    members, clients = Members(), FailingClients()
+    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 4, 100),)))
+    counting = asyncio.create_task(Census(members, clients, SystemClock()).run(0.01))
+    await asyncio.wait_for(clients.used_again.wait(), 10)
+    counting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await counting
+    await clients.prune(())
+    assert "Too many open files" in caplog.text

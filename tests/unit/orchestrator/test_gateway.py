@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -14,13 +15,21 @@ from baton.errors import (
     ConfigError,
     InvalidArgumentError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
 )
+from baton.requests import call_metadata
+from baton.results import ModelInfo
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from orchestrator.config import OrchestratorConfig
+from orchestrator.frontend import OrchestratorServer
 from orchestrator.gateway import SERVICE, Gateway, ask_model
+from orchestrator.membership import Members
+from orchestrator.tenants import Tenant, Tenants, hash_key
 from tests.support.eventually import eventually
+from tests.support.planners import linear_planner
 from tests.support.scripted_orchestrator import MODEL, STATE, Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.tiny_tokenizer import ids_of, write_letters
 from tests.support.tokenizers import CHAT_TEMPLATE
@@ -100,6 +109,48 @@ async def test_who_asks_is_passed_on(tokenizer: Tokenizer) -> None:
         "one",
         "thing",
     )
+
+
+@pytest.mark.parametrize("method", ["Admin/Drain", "Admin/Undrain", "Planning/UseCalibration", "Planning/GetStepTimes"])
+async def test_nothing_of_operators_is_passed_on(tokenizer: Tokenizer, method: str) -> None:
+    """The orchestrator hears a gateway of its own machine, whoever its client is."""
+    async with (
+        serving(ScriptedOrchestrator()) as target,
+        gateway_of(target, tokenizer) as gateway,
+        make_channel(f"{HOST}:{gateway.port}") as channel,
+    ):
+        ask: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(f"/baton.v1.{method}")
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(b"", metadata=(("authorization", "Bearer secret"),))
+    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tokenizer: Tokenizer) -> None:
+    """Over an orchestrator that answers nobody without a key."""
+    own = call_metadata("gateway-key", None)
+    tenants = [Tenant(name, key_hashes=(hash_key(f"{name}-key"),)) for name in ("gateway", "acme")]
+    config = OrchestratorConfig(tenants=Tenants(tenants, require_key=True))
+    model = ModelInfo("letters", 400, 64, "float32", False, "layout")
+    clock = SystemClock()
+    server = await OrchestratorServer.start(
+        *(Members(), tokenizer, model), clock=clock, host=HOST, config=config, planner=linear_planner()
+    )
+    try:
+        async with make_channel(f"{HOST}:{server.port}") as orchestrator:
+            with pytest.raises(UnauthenticatedError, match="the call has no API key"):
+                await ask_model(orchestrator, 10)
+            served = await ask_model(orchestrator, 10, own)
+            gateway = await Gateway.start(orchestrator, tokenizer, served, clock=clock, host=HOST, caller=own)
+            async with AsyncClient(f"{HOST}:{gateway.port}", reconnect=ONCE) as nobody:
+                for asked in (nobody.generate("Hi", max_tokens=1).collect(), nobody.cluster_state(), nobody.model()):
+                    with pytest.raises(UnauthenticatedError, match="the call has no API key"):
+                        await asked
+            async with AsyncClient(f"{HOST}:{gateway.port}", api_key="acme-key", reconnect=ONCE) as somebody:
+                assert (await somebody.cluster_state()).num_running == 0
+                assert (await somebody.model()).name == "letters"
+            await gateway.stop()
+    finally:
+        await server.stop()
 
 
 async def test_an_echo_is_the_very_prompt(tokenizer: Tokenizer) -> None:

@@ -123,14 +123,15 @@ async def test_health_follows_leaks() -> None:
 
 async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
     async with relay(config=OrchestratorConfig(lease_ttl_s=60.0)) as made:
-        lost = hidden_lease(made)
+        seats = made.groups[0].slots.occupy(4, 8)  # a row, which no lease explains
+        assert seats is not None
 
         async def num_leaked() -> int:
             return (await made.state()).groups[-1].num_leaked
 
         await eventually(num_leaked, lambda count: count == 1, within_s=10)
         assert await verdict(made) == SERVING
-        made.groups[0].slots.abort(lost.ref)
+        made.groups[0].slots.release(seats[0].ref)
         await made.until_empty(within_s=10)
 
 

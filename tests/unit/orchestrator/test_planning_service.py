@@ -88,6 +88,18 @@ async def test_one_of_another_model_or_machine_is_refused(
     assert planner.calibration is ASSUMED and not await asyncio.to_thread(path.exists)
 
 
+async def test_one_that_is_far_from_the_one_in_force_must_be_forced(
+    stub: "PlanningAsyncStub", planner: ChainPlanner, path: Path
+) -> None:
+    made = measured()
+    absurd = dataclasses.replace(made, cost=made.cost.times(1e6))
+    with pytest.raises(InvalidArgumentError, match="calibration: a prompt of 256 tokens .* measure again, or force it"):
+        await use(stub, dumps(absurd))
+    assert planner.calibration is ASSUMED and not await asyncio.to_thread(path.exists)
+    await stub.UseCalibration(pb.UseCalibrationRequest(calibration=dumps(absurd), force=True))
+    assert planner.calibration == absurd == load(path)
+
+
 async def test_one_that_cannot_be_kept_does_not_count(
     stub: "PlanningAsyncStub", planner: ChainPlanner, path: Path
 ) -> None:
@@ -149,6 +161,18 @@ async def test_step_times_are_shown_taken_and_kept_beside_the_calibration(
     reply = await use_steps(stub, step_times.dumps(table()))
     assert reply.is_measured and planner.steps == table() == step_times.load(kept)
     assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.calibration is ASSUMED
+
+
+async def test_step_times_that_are_far_from_those_in_force_must_be_forced(
+    stub: "PlanningAsyncStub", planner: ChainPlanner
+) -> None:
+    planner.use_steps(table())
+    slow = tabulate(STEPS, (1, 4), (64, 256), ((10.0, 20.0), (20.0, 50.0)))[0]
+    with pytest.raises(InvalidArgumentError, match="step_times: a step of 1 rows .* measure again, or force it"):
+        await use_steps(stub, step_times.dumps(slow))
+    assert planner.steps == table()
+    await stub.UseStepTimes(pb.UseStepTimesRequest(step_times=step_times.dumps(slow), force=True))
+    assert planner.steps == slow
 
 
 async def test_step_times_of_another_engine_are_refused(

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 
-from baton.errors import BatonError, ConfigError, InvalidArgumentError, UnauthenticatedError
+from baton.errors import (
+    BatonError,
+    ConfigError,
+    InvalidArgumentError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+)
 from orchestrator.tenants import Tenant, Tenants, hash_key
 
 ACME = Tenant("acme", weight=3.0, key_hashes=(hash_key("acme-1"), hash_key("acme-2")))
@@ -38,6 +44,34 @@ def test_a_trusted_name_is_taken_and_a_key_counts_more() -> None:
 def test_the_default_tenant_may_be_configured() -> None:
     limited = Tenant("default", max_running=2)
     assert Tenants((limited,)).of(()) is limited
+
+
+OPERATED = Tenants(TENANTS, operator_hashes=(hash_key("operator-1"), hash_key("operator-2")))
+
+
+def test_an_operator_is_known_by_a_key_and_asks_as_the_default_tenant() -> None:
+    for key in ("operator-1", "operator-2"):
+        assert OPERATED.is_operator((("x-api-key", key),))
+        assert OPERATED.of((("x-api-key", key),)).name == "default"
+    assert not OPERATED.is_operator(())
+    assert not Tenants((OPEN,)).is_operator((("authorization", "Bearer of-a-proxy"),))
+
+
+def test_no_other_key_is_an_operators() -> None:
+    with pytest.raises(PermissionDeniedError, match="the API key is tenant acme's"):
+        OPERATED.is_operator((("x-api-key", "acme-1"),))
+    with pytest.raises(UnauthenticatedError, match="the API key is unknown here"):
+        OPERATED.is_operator((("x-api-key", "operator-3"),))
+
+
+@pytest.mark.parametrize(
+    ("hashes", "text"),
+    [(("secret",), "operator_keys: use 64 hexadecimal"), ((hash_key("acme-2"),), "operator_keys: one is a tenant's")],
+)
+def test_bad_keys_of_operators_are_refused(hashes: tuple[str, ...], text: str) -> None:
+    with pytest.raises(ConfigError, match=text) as refused:
+        Tenants(TENANTS, operator_hashes=hashes)
+    assert "secret" not in str(refused.value)
 
 
 def test_keys_mean_nothing_where_nobody_has_one() -> None:

@@ -133,7 +133,12 @@ async def test_status_tells_epoch_layout_and_version(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("field_name", "value", "message"),
-    [("rank", 2, "rank = 2"), ("timeout_s", 0.0, "timeout_s"), ("store", "here", "store = 'here'")],
+    [
+        ("epoch", 2**48, f"epoch = {2**48} is out of range"),
+        ("rank", 2, "rank = 2"),
+        ("timeout_s", 0.0, "timeout_s"),
+        ("store", "here", "store = 'here'"),
+    ],
 )
 async def test_epoch_request_that_makes_no_sense(ranks: Ranks, field_name: str, value: object, message: str) -> None:
     request = prefill_pb2.StartEpochRequest(epoch=9, rank=0, num_ranks=2, store=f"{HOST}:1", timeout_s=1.0)

@@ -1,0 +1,85 @@
+"""Loops that must not end while their owner lives: supervision, heartbeats, and what else watches other processes.
+
+A turn of such a loop that fails is logged and reported, and the next one follows after a pause. On the owner's loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from baton.errors import BatonError
+
+logger = logging.getLogger(__name__)
+
+Report = Callable[[str], None]
+"""Takes one line for the user."""
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """How long a loop waits after turns that failed: twice as long after each further one in a row."""
+
+    first_s: float
+    most_s: float
+
+    def after(self, num_failures: int) -> float:
+        """Seconds to wait after so many failures in a row, at least one."""
+        return float(min(self.first_s * 2.0 ** min(num_failures - 1, 30), self.most_s))
+
+
+async def repeat(
+    what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None
+) -> NoReturn:
+    """Run `turn` again and again until this task is cancelled. A turn that raises is logged, with a traceback unless it
+    is a BatonError, reported in one line that names `what`, and followed by a pause."""
+    num_failures = 0
+    while True:
+        try:
+            await turn()
+            num_failures = 0
+            continue
+        except asyncio.CancelledError as error:
+            if _is_asked_to_end():
+                raise
+            failure: BaseException = error  # as grpc.aio raises it for a call whose channel was closed
+        except Exception as error:  # noqa: BLE001 - told below, with its traceback
+            failure = error
+        num_failures += 1
+        pause_s = pauses.after(num_failures)
+        tell_failure(f"{what} failed; it goes on in {pause_s:g} s", failure, report)
+        await asyncio.sleep(pause_s)
+
+
+def tell_failure(what: str, error: BaseException | None, report: Report | None = None) -> None:
+    """Log a failure as it is, with its traceback unless it is a BatonError, and report it in one line. Never raises."""
+    is_foreseen = isinstance(error, BatonError)
+    text = what if error is None else f"{what} ({describe(error)})"
+    logger.log(logging.WARNING if is_foreseen else logging.ERROR, "%s", text, exc_info=None if is_foreseen else error)
+    if report is None:
+        return
+    try:
+        report(text)
+    except Exception:
+        logger.exception("nobody could be told: %s", text)
+
+
+def describe(error: BaseException) -> str:
+    """Say in one line what a BatonError says, and of any other exception its class as well."""
+    return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
+
+
+def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[Any]], None]:
+    """Make a done-callback for a task that should not have ended: it logs and reports how the task did."""
+
+    def tell(task: asyncio.Task[Any]) -> None:
+        error = asyncio.CancelledError() if task.cancelled() else task.exception()
+        tell_failure(f"{what} has ended for good: restart the cluster", error, report)
+
+    return tell
+
+
+def _is_asked_to_end() -> bool:
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -1,0 +1,46 @@
+"""How far two sets of measurements are apart, by what is predicted from them: a check on what is to replace others.
+Pure."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from baton.errors import InvalidArgumentError
+from planning.calibration import Calibration
+from planning.cost_model import BATON
+from planning.step_times import StepTimes
+from planning.wavefront import chain_ttft
+
+MEASURED_FACTOR = 10.0
+"""By which predictions may differ from those of earlier measurements."""
+NOMINAL_FACTOR = 100.0
+"""By which they may differ from those of nominal rates, which no machine reaches."""
+_CHAINS = ((256,), (4096,), (2048, 2048))
+"""Chunks of chains whose time to first token is compared."""
+_STEPS = ((1, 256), (1, 4096), (16, 1024))
+"""(rows, tokens a row) of generation steps whose time is compared."""
+
+
+def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
+    """Raise InvalidArgumentError when predictions by `given` are many times as long, or as short, as those by `own`,
+    which are in force."""
+    most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
+    for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
+        if not old_s / most <= new_s <= old_s * most:
+            raise InvalidArgumentError(
+                f"{what}: {what_takes} would be predicted to take {new_s:.3g} s, now {old_s:.3g} s, more than {most:g} "
+                "times apart: measure again, or force it"
+            )
+
+
+def _names(of: Calibration | StepTimes) -> Iterable[str]:
+    if isinstance(of, Calibration):
+        return [f"a prompt of {sum(chunks)} tokens on {len(chunks)} ranks" for chunks in _CHAINS]
+    return [f"a step of {rows} rows with {context} tokens each" for rows, context in _STEPS]
+
+
+def _seconds(of: Calibration | StepTimes) -> Iterable[float]:
+    if isinstance(of, Calibration):
+        with np.errstate(over="ignore", invalid="ignore"):  # what is beyond all numbers is not close
+            return [float(chain_ttft(chunks, of.cost, BATON)) for chunks in _CHAINS]
+    return [of.step_s(rows, context) for rows, context in _STEPS]

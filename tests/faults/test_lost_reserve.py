@@ -1,0 +1,108 @@
+"""A Reserve whose answer is lost costs an attempt, and nothing else: no slot for a ttl, and no word of health."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import Lease
+from deploy.chaos_faults import Fault
+from deploy.chaos_network import FaultyNetwork
+from orchestrator.census import LEAK_S
+from orchestrator.config import OrchestratorConfig
+from tests.support.eventually import eventually
+from tests.support.fault_plans import PickedPlan
+from tests.support.generation import prompt
+from tests.support.orchestrators import Relay, relay
+from transport.kv_sink import ReserveSpec
+
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING = health_pb2.HealthCheckResponse.SERVING
+CONFIG = OrchestratorConfig(avoid_s=0.1, lease_ttl_s=30.0, disaggregation="always")
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@asynccontextmanager
+async def behind(plan: PickedPlan) -> AsyncIterator[Relay]:
+    """A relay whose generation group is behind a network that fails by the plan, and whose leaks count at once."""
+    network = FaultyNetwork(plan)
+    try:
+        async with relay(num_ranks=1) as made:
+            port = made.groups[0].port
+            await network.open(f"127.0.0.1:{port}")
+            made.fronts[port] = network.endpoint
+            await made.server.stop()
+            async with made.serving(CONFIG):
+                made.server.controller.overview._leaks_count_from_s = 0.0
+                yield made
+    finally:
+        await network.close()
+
+
+def hidden_lease(made: Relay) -> Lease:
+    """A slot that no request of the orchestrator knows of."""
+    return made.groups[0].slots.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=60.0))
+
+
+async def verdict(made: Relay) -> int:
+    stub = health_pb2_grpc.HealthStub(made.channel)
+    return int((await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))).status)
+
+
+async def verdicts(made: Relay, over_s: float) -> list[int]:
+    """What health says, each time that it says something new, over that time."""
+    stub, told = health_pb2_grpc.HealthStub(made.channel), []
+
+    async def listen() -> None:
+        async for said in stub.Watch(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator")):
+            told.append(int(said.status))
+
+    listening = asyncio.create_task(listen())
+    await asyncio.wait({listening}, timeout=over_s)
+    listening.cancel()
+    await asyncio.gather(listening, return_exceptions=True)
+    return told
+
+
+@pytest.mark.parametrize(
+    "faults", [{"Reserve": Fault.LOSE}, {"Reserve": Fault.LOSE, "Abort": Fault.REFUSE}, {"Reserve": Fault.TWICE}]
+)
+async def test_a_lost_answer_leaves_no_slot_and_health_says_serving(faults: dict[str, Fault]) -> None:
+    plan = PickedPlan(faults, 0.5)
+    async with behind(plan) as made:
+        await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
+        plan.is_on = True
+        listening = asyncio.create_task(verdicts(made, over_s=2 * LEAK_S))
+        answer = await made.ask(made.request(prompt(20), PARAMS))
+        assert answer.finished is not None
+        assert answer.finished.usage.num_attempts == (1 if faults["Reserve"] is Fault.TWICE else 2)
+        await made.until_empty(within_s=4)
+        assert plan.struck.total() == len(faults)
+        assert await listening == [SERVING]
+
+
+async def test_what_cannot_be_aborted_is_no_leak_before_its_ttl() -> None:
+    """A group that knows nothing of numbers, as an older one."""
+    async with behind(PickedPlan({}, 0.0)) as made:
+        await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
+        lease = hidden_lease(made)
+        told = await verdicts(made, over_s=2 * LEAK_S)
+        made.groups[0].slots.abort(lease.ref)
+        assert told == [SERVING]
+
+
+async def test_an_active_slot_of_nobody_ends_serving_within_three_seconds() -> None:
+    async with behind(PickedPlan({}, 0.0)) as made:
+        await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
+        table = made.groups[0].slots
+        seats = table.occupy(4, 8)
+        assert seats is not None
+        try:
+            await eventually(lambda: verdict(made), lambda status: status == NOT_SERVING, within_s=3)
+            assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
+        finally:
+            table.release(seats[0].ref)
