@@ -29,8 +29,7 @@ import torch
 from rich.console import Console
 
 from baton.garbage import collect_rarely
-from baton.kernel_choice import KernelChoice
-from baton.types import TokenRange
+from baton.types import KernelChoice, TokenRange
 from benchmarks.engine_rows import EngineRows, row_lengths
 from benchmarks.harness import (
     PAIRS,

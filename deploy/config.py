@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from orchestrator.config import DISAGGREGATION, Disaggregation, OrchestratorConfig
 
 DTYPES = ("bfloat16", "float32")

@@ -21,7 +21,7 @@ import grpc
 from baton.clock import Clock
 from baton.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.chain_links import ChainLinks
 from deploy.config import WorkerConfig

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from baton.errors import ConfigError
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.catalog import resolve_model
 from modeling.kernels import native
 from modeling.kernels.kept_choice import load_choice

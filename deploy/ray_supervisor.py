@@ -19,8 +19,8 @@ from ray.exceptions import RayError
 from baton.clock import SystemClock
 from baton.endless import tell_failure
 from baton.errors import BatonError
-from baton.kernel_choice import KernelChoice
 from baton.results import ModelInfo
+from baton.types import KernelChoice
 from deploy.chain_links import ChainLinks
 from deploy.cluster import Cluster
 from deploy.cluster_config import ClusterConfig

@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from deploy.cluster_config import ClusterConfig
 from deploy.cluster_record import ClusterRecord, kill_ray, load_record, process_start, require_reachable
 from deploy.config import prepare_ray_environment

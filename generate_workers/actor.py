@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.clock import SystemClock
 from baton.cores import give_way_to
 from baton.garbage import collect_rarely
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from generate_workers.engine import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.decoder import Decoder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.clock import SystemClock
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.decoder import Decoder
 from modeling.kernels.products import KERNELS
 from modeling.node_store import disk_place

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId, Stamp
-from baton.kernel_choice import KernelChoice
 from baton.proto_types import event_from_proto as event_from_proto
 from baton.proto_types import event_to_proto as event_to_proto
 from baton.proto_types import finish_from_proto as finish_from_proto
@@ -21,7 +20,7 @@ from baton.proto_types import range_to_proto as range_to_proto
 from baton.proto_types import sampled_from_proto as sampled_from_proto
 from baton.proto_types import sampled_to_proto as sampled_to_proto
 from baton.sampling_params import SamplingParams
-from baton.types import Lease, LeaseRef
+from baton.types import KernelChoice, Lease, LeaseRef
 from baton.v1 import common_pb2
 
 

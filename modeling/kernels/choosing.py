@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.kernels import native
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, TILES, WIDENED

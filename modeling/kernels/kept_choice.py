@@ -10,7 +10,7 @@ import logging
 import os
 from pathlib import Path
 
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.kernels import native
 from modeling.kernels.processor import processor_kind
 

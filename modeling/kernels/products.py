@@ -8,7 +8,7 @@ processor holds, and is measured first where none is (`modeling.kernels.kept_cho
 import threading
 from collections.abc import Iterable
 
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.kernels import native
 from modeling.kernels.kept_choice import load_or_measure
 from modeling.kernels.processor import processor_kind

@@ -10,7 +10,7 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chain_links import ChainLinks
 from deploy.cluster import Cluster

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.kernel_choice import KernelChoice
-from baton.types import TokenRange
+from baton.types import KernelChoice, TokenRange
 from modeling.decode_rows import DecodeRows
 from modeling.decoder import Decoder
 from modeling.fused_layers import fuse

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.kernels import choosing, kept_choice, native
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import TILES, WIDENED

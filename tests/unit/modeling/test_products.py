@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.kernel_choice import KernelChoice
+from baton.types import KernelChoice
 from modeling.kernels import native, products
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, WIDENED, ProcessKernels
