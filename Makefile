@@ -28,7 +28,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 demo: setup  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
-	$(BIN)/python -m deploy.demo tests/data/persuasion_2000.txt
+	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
 
 test: setup  ## every lane but soak
 	$(BIN)/python -m pytest tests

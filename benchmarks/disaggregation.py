@@ -23,13 +23,13 @@ from rich.console import Console
 
 from baton.clock import SystemClock
 from benchmarks.elastic import calibrate
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
-from benchmarks.mixed_load import Asked, ask, controlled, mixed, p99, streaming
-from benchmarks.open_loop import percentile
-from deploy.calibrations import local_planner
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from orchestrator.config import Disaggregation, OrchestratorConfig
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.mixed_load import Asked, ask, controlled, mixed, p99, streaming
+from benchmarks.support.open_loop import percentile
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
+from deploy.machine.calibrations import local_planner
+from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from planning.calibration import Calibration
 from planning.planner import ChainPlanner
 

@@ -24,19 +24,19 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
-from benchmarks.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
 from benchmarks.baselines.ranks import Ranks
-from benchmarks.calibrating import LENGTHS as CALIBRATED
-from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.calibrating import calibrated
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
-from benchmarks.rates import runnable
-from deploy.calibrations import nominal_calibration
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from orchestrator.config import OrchestratorConfig
+from benchmarks.support.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
+from benchmarks.support.calibrating import LENGTHS as CALIBRATED
+from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.support.calibrating import calibrated
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
+from benchmarks.support.rates import runnable
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
+from deploy.machine.calibrations import nominal_calibration
 from orchestrator.controller import Controller, GenerateSpec
-from orchestrator.lifecycle import Finished
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Finished
 from planning.calibration import Calibration
 from planning.planner import ChainPlanner
 

@@ -1,7 +1,7 @@
 """How many streams does one orchestrator carry, and what does it pay for each token that it passes on?
 
 The real server, over gRPC on both sides: generation groups that make tokens from a script, at a pace, without computing
-(benchmarks.gateway_engines), and clients that check each token (benchmarks.gateway_load), in processes of their own.
+(benchmarks.gateways.engines), and clients that check each token (benchmarks.gateways.load), in processes of their own.
 Prompts are text, which the server tokenizes; nothing is prefilled.
 
 `trace=paced`: all streams at once, each at a few tokens a second, so that the processor suffices for all three. Over a
@@ -27,12 +27,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.gateway_brain import Brain, brain
-from benchmarks.gateway_engines import HOST, Groups, engines
-from benchmarks.gateway_load import Seen, Streams, load
-from benchmarks.gateway_process import Child, Usage, child
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, resolve
-from benchmarks.open_loop import percentile
+from benchmarks.gateways.brain import Brain, brain
+from benchmarks.gateways.engines import HOST, Groups, engines
+from benchmarks.gateways.load import Seen, Streams, load
+from benchmarks.gateways.process import Child, Usage, child
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, resolve
+from benchmarks.support.open_loop import percentile
 
 TRACES = "paced,flood,burst"
 NUM_GROUPS = 8

@@ -32,16 +32,16 @@ from typing import Any, Protocol
 from rich.console import Console
 
 from baton.clock import SystemClock
-from benchmarks.arrivals import Arrival
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
-from benchmarks.interference_plot import draw
-from benchmarks.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
-from benchmarks.vllm_peer import VllmPeer
-from deploy.calibrations import local_planner
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig, WorkerConfig
+from benchmarks.plots.interference import draw
+from benchmarks.sides.vllm_peer import VllmPeer
+from benchmarks.support.arrivals import Arrival
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
+from deploy.config.worker import LocalConfig, WorkerConfig
+from deploy.groups.cluster import LocalCluster
+from deploy.machine.calibrations import local_planner
 from modeling.threads import use_cores
-from orchestrator.config import OrchestratorConfig
+from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 
 BAR = 1.5

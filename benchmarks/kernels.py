@@ -2,7 +2,7 @@
 
 Three sides, each a process of its own with the whole decoder, asked in turn: `panels` (linear layers in C++ at any
 number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
-`modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.engine_rows) on all
+`modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows) on all
 cores; a prefill is one forward of the decoder on one thread, as a rank's is.
 
 `--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows; with
@@ -28,10 +28,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.garbage import collect_rarely
+from baton.process.garbage import collect_rarely
 from baton.types import KernelChoice, TokenRange
-from benchmarks.engine_rows import EngineRows, row_lengths
-from benchmarks.harness import (
+from benchmarks.sides.engine_rows import EngineRows, row_lengths
+from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,
     Bars,
@@ -43,12 +43,12 @@ from benchmarks.harness import (
     random_prompt,
     resolve,
 )
-from generate_workers.engine import EngineConfig
-from modeling.decoder import Decoder
+from generate_workers.engine.core import EngineConfig
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
 from modeling.kernels.choosing import measure_choice
 from modeling.kernels.products import KERNELS
-from modeling.kv_buffers import BufferSpan, KvBuffer
-from modeling.weights import load_decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
 
 STEPS = "1x192,16x192,32x192,16x1024,8x4096"
 PREFILLS = "100,1200"

@@ -25,16 +25,16 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.sparse import find_source, text_ids
-from benchmarks.streams import Load, Measured, StreamTimes
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from deploy.local_relay import running_controller
-from modeling.selection_file import save_prepared
-from modeling.weights import load_decoder
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.streams import Load, Measured, StreamTimes
+from deploy.commands.local_relay import running_controller
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
+from modeling.checkpoints.weights import load_decoder
+from modeling.sparse.selection_file import save_prepared
 from orchestrator.controller import Controller, GenerateSpec
-from orchestrator.lifecycle import Finished
+from orchestrator.requests.record import Finished
 
 NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS = 8, 7500, 96
 QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT = 2, 512, 24

@@ -17,10 +17,10 @@ from benchmarks.baselines.pacing import Pace
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.baselines.schemes import SCHEMES
-from benchmarks.calibrating import LENGTHS as CALIBRATED
-from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.calibrating import at_pace, calibrated
-from benchmarks.harness import (
+from benchmarks.support.calibrating import LENGTHS as CALIBRATED
+from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.support.calibrating import at_pace, calibrated
+from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,
     Bars,
@@ -32,8 +32,8 @@ from benchmarks.harness import (
     random_prompt,
     resolve,
 )
-from benchmarks.rates import runnable
-from deploy.calibrations import nominal_calibration
+from benchmarks.support.rates import runnable
+from deploy.machine.calibrations import nominal_calibration
 from planning.cost_model import BATON, CostModel
 from planning.search import as_ranges, search
 

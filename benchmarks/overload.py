@@ -1,9 +1,9 @@
 """What does the server do with more than it can serve, and with one tenant that asks for far more than its part?
 
 A local relay (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
-at random times that wait for nobody (benchmarks.open_loop). Threads that compute are as many as the cores of the
-machine that the bars are for: with more, every one of them slows down when another has work, and no order of requests
-helps. How many a second can be served is measured first, by streams that ask again when they are served.
+at random times that wait for nobody (benchmarks.support.open_loop). Threads that compute are as many as the cores of
+the machine that the bars are for: with more, every one of them slows down when another has work, and no order of
+requests helps. How many a second can be served is measured first, by streams that ask again when they are served.
 
 `trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
 within the bound on waiting; with `policy=deadline` it is long, and each request has that bound as its deadline: for its
@@ -33,14 +33,14 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.clock import SystemClock
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
-from benchmarks.open_loop import Ask, Fate, Source, percentile, throughput
-from deploy.calibrations import local_planner
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from orchestrator.config import OrchestratorConfig
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
+from deploy.machine.calibrations import local_planner
 from orchestrator.controller import Controller
-from orchestrator.tenants import Tenant
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.tenants import Tenant
 from planning.planner import ChainPlanner
 
 FACTOR = 3.0

@@ -22,10 +22,10 @@ from rich.console import Console
 from baton.types import TokenRange
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Outcome, Ranks
-from benchmarks.calibrating import LENGTHS as CALIBRATED
-from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.calibrating import calibrated
-from benchmarks.harness import (
+from benchmarks.support.calibrating import LENGTHS as CALIBRATED
+from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.support.calibrating import calibrated
+from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,
     Bars,
@@ -37,8 +37,8 @@ from benchmarks.harness import (
     random_prompt,
     resolve,
 )
-from benchmarks.rates import RateProbe, runnable
-from deploy.calibrations import nominal_calibration
+from benchmarks.support.rates import RateProbe, runnable
+from deploy.machine.calibrations import nominal_calibration
 from planning.calibration import Calibration
 from planning.cost_model import BATON
 from planning.planner import ChainPlanner

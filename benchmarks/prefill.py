@@ -14,10 +14,10 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from deploy.local_relay import running_controller
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
+from deploy.commands.local_relay import running_controller
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 
 LENGTHS = "512,2048,6000"

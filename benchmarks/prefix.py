@@ -19,7 +19,7 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
-from benchmarks.harness import (
+from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,
     Bars,
@@ -31,12 +31,12 @@ from benchmarks.harness import (
     random_prompt,
     resolve,
 )
-from deploy.cluster import LocalCluster
-from deploy.config import LocalConfig
-from deploy.local_relay import running_controller
-from orchestrator.config import OrchestratorConfig
+from deploy.commands.local_relay import running_controller
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
-from orchestrator.lifecycle import Finished
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Finished
 
 SHARED_TOKENS = 4000
 QUICK_SHARED_TOKENS = 512

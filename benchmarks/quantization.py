@@ -15,10 +15,20 @@ from pathlib import Path
 import torch
 
 from baton.types import TokenRange
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, interleave, make_parser, progress, resolve
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
-from modeling.weights import load_decoder
+from benchmarks.support.harness import (
+    PAIRS,
+    QUICK_PAIRS,
+    Pairs,
+    Reporter,
+    case,
+    interleave,
+    make_parser,
+    progress,
+    resolve,
+)
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
 from text.tokenizer import Tokenizer
 
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"

@@ -22,12 +22,12 @@ import torch
 from rich.console import Console
 
 from baton.client import AsyncClient
-from benchmarks.engine_side import EngineSpec, engine_alone
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, progress, resolve
-from benchmarks.served_side import ServedSide
-from benchmarks.streams import Measured, Side, make_load
-from deploy.own_cluster import own_cluster, until_signal
-from generate_workers.engine import EngineConfig
+from benchmarks.sides.engine import EngineSpec, engine_alone
+from benchmarks.sides.served import ServedSide
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.streams import Measured, Side, make_load
+from deploy.commands.served_child import own_cluster, until_signal
+from generate_workers.engine.core import EngineConfig
 from modeling.threads import use_cores
 
 STREAMS = "1,4,16"

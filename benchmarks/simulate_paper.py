@@ -22,8 +22,8 @@ from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Kernel, Link
 from planning.fit import fit_prefill
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.peers import single, tsp
 from planning.search import search
+from planning.study.peers import single, tsp
 from planning.wavefront import chain_ttft
 
 TABLES = Path(__file__).parents[1] / "tests" / "data" / "kv_runahead_tables.json"

@@ -23,18 +23,18 @@ from baton.types import TokenRange
 from benchmarks.baselines.pacing import Pace
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Ranks
-from benchmarks.calibrating import LENGTHS as CALIBRATED
-from benchmarks.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.calibrating import at_pace, calibrated
-from benchmarks.crossings import crossing, disagreement, value_at
-from benchmarks.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
-from benchmarks.rates import runnable
-from benchmarks.slow_links_plot import Curve, draw
-from deploy.calibrations import nominal_calibration
+from benchmarks.plots.slow_links import Curve, draw
+from benchmarks.support.calibrating import LENGTHS as CALIBRATED
+from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.support.calibrating import at_pace, calibrated
+from benchmarks.support.crossings import crossing, disagreement, value_at
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
+from benchmarks.support.rates import runnable
+from deploy.machine.calibrations import nominal_calibration
 from planning.cost_model import BATON, CostModel, Link
 from planning.partition import EvenPartitioner
-from planning.peers import zigzag_ring
 from planning.search import as_ranges, search
+from planning.study.peers import zigzag_ring
 from planning.wavefront import chain_ttft
 
 LINKS = "200,100,50,20,10,5"

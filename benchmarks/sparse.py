@@ -23,17 +23,17 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from benchmarks.engine_rows import row_lengths
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from generate_workers.quality import Context, Passage, PassageRows, StepScore, prefill, shape_for
+from benchmarks.sides.engine_rows import row_lengths
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
+from deploy.quality.passages import Context, Passage, PassageRows, StepScore, prefill, shape_for
 from generate_workers.residency.policies import SelectionSource, make_residency
-from modeling.bases import BasisKind, fit_bases, sample_layers
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
-from modeling.selection import Selection
-from modeling.selection_file import PreparedSelection, prepared_path
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.kv.buffers import KvBuffer
+from modeling.sparse.bases import BasisKind, fit_bases, sample_layers
+from modeling.sparse.selection_file import PreparedSelection, prepared_path
 from modeling.threads import use_cores
-from modeling.weights import load_decoder
 from text.tokenizer import Tokenizer
 
 GRID = "16x4096,8x7500"

@@ -21,12 +21,12 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
-from benchmarks.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser
-from generate_workers.memory import KvMemory, MemoryLimits
+from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvShape
-from generate_workers.slots import SlotTable
-from modeling.kv_buffers import KvBuffer
+from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.table import SlotTable
+from modeling.kv.buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
 from transport.kv_receiver import KvReceiverServicer
 from transport.kv_sender import KvPushClient

@@ -5,21 +5,11 @@ import sys
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError, InvalidArgumentError
-from deploy import (
-    calibrate,
-    chaos,
-    drain,
-    evaluate,
-    gateway,
-    generate,
-    inspection,
-    local,
-    plan,
-    prepare,
-    reload,
-    serving,
-    simulate,
-)
+from deploy.calibration import prefill as calibrate
+from deploy.chaos import command as chaos
+from deploy.commands import drain, gateway, generate, inspection, local, reload, serving
+from deploy.forecasts import plan, simulate
+from deploy.quality import evaluate, prepare
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -23,17 +23,17 @@ from baton.proto_types import kv_ledger_to_proto
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
-from generate_workers.engine import EngineConfig, GenerationEngine, StepStats
-from generate_workers.machine_memory import make_memory
-from generate_workers.open_streams import OpenStream, OpenStreams
-from generate_workers.prefixes import GroupPrefixes
-from generate_workers.rows import GenerationRequest
-from generate_workers.shared_stream import Said, SharedStream
-from generate_workers.slots import SlotTable
-from modeling.decoder import Decoder
+from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.rows import GenerationRequest
+from generate_workers.prefixes.group import GroupPrefixes
+from generate_workers.slots.table import SlotTable
+from generate_workers.streams.open_streams import OpenStream, OpenStreams
+from generate_workers.streams.shared_call import Said, SharedStream
+from modeling.forward.decoder import Decoder
 from modeling.kernels.products import KERNELS
-from modeling.node_store import DiskPlace
-from modeling.prefix_store import PrefixStore
+from modeling.prefix_store.node import DiskPlace
+from modeling.prefix_store.store import PrefixStore
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
-from baton.cores import pin
+from baton.process.cores import pin
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
-    """Pins this process to `cores` (`baton.cores.pin`) and gives torch `num_threads` threads. Called once, before the
-    model is loaded."""
+    """Pins this process to `cores` (`baton.process.cores.pin`) and gives torch `num_threads` threads. Called once,
+    before the model is loaded."""
     pin(cores)
     torch.set_num_threads(num_threads)

@@ -25,19 +25,19 @@ from baton.ids import RequestId
 from baton.results import ClusterState
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Priority, TokenEvent
-from orchestrator.admission import Admission, Demand, Entry
-from orchestrator.breakers import Breakers, RetryBudget, tells_of_the_group
-from orchestrator.census import Census
-from orchestrator.clients import Clients, StepSample
-from orchestrator.config import OrchestratorConfig
-from orchestrator.dispatch import Dispatcher
-from orchestrator.following import Emit
-from orchestrator.forecast import ChainForecast
-from orchestrator.lifecycle import Event, Finished, RequestMove, RequestRecord, Started
-from orchestrator.membership import Members
-from orchestrator.metrics import Metrics
-from orchestrator.overview import Overview
-from orchestrator.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.admission.forecast import ChainForecast
+from orchestrator.admission.gate import Admission, Demand, Entry
+from orchestrator.dispatch.attempt import Dispatcher
+from orchestrator.dispatch.streaming import Emit
+from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
+from orchestrator.membership.members import Members
+from orchestrator.observability.metrics import Metrics
+from orchestrator.observability.state import Overview
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
+from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.workers.census import Census
+from orchestrator.workers.client import Clients, StepSample
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,9 @@ from torch import Tensor
 
 from baton.clock import Clock
 from baton.types import SampledToken
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
-from modeling.sampling import SamplerState, sample
+from modeling.forward.decoder import Decoder
+from modeling.forward.sampling import SamplerState, sample
+from modeling.kv.buffers import BufferSpan, KvBuffer
 from prefill_workers.job import Job, JobReport, KvOutlet, TimeSpan
 from prefill_workers.relay import Relay
 

@@ -30,8 +30,8 @@ from baton.errors import (
 )
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import OUT_OF_MEMORY, KvBuffer, LayerBuffers, MakeBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, LayerBuffers, MakeBuffer
 from prefill_workers.chain import ChainJob
 from prefill_workers.epoch import EpochLife, Tally
 from prefill_workers.job import Job, JobReport, KvOutlet

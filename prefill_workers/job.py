@@ -14,7 +14,7 @@ from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
-from modeling.kv_buffers import KvBuffer
+from modeling.kv.buffers import KvBuffer
 
 
 @dataclass(frozen=True)

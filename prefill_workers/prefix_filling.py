@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from baton.errors import BatonError
 from baton.types import TokenRange
-from modeling.prefix_store import Filled, PrefixStore, Room
+from modeling.prefix_store.store import Filled, PrefixStore, Room
 
 logger = logging.getLogger(__name__)
 

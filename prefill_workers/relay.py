@@ -28,7 +28,7 @@ from baton.clock import Clock
 from baton.errors import ChainError
 from baton.ids import Rank
 from baton.types import TokenRange
-from modeling.kv_buffers import OUT_OF_MEMORY, KvBuffer, KvRows, LayerBuffers, byte_view
+from modeling.kv.buffers import OUT_OF_MEMORY, KvBuffer, KvRows, LayerBuffers, byte_view
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus
 

@@ -7,7 +7,8 @@ has come: no rank stands idle while any job can go on, submissions may arrive in
 cycle of waits can form, for a job waits only for lower ranks, and messages are sent without waiting.
 
 Dues bind no one and may have passed. What keeps long jobs from waiting for ever is that dues grow with the time of day:
-who is due later comes later (`orchestrator.widths` says how they are given out, and bounds how many overtake).
+who is due later comes later (`orchestrator.placement.chain_width` says how they are given out, and bounds how many
+overtake).
 
 Step 4 of a request's way (DESIGN.md, section 4). Pure; whoever owns one guards it.
 """

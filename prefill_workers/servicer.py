@@ -18,11 +18,11 @@ from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, Tra
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
-from modeling.decoder import Decoder
+from modeling.forward.decoder import Decoder
 from modeling.kernels.products import KERNELS
-from modeling.kv_buffers import KvBuffer
-from modeling.node_store import DiskPlace, NodeStore
-from modeling.prefix_store import Filled, Holdings, PrefixStore
+from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.node import DiskPlace, NodeStore
+from modeling.prefix_store.store import Filled, Holdings, PrefixStore
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine

@@ -22,9 +22,9 @@ from benchmarks.baselines.link_probe import LinkProbe, MessageSizes, Points
 from benchmarks.baselines.paced import PacedGroup, Pacer, paced
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES, Group
-from benchmarks.rates import KERNELS, RateProbe
+from benchmarks.support.rates import KERNELS, RateProbe
+from modeling.checkpoints.weights import load_decoder
 from modeling.threads import use_cores
-from modeling.weights import load_decoder
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, Links

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from benchmarks.baselines.link_probe import MessageSizes, Points, medians
 from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.rank_process import HOST, WAIT_S, Answer, Command, RankSpec, Reply, Task, run_rank
-from benchmarks.rates import RateProbe
+from benchmarks.support.rates import RateProbe
 
 _END_S = 10.0
 

@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from modeling.attention import Attention
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvRows
+from modeling.forward.attention import Attention
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvRows
 
 _FOREVER = timedelta(hours=1)
 _TAG = 0

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from baton.ids import SlotId
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
-from modeling.decoder import SequenceSpan
-from modeling.kv_buffers import BufferSpan
+from modeling.forward.decoder import SequenceSpan
+from modeling.kv.buffers import BufferSpan
 
 
 @dataclass(frozen=True)

@@ -23,10 +23,10 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.host_link import HostLink
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
-from modeling.decoder import SequenceSpan
-from modeling.kv_buffers import BufferSpan, KvBuffer, KvPlace, KvRows
-from modeling.kv_memory import RowMemory
-from modeling.selection import Picks
+from modeling.forward.decoder import SequenceSpan
+from modeling.forward.selection import Picks
+from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
+from modeling.kv.memory import RowMemory
 
 _NUM_AREAS = 2
 

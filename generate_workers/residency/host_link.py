@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modeling.kv_buffers import byte_view
+from modeling.kv.buffers import byte_view
 
 Copies = Sequence[tuple[Tensor, Tensor]]
 """`(to, from)` pairs, contiguous and of equal shape and dtype."""

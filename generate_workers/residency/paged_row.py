@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 from baton.types import KvLayout, TokenRange
-from modeling.kv_buffers import KvBuffer
-from modeling.kv_memory import RowMemory
+from modeling.kv.buffers import KvBuffer
+from modeling.kv.memory import RowMemory
 
 MakeMemory = Callable[[KvLayout, int], RowMemory]
 """Memory for one row of a layout, up to a number of tokens. Raises what is in OUT_OF_MEMORY."""

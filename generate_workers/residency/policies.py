@@ -9,25 +9,25 @@ import torch
 from baton.errors import ConfigError
 from baton.types import KvLayout
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.h2o import H2oResidency
-from generate_workers.residency.heavy_hitters import HeavyBudget
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.host_link import HostLink
-from generate_workers.residency.infinigen import InfinigenResidency
-from generate_workers.residency.infinigen_int4 import InfinigenInt4Residency
-from generate_workers.residency.int4 import make_int4
-from generate_workers.residency.oracle import OracleResidency
-from generate_workers.residency.pool import PoolSize
-from generate_workers.residency.pooled import PooledResidency
+from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
+from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.selective import require_selective
-from generate_workers.residency.window import WindowResidency
-from modeling.bases import NUM_WHOLE_LAYERS
-from modeling.decoder import Decoder
+from generate_workers.residency.sparse.h2o import H2oResidency
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
+from generate_workers.residency.sparse.infinigen import InfinigenResidency
+from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
+from generate_workers.residency.sparse.oracle import OracleResidency
+from generate_workers.residency.sparse.pool import PoolSize
+from generate_workers.residency.sparse.selective import require_selective
+from generate_workers.residency.sparse.window import WindowResidency
+from modeling.forward.decoder import Decoder
 from modeling.kernels import native
-from modeling.kv_buffers import OUT_OF_MEMORY
-from modeling.kv_memory import PagedMemory, RowMemory, TensorMemory
-from modeling.selection_file import PreparedSelection, load_prepared, prepared_path
+from modeling.kv.buffers import OUT_OF_MEMORY
+from modeling.kv.memory import PagedMemory, RowMemory, TensorMemory
+from modeling.sparse.bases import NUM_WHOLE_LAYERS
+from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import LayerTurns, SequenceSpan
+from modeling.forward.decoder import LayerTurns, SequenceSpan
 
 StepRows = Sequence[tuple[SlotId, TokenRange]]
 """The slots of one forward, each with its new tokens; all earlier ones are there."""

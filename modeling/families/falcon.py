@@ -11,15 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from modeling.checkpoint import Checkpoint
-from modeling.decoder import DecoderWeights
+from modeling.families.checkpoint import Checkpoint
 from modeling.families.family import load_head, load_layer_norm, load_linear, load_parameters, make_ends, seal
 from modeling.families.fields import Fields, read_rope
-from modeling.layers import ACTIVATIONS, Layer, Parallel, PlainMlp, Sequential
-from modeling.linear import make_linear
-from modeling.model_config import ModelConfig
-from modeling.norms import LayerNorm, unchanged
-from modeling.rope import RotaryTable
+from modeling.forward.decoder import DecoderWeights
+from modeling.forward.layers import ACTIVATIONS, Layer, Parallel, PlainMlp, Sequential
+from modeling.forward.linear import make_linear
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import LayerNorm, unchanged
+from modeling.forward.rope import RotaryTable
 
 _DEFAULT_EPS = 1e-5
 _DEFAULT_CONTEXT = 2048

@@ -1,7 +1,8 @@
 """What a family gives, and what families' loaders share.
 
-A family joins in three steps: a module here whose class reads a config (`Fields`) and composes `modeling.layers` from a
-`Checkpoint`; a line in `modeling.config`'s table; tiny models in the golden tests. The decoder hears nothing of it.
+A family joins in three steps: a module here whose class reads a config (`Fields`) and composes
+`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; tiny models in the
+golden tests. The decoder hears nothing of it.
 """
 
 import dataclasses
@@ -10,11 +11,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from modeling.checkpoint import Checkpoint
-from modeling.decoder import DecoderWeights
-from modeling.linear import Linear, TorchLinear, make_linear
-from modeling.model_config import ModelConfig
-from modeling.norms import LayerNorm
+from modeling.families.checkpoint import Checkpoint
+from modeling.forward.decoder import DecoderWeights
+from modeling.forward.linear import Linear, TorchLinear, make_linear
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import LayerNorm
 
 HEAD = "lm_head.weight"
 """The output head's name in every family, where it is not tied."""

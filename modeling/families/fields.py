@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 from baton.errors import ModelError
-from modeling.model_config import RopeScaling
+from modeling.forward.model_config import RopeScaling
 
 _DEFAULT_THETA = 10000.0
 """transformers' value for a field that a config may leave out."""

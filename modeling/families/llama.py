@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from modeling.checkpoint import Checkpoint
-from modeling.decoder import DecoderWeights
+from modeling.families.checkpoint import Checkpoint
 from modeling.families.family import load_head, load_linear, make_ends, seal
 from modeling.families.fields import Fields, read_rope
-from modeling.layers import GatedMlp, Layer, Sequential
-from modeling.model_config import ModelConfig
-from modeling.norms import HeadNorms, RmsNorm, unchanged
-from modeling.rope import RotaryTable
+from modeling.forward.decoder import DecoderWeights
+from modeling.forward.layers import GatedMlp, Layer, Sequential
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import HeadNorms, RmsNorm, unchanged
+from modeling.forward.rope import RotaryTable
 
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from modeling.checkpoint import Checkpoint
-from modeling.decoder import DecoderWeights
+from modeling.families.checkpoint import Checkpoint
 from modeling.families.family import load_head, load_layer_norm, load_linear, make_ends, seal
 from modeling.families.fields import Fields
-from modeling.layers import ACTIVATIONS, Layer, PlainMlp, PostNorm, Sequential
-from modeling.model_config import ModelConfig
-from modeling.norms import LayerNorm, Transform, unchanged
-from modeling.positions import LearnedTable
+from modeling.forward.decoder import DecoderWeights
+from modeling.forward.layers import ACTIVATIONS, Layer, PlainMlp, PostNorm, Sequential
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import LayerNorm, Transform, unchanged
+from modeling.forward.positions import LearnedTable
 
 _NORM_EPS = 1e-5
 """torch's default, which no config can change."""

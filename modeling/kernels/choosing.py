@@ -20,9 +20,9 @@ from torch import Tensor
 
 from baton.types import KernelChoice
 from modeling.kernels import native
+from modeling.kernels.panels import panel_format
 from modeling.kernels.processor import processor_kind
 from modeling.kernels.products import DOT, TILES, WIDENED
-from modeling.panels import panel_format
 
 logger = logging.getLogger(__name__)
 

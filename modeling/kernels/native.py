@@ -21,6 +21,8 @@ from modeling.kernels.processor import cpu_flags, processor_kind
 
 logger = logging.getLogger(__name__)
 
+_ROOT = Path(__file__).parent
+"""Of all sources, whose includes are relative to it."""
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 
 NAMES = (
@@ -73,7 +75,7 @@ def may_need_building() -> bool:
 def choice_path() -> Path:
     """Return where the choice among kernels is kept (`modeling.kernels.choosing`): another file for another processor,
     torch, or source of any kernel."""
-    sources = sorted(path for path in Path(__file__).parent.iterdir() if path.suffix in (".cpp", ".h"))
+    sources = sorted(path for path in _ROOT.rglob("*") if path.suffix in (".cpp", ".h"))
     key = _key(sources, (*_flags(NATIVE), processor_kind()))
     return _folder() / f"choice-{key}.json"
 
@@ -104,7 +106,7 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
     if compiler is None:
         raise RuntimeError("there is no C++ compiler")
     logger.info("building kernel %s", name)
-    includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    includes = [f"-I{_ROOT}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
     links = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
     made = library.with_suffix(f".{os.getpid()}")
     try:
@@ -139,7 +141,7 @@ def _flags(instruction_set: str) -> tuple[str, ...]:
 
 def _place(name: str, flags: tuple[str, ...]) -> Path:
     """Where the library is, or will be: another file for whatever could make it another library."""
-    sources = (_source(name), *sorted(_source(name).parent.glob("*.h")))
+    sources = (_source(name), *sorted(_ROOT.rglob("*.h")))
     return _folder() / f"{name}-{_key(sources, (*flags, *cpu_flags()))}.so"
 
 
@@ -158,4 +160,6 @@ def _folder() -> Path:
 
 
 def _source(name: str) -> Path:
-    return Path(__file__).with_name(f"{name}.cpp")
+    """Return the file of a kernel: in the folder of the operation that it is a part of."""
+    (path,) = _ROOT.glob(f"*/{name}.cpp")
+    return path

@@ -12,8 +12,8 @@ import pytest
 
 from baton.errors import BatonError
 from deploy.cli import build_parser
-from deploy.cluster_config import ClusterConfig
-from deploy.config_file import load_config
+from deploy.config.cluster import ClusterConfig
+from deploy.config.file import load_config
 from tests.support.folders import ROOT
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CHANGELOG.md", "CONTRIBUTING.md")]
@@ -105,8 +105,12 @@ def test_what_gaps_calls_missing_is_missing(page: str, packages: str, pattern: s
 
 
 def test_these_checks_see_what_does_not_exist() -> None:
-    assert not exists("modeling.attention.NoSuchName") and not exists("generate.no_such_field")
-    assert exists("modeling.attention.Attention") and exists("generate.residency") and exists("baton.v1.Orchestrator")
+    assert not exists("modeling.forward.attention.NoSuchName") and not exists("generate.no_such_field")
+    assert (
+        exists("modeling.forward.attention.Attention")
+        and exists("generate.residency")
+        and exists("baton.v1.Orchestrator")
+    )
     assert refusal(["no_such_command"]) and refusal(["serve", "--set", "generate.no_such=1"])
     assert not refusal(["serve", "--set", "generate.num_slots=4"])
 

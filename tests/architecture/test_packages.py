@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -58,7 +59,7 @@ def test_importing_all_of_a_package_leaves_torch_out(package: str) -> None:
 
 
 def test_the_probe_sees_torch_where_it_is_imported() -> None:
-    assert "torch" in loaded_after("modeling.kv_buffers")
+    assert "torch" in loaded_after("modeling.kv.buffers")
 
 
 def loaded_after(*modules: str) -> set[str]:
@@ -66,3 +67,28 @@ def loaded_after(*modules: str) -> set[str]:
     program = f"import sys, {', '.join(modules)}; print('\\n'.join(sys.modules))"
     run = subprocess.run([sys.executable, "-c", program], cwd=ROOT, text=True, capture_output=True, check=True)
     return set(run.stdout.split())
+
+
+MOST_ENTRIES = 20
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    counts: dict[Path, set[str]] = {}
+    for name in subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, text=True, capture_output=True, check=True
+    ).stdout.split():
+        path = Path(name)
+        for folder, entry in zip(path.parents, path.parts[::-1], strict=False):
+            counts.setdefault(folder, set()).add(entry)
+    crowded = {
+        str(folder): len(entries)
+        for folder, entries in counts.items()
+        if len(entries) > MOST_ENTRIES and not is_excepted(folder)
+    }
+    assert crowded == {}
+
+
+def is_excepted(folder: Path) -> bool:
+    """The root, generated stubs, tests of units, the commands of benchmarks, and their results."""
+    excepted = (".", "baton/v1", "benchmarks", "benchmarks/results")
+    return str(folder) in excepted or folder.is_relative_to("tests/unit")

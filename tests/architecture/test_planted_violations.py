@@ -39,18 +39,22 @@ def test_make_lint_runs_the_step(step: str) -> None:
         ("transport/channel.py", "import ray", "transport.channel -> ray"),
         ("transport/coverage.py", "import torch", "transport.coverage -> torch"),
         ("prefill_workers/engine.py", "import grpc", "prefill_workers.engine -> grpc"),
-        ("generate_workers/engine.py", "import grpc", "generate_workers.engine -> grpc"),
-        ("generate_workers/engine.py", "import transport.channel", "transport.channel -> grpc"),
-        ("generate_workers/slots.py", "import baton.v1.kv_pb2", "generate_workers.slots -> baton.v1.kv_pb2"),
-        ("orchestrator/dispatch.py", "import grpc", "orchestrator.dispatch -> grpc"),
+        ("generate_workers/engine/core.py", "import grpc", "generate_workers.engine.core -> grpc"),
+        ("generate_workers/engine/core.py", "import transport.channel", "transport.channel -> grpc"),
+        (
+            "generate_workers/slots/table.py",
+            "import baton.v1.kv_pb2",
+            "generate_workers.slots.table -> baton.v1.kv_pb2",
+        ),
+        ("orchestrator/dispatch/attempt.py", "import grpc", "orchestrator.dispatch.attempt -> grpc"),
         ("orchestrator/controller.py", "import baton.v1.kv_pb2", "orchestrator.controller -> baton.v1.kv_pb2"),
-        ("orchestrator/placement.py", "import torch", "orchestrator.placement -> torch"),
-        ("modeling/decoder.py", "import grpc", "modeling.decoder -> grpc"),
-        ("modeling/decoder.py", "import baton.v1.kv_pb2", "modeling.decoder -> baton.v1.kv_pb2"),
+        ("orchestrator/placement/comparison.py", "import torch", "orchestrator.placement.comparison -> torch"),
+        ("modeling/forward/decoder.py", "import grpc", "modeling.forward.decoder -> grpc"),
+        ("modeling/forward/decoder.py", "import baton.v1.kv_pb2", "modeling.forward.decoder -> baton.v1.kv_pb2"),
         ("text/tokenizer.py", "import torch", "text.tokenizer -> torch"),
         ("planning/partition.py", "import torch", "planning.partition -> torch"),
         ("baton/types.py", "import torch", "baton.types -> torch"),
-        ("benchmarks/harness.py", "import ray", "benchmarks.harness -> ray"),
+        ("benchmarks/support/harness.py", "import ray", "benchmarks.support.harness -> ray"),
     ],
 )
 def test_a_forbidden_library_is_named(module: str, line: str, named: str, tree: Path) -> None:
@@ -61,11 +65,11 @@ def test_a_forbidden_library_is_named(module: str, line: str, named: str, tree: 
 @pytest.mark.parametrize(
     ("module", "imported"),
     [
-        ("text/tokenizer.py", "modeling.decoder"),
+        ("text/tokenizer.py", "modeling.forward.decoder"),
         ("planning/partition.py", "transport.channel"),
-        ("prefill_workers/engine.py", "generate_workers.engine"),
-        ("generate_workers/engine.py", "prefill_workers.engine"),
-        ("orchestrator/dispatch.py", "prefill_workers.engine"),
+        ("prefill_workers/engine.py", "generate_workers.engine.core"),
+        ("generate_workers/engine/core.py", "prefill_workers.engine"),
+        ("orchestrator/dispatch/attempt.py", "prefill_workers.engine"),
     ],
 )
 def test_an_import_among_siblings_is_named(module: str, imported: str, tree: Path) -> None:
@@ -74,7 +78,7 @@ def test_an_import_among_siblings_is_named(module: str, imported: str, tree: Pat
 
 
 @pytest.mark.parametrize(
-    ("module", "imported"), [("baton/types.py", "text.tokenizer"), ("transport/channel.py", "deploy.config")]
+    ("module", "imported"), [("baton/types.py", "text.tokenizer"), ("transport/channel.py", "deploy.config.worker")]
 )
 def test_an_import_upward_is_named(module: str, imported: str, tree: Path) -> None:
     plant(tree / module, f"import {imported}")
@@ -87,8 +91,18 @@ def test_an_engine_that_imports_its_servicer_is_named(tree: Path) -> None:
     assert_broken(run_step("imports", tree), "prefill_workers.engine -> prefill_workers.servicer")
 
 
-def test_ray_is_allowed_in_an_actor(tree: Path) -> None:
-    plant(tree / "prefill_workers/actor.py", "import ray")
+def test_a_folder_that_imports_one_above_it_is_named(tree: Path) -> None:
+    plant(tree / "orchestrator/requests/record.py", "import orchestrator.api.frontend")
+    assert_broken(run_step("imports", tree), "orchestrator.requests.record -> orchestrator.api.frontend")
+
+
+def test_an_engines_host_that_imports_ray_is_named(tree: Path) -> None:
+    plant(tree / "prefill_workers/host.py", "import ray")
+    assert_broken(run_step("imports", tree), "prefill_workers.host -> ray")
+
+
+def test_ray_is_allowed_in_deploy(tree: Path) -> None:
+    plant(tree / "deploy/groups/roster.py", "import ray")
     result = run_step("imports", tree)
     assert result.returncode == 0, result.stdout
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
+from modeling.forward.attention import Kernel, Partial, attend, cpu_flash_kernel, native_kernel, plain_kernel
 from modeling.kernels import native
-from modeling.kv_buffers import KvRows
-from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane, require
+from modeling.kv.buffers import KvRows
+from tests.support.kernels.brute_attention import brute_attention
+from tests.support.kernels.paths import PATHS, TILED, KernelPath, has_tiles, lane, require
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.kv_buffers import KvRows
-from tests.support.brute_attention import brute_attention
-from tests.support.kernel_paths import PATHS, TILED, KernelPath, has_tiles, lane, require
+from modeling.kv.buffers import KvRows
+from tests.support.kernels.brute_attention import brute_attention
+from tests.support.kernels.paths import PATHS, TILED, KernelPath, has_tiles, lane, require
 
 HEADS = [pytest.param((4, 4), id="mha"), pytest.param((9, 3), id="gqa"), pytest.param((14, 2), id="gqa7")]
 HEAD_DIMS = (16, 64, 80, 128)

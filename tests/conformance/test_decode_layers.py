@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.decode_rows import DecodeRows
-from modeling.fused_layers import FusedLayers
+from modeling.forward.fused_layers import FusedLayers
+from modeling.forward.linear import PanelLinear
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import RmsNorm, Transform, unchanged
+from modeling.forward.rope import Rotation
+from modeling.forward.rows import DecodeRows
 from modeling.kernels import native
 from modeling.kernels.products import DOT, TILES, WIDENED
-from modeling.kv_buffers import KvPlace
-from modeling.linear import PanelLinear
-from modeling.model_config import ModelConfig
-from modeling.norms import RmsNorm, Transform, unchanged
-from modeling.rope import Rotation
-from tests.support.kernel_paths import has_tiles, lane, require
+from modeling.kv.buffers import KvPlace
+from tests.support.kernels.paths import has_tiles, lane, require
 
 
 @dataclass(frozen=True)

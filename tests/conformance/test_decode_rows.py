@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from modeling.decode_rows import DecodeRows, has_native_rows
+from modeling.forward.rows import DecodeRows, has_native_rows
+from modeling.forward.selection import Picks
 from modeling.kernels.products import WIDENED
-from modeling.kv_buffers import BufferSpan, KvBuffer, KvRows
-from modeling.selection import Picks
-from tests.support.brute_attention import brute_attention
+from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
+from tests.support.kernels.brute_attention import brute_attention
 
 HEAD_DIMS = (16, 32, 64, 80, 96, 128, 256)
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 700, 1500)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from modeling.forward.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
 from modeling.kernels import native
-from modeling.selection import PartialKeys, PartialRows, Picks, Selection, plain_select_keys
-from tests.support.kernel_paths import lane, require
+from tests.support.kernels.paths import lane, require
 
 LAYER = 1
 LENGTHS = (1, 2, 15, 16, 17, 64, 65, 300)
@@ -29,7 +29,7 @@ SELECTIONS = [
 TORCH = "torch"
 
 Select = Callable[..., Picks]
-"""As `modeling.selection.select_keys`, of LAYER."""
+"""As `modeling.forward.selection.select_keys`, of LAYER."""
 
 
 @pytest.fixture(params=[TORCH, *(pytest.param(name, marks=lane(name)) for name in native.INSTRUCTION_SETS)])

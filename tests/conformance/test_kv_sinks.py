@@ -23,9 +23,9 @@ from baton.errors import (
 )
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
-from generate_workers.leases import Seat
-from tests.support.memory_sink import MemorySink
-from tests.support.slot_tables import make_slots
+from generate_workers.slots.leases import Seat
+from tests.support.engines.slot_tables import make_slots
+from tests.support.wire.memory_sink import MemorySink
 from transport.kv_sink import KvSink, ReserveSpec
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from baton.errors import ModelError
+from modeling.forward.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
+from modeling.forward.norms import LayerNorm, RmsNorm, Transform, unchanged
 from modeling.kernels import native
 from modeling.kernels.products import TILES, WIDENED
-from modeling.linear import Linear, LinearByRows, PanelLinear, TorchLinear, make_linear
-from modeling.norms import LayerNorm, RmsNorm, Transform, unchanged
-from tests.support.kernel_paths import has_tiles, lane, require
+from tests.support.kernels.paths import has_tiles, lane, require
 
 
 @dataclass(frozen=True)

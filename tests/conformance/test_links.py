@@ -9,7 +9,7 @@ from baton.errors import LinkBrokenError
 from baton.ids import Epoch, JobId, Rank
 from baton.types import TokenRange
 from prefill_workers.links import LinkHeader, Links, LinkStatus
-from tests.support.link_groups import Recorder, in_process_group, torch_group
+from tests.support.engines.link_groups import Recorder, in_process_group, torch_group
 
 TIMEOUT_S = 20.0
 

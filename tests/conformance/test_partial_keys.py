@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
+from modeling.forward.selection import KeyProjection, PartialKeys
 from modeling.kernels import native
-from modeling.selection import KeyProjection, PartialKeys
-from tests.support.kernel_paths import lane, require
+from tests.support.kernels.paths import lane, require
 
 NUM_KV_HEADS = 3
 TORCH = "torch"

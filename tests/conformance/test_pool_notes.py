@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from tests.support.kernel_paths import lane, require
+from tests.support.kernels.paths import lane, require
 
 NUM_HEADS = 3
 BITS = 23

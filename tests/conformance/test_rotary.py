@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from modeling.config import ModelConfig
+from modeling.checkpoints.registry import ModelConfig
+from modeling.forward.rope import RotaryTable, has_native_turn
 from modeling.kernels import native
-from modeling.rope import RotaryTable, has_native_turn
-from tests.support.kernel_paths import lane, require
+from tests.support.kernels.paths import lane, require
 
 CPU = torch.device("cpu")
 HEAD_DIMS = (32, 64, 96, 128, 256)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
-from deploy.config import LocalConfig, WorkerConfig
-from deploy.processes import ProcessSpawner, WorkerStartError
-from deploy.spawner import Spawner, WorkerHandle
-from deploy.workers import Worker
-from tests.support.spawners import InProcessSpawner
+from deploy.config.worker import LocalConfig, WorkerConfig
+from deploy.groups.processes import ProcessSpawner, WorkerStartError
+from deploy.groups.spawner import Spawner, WorkerHandle
+from deploy.groups.worker import Worker
+from tests.support.clusters.spawners import InProcessSpawner
 
 MakeSpawner = Callable[[], Spawner]
 

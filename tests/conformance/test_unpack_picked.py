@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from generate_workers.residency.int4_format import Int4Format, has_int4_kernel
+from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
+from modeling.forward.selection import Picks
 from modeling.kernels import native
-from modeling.kv_buffers import TORCH_DTYPES
-from modeling.selection import Picks
-from tests.support.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv
-from tests.support.kernel_paths import require
+from modeling.kv.buffers import TORCH_DTYPES
+from tests.support.kernels.int4 import HEAD_DIMS, INSTRUCTION_SETS, form_of, packed, random_kv
+from tests.support.kernels.paths import require
 
 pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compiler")
 

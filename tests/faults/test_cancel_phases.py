@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from baton.sampling_params import SamplingParams
-from orchestrator.config import OrchestratorConfig
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import HOST, Answer, Relay, StreamCall, relay
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.prefixes import prefix_folder
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.held_calls import HeldCalls, HoldingNetwork
-from tests.support.orchestrators import HOST, Answer, Relay, StreamCall, relay
-from tests.support.prefixes import prefix_folder
+from tests.support.wire.held_calls import HeldCalls, HoldingNetwork
 
 NUM_RANKS = 3
 CONFIG = OrchestratorConfig(block_tokens=16, disaggregation="always")

@@ -11,11 +11,11 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.ids import RequestId
-from deploy.chaos_run import Bounds, ChaosRun, Outcome, Report
-from deploy.chaos_schedule import Schedule, Shape
-from tests.support.chaos import chaos_cluster
-from tests.support.storms import CLOCK, TTL_S
-from tests.support.tiny_tokenizer import NUM_LETTERS
+from deploy.chaos.run import Bounds, ChaosRun, Outcome, Report
+from deploy.chaos.schedule import Schedule, Shape
+from tests.support.clusters.chaos import chaos_cluster
+from tests.support.clusters.storms import CLOCK, TTL_S
+from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from transport.channel import make_channel
 from transport.kv_sender import KvPushClient
 from transport.kv_sink import ReserveSpec

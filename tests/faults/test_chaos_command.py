@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.folders import ROOT
-from tests.support.letter_models import write_letter_model
+from tests.support.models.letter_models import write_letter_model
 
 
 def chaos(log: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from baton.sampling_params import SamplingParams
-from deploy.chaos_faults import Fault
-from tests.support.fault_plans import PickedPlan
-from tests.support.generation import prompt, reference_ids
-from tests.support.storms import TTL_S, stormy
+from deploy.chaos.faults import Fault
+from tests.support.clusters.fault_plans import PickedPlan
+from tests.support.clusters.storms import TTL_S, stormy
+from tests.support.engines.generation import prompt, reference_ids
 
 PARAMS = SamplingParams(max_tokens=12, temperature=0.8, seed=3, presence_penalty=0.5, ignore_eos=True)
 SETTLE_S = 2 * TTL_S + 5

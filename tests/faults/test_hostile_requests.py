@@ -29,10 +29,10 @@ from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from deploy.chaos_orchestrator import ProcessKeeper
-from tests.support.orchestrators import Answer
-from tests.support.process_clusters import process_cluster
-from tests.support.texts import passage_ids
+from deploy.chaos.orchestrator import ProcessKeeper
+from tests.support.clusters.orchestrators import Answer
+from tests.support.clusters.process_clusters import process_cluster
+from tests.support.models.texts import passage_ids
 from transport.channel import make_channel
 
 NUM_STREAMS = 8

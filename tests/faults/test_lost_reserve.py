@@ -10,14 +10,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import Lease
-from deploy.chaos_faults import Fault
-from deploy.chaos_network import FaultyNetwork
-from orchestrator.census import LEAK_S
-from orchestrator.config import OrchestratorConfig
+from deploy.chaos.faults import Fault
+from deploy.chaos.network import FaultyNetwork
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.workers.census import LEAK_S
+from tests.support.clusters.fault_plans import PickedPlan
+from tests.support.clusters.orchestrators import Relay, relay
+from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
-from tests.support.fault_plans import PickedPlan
-from tests.support.generation import prompt
-from tests.support.orchestrators import Relay, relay
 from transport.kv_sink import ReserveSpec
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

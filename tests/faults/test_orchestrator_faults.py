@@ -8,12 +8,12 @@ import pytest
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.v1 import generate_pb2
-from orchestrator.membership import ClusterView
+from orchestrator.membership.members import ClusterView
+from tests.support.clusters.orchestrators import HASTY, Answer, Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import HASTY, Answer, Relay, relay
-from tests.support.reference import check_equal_tokens
-from tests.support.tiny_tokenizer import text_of
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.tiny_tokenizer import text_of
 
 PARAMS = SamplingParams(max_tokens=60, temperature=0.8, seed=3, presence_penalty=0.5, ignore_eos=True)
 SHORT = replace(PARAMS, max_tokens=8)

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from baton.sampling_params import SamplingParams
-from modeling.prefix_store import PrefixStore
-from orchestrator.config import OrchestratorConfig
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import Relay, relay
-from tests.support.prefixes import blocks_in, file_bytes, prefix_folder
-from tests.support.tiny_models import random_decoder
+from modeling.prefix_store.store import PrefixStore
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
+from tests.support.models.tiny_models import random_decoder
 
 SOAK_S = 600.0
 BLOCK = 16

@@ -14,11 +14,11 @@ import pytest
 
 from baton.errors import BatonError
 from baton.sampling_params import SamplingParams
-from tests.support.doomed_clusters import GROUP_SIZES, DoomedCluster, doomed_cluster
-from tests.support.doomed_worker import Doom, End, Moment
-from tests.support.generation import prompt
-from tests.support.letter_models import NUM_LAYERS, write_letter_model
-from tests.support.reference import check_equal_tokens
+from tests.support.clusters.doomed_clusters import GROUP_SIZES, DoomedCluster, doomed_cluster
+from tests.support.clusters.doomed_worker import Doom, End, Moment
+from tests.support.engines.generation import prompt
+from tests.support.models.letter_models import NUM_LAYERS, write_letter_model
+from tests.support.models.reference import check_equal_tokens
 
 NUM_REQUESTS = 10
 """At the same time, in each round."""

@@ -6,8 +6,8 @@ import signal
 from pathlib import Path
 
 from baton.sampling_params import SamplingParams
-from tests.support.relays import ask, local_relay
-from tests.support.texts import passage_ids
+from tests.support.clusters.relays import ask, local_relay
+from tests.support.models.texts import passage_ids
 
 LONG = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
 

@@ -18,18 +18,18 @@ from baton.ids import MAX_EPOCH
 from baton.results import ModelInfo
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
-from deploy.chain_links import ChainLinks
-from deploy.chaos_network import NetworkedSpawner, NetworkedWorker
-from deploy.chaos_orchestrator import OrchestratorLife, ProcessKeeper
-from deploy.groups import Heartbeat, Surroundings, WorkerGroup
-from deploy.restarts import Backoff
-from orchestrator.config import OrchestratorConfig
-from orchestrator.membership import ClusterView
+from deploy.chaos.network import NetworkedSpawner, NetworkedWorker
+from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.restarts import Backoff
+from orchestrator.membership.members import ClusterView
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
+from tests.support.clusters.fault_plans import PickedPlan
+from tests.support.clusters.planners import linear_planner
+from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.eventually import eventually
-from tests.support.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
-from tests.support.fault_plans import PickedPlan
-from tests.support.planners import linear_planner
-from tests.support.spawners import HOST, InProcessSpawner, tiny_worker
 from transport.status import translate_rpc_errors
 
 ERRORS = (

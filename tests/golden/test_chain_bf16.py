@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from baton.types import TokenRange
-from modeling.weights import load_decoder
-from tests.support.chains import ChainGroup, reference
-from tests.support.texts import passage_ids
+from modeling.checkpoints.weights import load_decoder
+from tests.support.engines.chains import ChainGroup, reference
+from tests.support.models.texts import passage_ids
 
 NUM_TOKENS = 2048
 MAX_RATIO = 1.1

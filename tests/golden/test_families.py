@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.types import TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from tests.support.models.tiny_models import TINY_NAMES, WINDOW, tiny_decoder
 from tests.support.paths import advance, buffer_for, chunked_hidden, random_cuts, whole
-from tests.support.tiny_models import TINY_NAMES, WINDOW, tiny_decoder
 
 NUM_TOKENS = 200
 """More than 20 windows, and more than the original context of the scaled RoPEs."""

@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from baton.types import TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan
-from tests.support.chains import ChainGroup, largest_error, poisoned_buffer, reference, reference_token
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan
+from tests.support.engines.chains import ChainGroup, largest_error, poisoned_buffer, reference, reference_token
+from tests.support.models.tiny_models import load_tiny, tiny_decoder
 from tests.support.paths import advance, advance_hidden, buffer_for, chunked_hidden, random_cuts
-from tests.support.tiny_models import load_tiny, tiny_decoder
 
 NAMES = ("llama3_gqa_tied", "opt", "opt_350m", "opt_galactica", "falcon_7b", "falcon_40b", "falcon_rw_rotary")
 """One for each way to compose a layer."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as transformers_gguf
 
-from modeling.gguf import convert_gguf
-from modeling.weights import load_decoder
+from modeling.checkpoints.gguf import convert_gguf
+from modeling.checkpoints.weights import load_decoder
+from tests.support.models.tiny_gguf import HEAD_DIM, tiny_keys, tiny_tensors, write_gguf
 from tests.support.paths import whole
-from tests.support.tiny_gguf import HEAD_DIM, tiny_keys, tiny_tensors, write_gguf
 
 QUANTISED = {
     "attn_q.weight": GGMLQuantizationType.Q4_0,

@@ -17,11 +17,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baton.types import TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan
-from modeling.weights import load_decoder
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan
+from tests.support.models.texts import passage_ids
 from tests.support.paths import advance_hidden, buffer_for, chunked_hidden, random_cuts
-from tests.support.texts import passage_ids
 from text.tokenizer import Tokenizer
 
 NUM_NEW = 64

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
 
 
 def buffer_for(decoder: Decoder, num_tokens: int) -> KvBuffer:

@@ -10,10 +10,10 @@ from torch.distributed import TCPStore
 
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import TokenRange
-from tests.support.chain_worker import NUM_LAYERS, Worker
-from tests.support.chains import largest_error, random_chunks, random_tokens, reference, until
-from tests.support.link_groups import HOST
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.chain_worker import NUM_LAYERS, Worker
+from tests.support.engines.chains import largest_error, random_chunks, random_tokens, reference, until
+from tests.support.engines.link_groups import HOST
+from tests.support.models.tiny_models import random_decoder
 
 NUM_RANKS = 3
 NUM_TOKENS = 40

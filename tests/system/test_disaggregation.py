@@ -9,11 +9,11 @@ from baton.proto_types import timings_from_proto
 from baton.requests import BY_CHAIN
 from baton.results import Placement
 from baton.sampling_params import SamplingParams
-from orchestrator.config import OrchestratorConfig
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.planners import deciding_planner
+from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import Answer, Relay, relay
-from tests.support.planners import deciding_planner
 
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=300)

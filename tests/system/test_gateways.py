@@ -18,11 +18,11 @@ from baton.errors import DeadlineExceededError, InvalidArgumentError
 from baton.results import Completion
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
+from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.folders import ROOT
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import HOST, Relay, relay
-from tests.support.tiny_tokenizer import ids_of, write_letters
+from tests.support.models.tiny_tokenizer import ids_of, write_letters
 from transport.channel import make_channel
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)

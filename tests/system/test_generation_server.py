@@ -21,13 +21,13 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken
 from baton.v1 import generate_pb2
-from generate_workers.engine import EngineConfig
+from generate_workers.engine.core import EngineConfig
 from generate_workers.servicer import GenerationServer
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.generation_servers import SHORT, Client, ids_in, read, serving
+from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.generation_servers import SHORT, Client, ids_in, read, serving
-from tests.support.slot_tables import page_bytes
-from tests.support.tiny_tokenizer import letter_tokenizer, text_of
+from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
 from transport.channel import make_channel
 from transport.kv_sender import KvPushClient
 from transport.kv_sink import ReserveSpec

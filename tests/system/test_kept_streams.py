@@ -15,11 +15,11 @@ from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from generate_workers.servicer import GenerationServer
-from orchestrator.shared_streams import SharedCall, SharedStreams
+from orchestrator.workers.streams import SharedCall, SharedStreams
+from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import HOST, Relay, relay
-from tests.support.tiny_tokenizer import text_of
+from tests.support.models.tiny_tokenizer import text_of
 from transport.channel import make_channel
 from transport.proto_types import event_from_proto, history_to_proto
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from modeling.kernels import native
-from tests.support.kernel_paths import require
+from tests.support.kernels.paths import require
 
 NUM_PROCESSES = 20
 

@@ -20,13 +20,13 @@ from baton.types import TokenRange
 from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from generate_workers.leases import SlotState
-from orchestrator.config import OrchestratorConfig
-from orchestrator.membership import ClusterView
+from generate_workers.slots.leases import SlotState
+from orchestrator.membership.members import ClusterView
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import HOST, Answer, Relay, relay
-from tests.support.tiny_tokenizer import ids_of, text_of
+from tests.support.models.tiny_tokenizer import ids_of, text_of
 from transport.channel import make_channel
 from transport.kv_sink import ReserveSpec
 from transport.status import from_rpc_error

@@ -10,11 +10,11 @@ import pytest
 
 from baton import Client
 from baton.sampling_params import SamplingParams
-from deploy.step_run import NUM_STEPS, Grid, measure_steps
+from deploy.calibration.steps import NUM_STEPS, Grid, measure_steps
 from planning.planner import ChainPlanner
-from tests.support.generation import prompt
-from tests.support.orchestrators import HOST, MAX_TOKENS, Answer, relay
-from tests.support.planners import linear_planner
+from tests.support.clusters.orchestrators import HOST, MAX_TOKENS, Answer, relay
+from tests.support.clusters.planners import linear_planner
+from tests.support.engines.generation import prompt
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 

@@ -12,14 +12,14 @@ import pytest
 import pytest_asyncio
 
 from baton.sampling_params import SamplingParams
-from modeling.decoder import Decoder
-from modeling.store_folder import node_folder
-from modeling.weights import load_decoder
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.prefix_store.folder import node_folder
+from tests.support.clusters.relays import Relay, ask, local_relay, slots_in_use
+from tests.support.engines.prefixes import blocks_in
 from tests.support.eventually import eventually
-from tests.support.prefixes import blocks_in
-from tests.support.reference import check_equal_tokens
-from tests.support.relays import Relay, ask, local_relay, slots_in_use
-from tests.support.texts import passage_ids
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.texts import passage_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -97,7 +97,7 @@ async def test_a_killed_launcher_takes_the_folder_along(smollm2: Path) -> None:
     program = f"""
 import asyncio, os, signal
 from pathlib import Path
-from tests.support.relays import local_relay
+from tests.support.clusters.relays import local_relay
 
 async def main() -> None:
     async with local_relay(Path({str(smollm2)!r}), num_ranks=2, prefix_share=0.1):

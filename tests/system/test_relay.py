@@ -9,12 +9,12 @@ import pytest_asyncio
 import torch
 
 from baton.sampling_params import SamplingParams
-from modeling.decoder import Decoder
-from modeling.weights import load_decoder
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from tests.support.clusters.relays import Relay, ask, jobs_in_flight, local_relay, slots_in_use
 from tests.support.eventually import eventually
-from tests.support.reference import check_equal_tokens
-from tests.support.relays import Relay, ask, jobs_in_flight, local_relay, slots_in_use
-from tests.support.texts import passage_ids
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.texts import passage_ids
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

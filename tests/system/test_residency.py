@@ -12,19 +12,19 @@ import torch
 from baton.errors import ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, SampledToken, TokenRange
-from generate_workers.engine import EngineConfig
-from generate_workers.step_runner import weight_bytes
-from modeling.bases import Basis, BasisKind
-from modeling.decoder import Decoder
-from modeling.kv_buffers import BufferSpan, KvBuffer
-from modeling.selection import PartialKeys, Selection
-from modeling.selection_file import PreparedSelection, save_prepared
-from modeling.weights import load_decoder
-from tests.support.generation import prefilled, prompt
-from tests.support.generation_servers import Client, ids_in, read, serving
-from tests.support.slot_tables import page_bytes
-from tests.support.texts import passage_ids
-from tests.support.tiny_models import random_decoder
+from generate_workers.engine.core import EngineConfig
+from generate_workers.engine.step_runner import weight_bytes
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import PartialKeys, Selection
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.sparse.bases import Basis, BasisKind
+from modeling.sparse.selection_file import PreparedSelection, save_prepared
+from tests.support.engines.generation import prefilled, prompt
+from tests.support.engines.generation_servers import Client, ids_in, read, serving
+from tests.support.engines.slot_tables import page_bytes
+from tests.support.models.texts import passage_ids
+from tests.support.models.tiny_models import random_decoder
 from text.tokenizer import Tokenizer
 
 NUM_CONTEXTS = 8

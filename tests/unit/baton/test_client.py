@@ -22,7 +22,7 @@ from baton.results import ClusterState, GroupState, ModelInfo, Timings, Usage
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from baton.v1 import generate_pb2, orchestrator_pb2
-from tests.support.scripted_orchestrator import TAIL, Fault, ScriptedOrchestrator, serving, text_of
+from tests.support.clusters.scripted_orchestrator import TAIL, Fault, ScriptedOrchestrator, serving, text_of
 
 QUICK = Reconnect(num_connects=3, num_resumes=4, first_delay_s=0.001, max_delay_s=0.01)
 LOST = UnavailableError("controller is gone")

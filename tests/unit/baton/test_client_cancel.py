@@ -8,8 +8,8 @@ import pytest
 from baton import AsyncClient, AsyncStream, Client, Reconnect, Stream
 from baton.errors import RequestCancelledError
 from baton.types import FinishReason
+from tests.support.clusters.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 from tests.support.eventually import eventually
-from tests.support.scripted_orchestrator import Fault, ScriptedOrchestrator, serving, text_of
 
 PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
 WAIT_S = 20.0

@@ -14,8 +14,8 @@ from baton.errors import RequestCancelledError
 from baton.requests import Source, make_request
 from baton.resume import Server, StreamState
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
+from tests.support.clusters.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
-from tests.support.scripted_orchestrator import MODEL, Context, Fault, ScriptedOrchestrator, serving
 
 PATIENT = Reconnect(first_delay_s=7200.0, max_delay_s=7200.0)
 WAIT_S = 20.0

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.decode import Cell, Outcome, report
-from benchmarks.decode_plot import draw
-from benchmarks.harness import Bars, Pairs, Reporter
-from generate_workers.engine import StepStats
-from planning.chips import Chip
-from planning.roofline import ServedModel
+from benchmarks.plots.decode import draw
+from benchmarks.support.harness import Bars, Pairs, Reporter
+from generate_workers.engine.core import StepStats
+from planning.study.chips import Chip
+from planning.study.roofline import ServedModel
 
 STATS = StepStats(16, 0, 0.03, num_kv_bytes=70_000_000, num_weight_bytes=270_000_000, num_link_bytes=0)
 CHIP = Chip(5e11, 2e10, 1e10)

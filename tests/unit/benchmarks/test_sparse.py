@@ -3,10 +3,10 @@
 import pytest
 
 from benchmarks.sparse import FittedHere, compare, contexts_of
-from generate_workers.quality import prefill
-from modeling.decoder import Decoder
-from modeling.weights import load_decoder
-from tests.support.letter_models import write_letter_model
+from deploy.quality.passages import prefill
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from tests.support.models.letter_models import write_letter_model
 
 TOKEN_IDS = tuple((3 * at * at + at) % 95 for at in range(300))
 

@@ -12,10 +12,10 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from orchestrator.controller import Controller, GenerateSpec
-from orchestrator.lifecycle import Event, Finished, Started
-from tests.support.generation import prompt, reference_ids
-from tests.support.orchestrators import CLOCK, HASTY, Relay, relay
-from tests.support.planners import linear_planner
+from orchestrator.requests.record import Event, Finished, Started
+from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
+from tests.support.clusters.planners import linear_planner
+from tests.support.engines.generation import prompt, reference_ids
 
 SPEC = GenerateSpec(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
 LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))

@@ -19,7 +19,7 @@ from planning.planner import ChainPlanner
 from planning.search import search
 from planning.step_times import nominal_steps
 from planning.wavefront import chain_ttft, reference
-from tests.support.planners import deciding_planner, planner_of
+from tests.support.clusters.planners import deciding_planner, planner_of
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))

@@ -17,7 +17,7 @@ from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
 from planning.step_times import StepCost, StepTimes, dumps, load, loads, nominal_steps, save, tabulate
-from tests.support.planners import linear_planner
+from tests.support.clusters.planners import linear_planner
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes))

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer, LayerBuffers
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer, LayerBuffers
 from prefill_workers import relay as relay_module
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.relay import Relay
-from tests.support.chains import (
+from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     KeepingOutlet,
@@ -31,8 +31,8 @@ from tests.support.chains import (
     reference_token,
     until,
 )
-from tests.support.link_groups import MakeConnect, in_process_connects, torch_connects
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.models.tiny_models import random_decoder
 
 HEADS = {"mha": 4, "gqa": 2, "mqa": 1}
 

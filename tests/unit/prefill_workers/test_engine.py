@@ -18,10 +18,10 @@ from baton.errors import (
 )
 from baton.ids import Epoch, JobId, Rank
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer
 from prefill_workers.engine import PrefillEngine
-from tests.support.chains import (
+from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     KeepingOutlet,
@@ -31,8 +31,8 @@ from tests.support.chains import (
     random_run,
     submit_shuffled,
 )
-from tests.support.link_groups import in_process_connects, torch_connects
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.link_groups import in_process_connects, torch_connects
+from tests.support.models.tiny_models import random_decoder
 
 
 @pytest.fixture(autouse=True)

@@ -14,11 +14,11 @@ from baton.clock import SystemClock
 from baton.errors import BatonError, EpochEndedError, LinkBrokenError, StaleStampError, UnavailableError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job
-from tests.support.chains import (
+from tests.support.engines.chains import (
     WAIT_S,
     ChainGroup,
     KeepingOutlet,
@@ -27,8 +27,8 @@ from tests.support.chains import (
     submit_shuffled,
     until,
 )
-from tests.support.link_groups import MakeConnect, in_process_connects, torch_connects
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.link_groups import MakeConnect, in_process_connects, torch_connects
+from tests.support.models.tiny_models import random_decoder
 
 
 @pytest.fixture

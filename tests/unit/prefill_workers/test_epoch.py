@@ -11,13 +11,13 @@ from baton.clock import ManualClock
 from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
-from modeling.decoder import Decoder
-from modeling.kv_buffers import KvBuffer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
-from tests.support.chains import WAIT_S, KeepingOutlet, reference_token, until
-from tests.support.middle_ranks import CHUNKS, IDS, Middle, middle_rank
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.chains import WAIT_S, KeepingOutlet, reference_token, until
+from tests.support.engines.middle_ranks import CHUNKS, IDS, Middle, middle_rank
+from tests.support.models.tiny_models import random_decoder
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ import torch
 
 from baton.errors import JobAbortedError, RequestCancelledError
 from baton.ids import Epoch, JobId, Rank
-from modeling.decoder import Decoder
+from modeling.forward.decoder import Decoder
 from prefill_workers.links import LinkHeader, LinkStatus
-from tests.support.chains import WAIT_S, KeepingOutlet, until
-from tests.support.middle_ranks import middle_rank
-from tests.support.tiny_models import random_decoder
+from tests.support.engines.chains import WAIT_S, KeepingOutlet, until
+from tests.support.engines.middle_ranks import middle_rank
+from tests.support.models.tiny_models import random_decoder
 
 
 @pytest.fixture

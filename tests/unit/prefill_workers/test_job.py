@@ -7,7 +7,7 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
-from modeling.kv_buffers import KvBuffer
+from modeling.kv.buffers import KvBuffer
 from prefill_workers.job import Job
 
 LAYOUT = KvLayout("model", 1, 1, 2, "float32")

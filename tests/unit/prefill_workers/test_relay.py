@@ -11,7 +11,7 @@ from baton.clock import ManualClock
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
-from modeling.kv_buffers import KvBuffer, LayerBuffers, byte_view
+from modeling.kv.buffers import KvBuffer, LayerBuffers, byte_view
 from prefill_workers import relay as relay_module
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus

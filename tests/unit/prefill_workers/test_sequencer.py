@@ -8,7 +8,7 @@ from baton.types import TokenRange
 from prefill_workers.chain import ChainJob
 from prefill_workers.job import Job
 from prefill_workers.sequencer import Sequencer
-from tests.support.chain_simulation import SimulatedJob
+from tests.support.engines.chain_simulation import SimulatedJob
 
 
 def job(number: int, due_s: float, *, num_layers: int = 1, num_received: int = 1) -> SimulatedJob:

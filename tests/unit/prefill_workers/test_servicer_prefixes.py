@@ -14,12 +14,12 @@ from baton.errors import BatonError, InvalidArgumentError, StalePrefixError
 from baton.ids import Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from baton.v1 import prefill_pb2
-from modeling.node_store import DiskPlace
-from tests.support.chains import cached_prefix, largest_error, reference
+from modeling.prefix_store.node import DiskPlace
+from tests.support.engines.chains import cached_prefix, largest_error, reference
+from tests.support.engines.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
 from tests.support.eventually import eventually
-from tests.support.prefill_servers import CHUNKS, IDS, TIMEOUT_S, Ranks, two_ranks
-from tests.support.prefixes import PLENTY, blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
-from tests.support.tiny_models import random_decoder
+from tests.support.models.tiny_models import random_decoder
 
 
 async def nothing_mapped(folder: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.support.tokenizers import sentencepiece_core, smollm_gguf, write_folder
+from tests.support.models.tokenizers import sentencepiece_core, smollm_gguf, write_folder
 from text.gguf_tokenizer import write_tokenizer
 from text.tokenizer import Tokenizer
 

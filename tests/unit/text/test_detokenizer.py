@@ -5,7 +5,7 @@ import random
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.tokenizers import sentencepiece_tokens
+from tests.support.models.tokenizers import sentencepiece_tokens
 from text.detokenizer import Detokenizer
 from text.tokenizer import Tokenizer
 

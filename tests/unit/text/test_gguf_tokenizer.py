@@ -11,7 +11,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoTokenizer
 
 from baton.errors import ModelError
-from tests.support.tokenizers import (
+from tests.support.models.tokenizers import (
     CHAT_TEMPLATE,
     sentencepiece_core,
     sentencepiece_merges,

@@ -10,8 +10,8 @@ from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Core
 
 from tests.support.folders import DATA
-from tests.support.tiny_tokenizer import letter_tokenizer
-from tests.support.tokenizers import sentencepiece_core
+from tests.support.models.tiny_tokenizer import letter_tokenizer
+from tests.support.models.tokenizers import sentencepiece_core
 from text.token_bounds import token_bound
 from text.tokenizer import Tokenizer
 

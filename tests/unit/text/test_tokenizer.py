@@ -18,14 +18,14 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError, ModelError
 from tests.support.folders import DATA
-from tests.support.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
+from tests.support.models.tokenizers import CHAT_TEMPLATE, sentencepiece_core, sentencepiece_tokens, write_folder
 from text.tokenizer import Tokenizer
 
 HELLO = [{"role": "user", "content": "hello"}]
 WITHOUT_TORCH = """
 import sys
 from pathlib import Path
-from tests.support.tokenizers import smollm_gguf
+from tests.support.models.tokenizers import smollm_gguf
 from text.gguf_tokenizer import write_tokenizer
 from text.stop_strings import StopStrings
 from text.stream import TextStream

@@ -6,7 +6,7 @@ import grpc
 import pytest
 
 from baton.errors import ConfigError, ResourceExhaustedError, UnavailableError
-from tests.support.rpc import STREAM, UNARY, Context, Service, call_unary, connected, served
+from tests.support.wire.rpc import STREAM, UNARY, Context, Service, call_unary, connected, served
 from transport.channel import MAX_MESSAGE_BYTES, Keepalive, bind, make_channel, make_server
 from transport.status import translate_rpc_errors
 

@@ -24,7 +24,7 @@ from baton.ids import Stamp
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import common_pb2, kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
-from tests.support.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
+from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
 from transport.channel import MAX_MESSAGE_BYTES, make_channel
 from transport.kv_receiver import KvReceiverServicer
 from transport.status import translate_rpc_errors

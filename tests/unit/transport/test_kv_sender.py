@@ -15,7 +15,7 @@ from baton.errors import (
 )
 from baton.types import KvLayout, SampledToken, TokenLogprob, TokenRange
 from baton.v1 import kv_pb2
-from tests.support.kv_loopback import (
+from tests.support.wire.kv_loopback import (
     FIRST,
     LAYOUT,
     NUM_TOKENS,

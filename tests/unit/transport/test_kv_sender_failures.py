@@ -18,7 +18,7 @@ from baton.errors import (
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
-from tests.support.kv_loopback import (
+from tests.support.wire.kv_loopback import (
     LAYOUT,
     NUM_TOKENS,
     WHOLE,

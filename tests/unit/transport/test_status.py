@@ -8,7 +8,7 @@ import pytest
 from baton import errors
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, StaleStampError, UnavailableError
 from baton.status import MAX_TEXT_CHARS, STATUS_OF
-from tests.support.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected
+from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected
 from transport.channel import make_channel
 from transport.status import SentStatus, abort_with, from_rpc_error, translate_rpc_errors
 

@@ -10,12 +10,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ModelError
-from modeling.config import read_model
-from modeling.decoder import Decoder
+from modeling.checkpoints.registry import read_model
+from modeling.checkpoints.weights import load_decoder
 from modeling.families.falcon import FalconModel
-from modeling.layers import Parallel, Sequential
-from modeling.model_config import ModelConfig, RopeScaling
-from modeling.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.layers import Parallel, Sequential
+from modeling.forward.model_config import ModelConfig, RopeScaling
 
 FALCON_7B: dict[str, Any] = {
     "alibi": False,

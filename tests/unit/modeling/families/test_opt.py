@@ -10,13 +10,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ModelError
-from modeling.config import read_model
-from modeling.decoder import Decoder
+from modeling.checkpoints.registry import read_model
+from modeling.checkpoints.weights import load_decoder
 from modeling.families.opt import OptModel
-from modeling.layers import PlainMlp, PostNorm, Sequential
-from modeling.model_config import ModelConfig
-from modeling.norms import LayerNorm, unchanged
-from modeling.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.layers import PlainMlp, PostNorm, Sequential
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import LayerNorm, unchanged
 
 OPT_125M: dict[str, Any] = {
     "activation_function": "relu",

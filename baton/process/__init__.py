@@ -1,0 +1,1 @@
+"""Sets up the process that it runs in: cores, garbage collection, memory."""

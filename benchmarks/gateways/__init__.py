@@ -1,0 +1,1 @@
+"""Drives orchestrators and gateways with scripted engines (`benchmarks.gateway`)."""

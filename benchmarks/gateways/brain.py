@@ -1,0 +1,78 @@
+"""The orchestrator's process of the gateway benchmark: the real server, over groups that are somewhere else."""
+
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.process.garbage import collect_rarely
+from baton.results import ModelInfo
+from benchmarks.gateways.engines import HOST, LAYOUT
+from benchmarks.gateways.process import Answer, usage
+from benchmarks.gateways.profile import Profile
+from deploy.machine.calibrations import nominal_calibration
+from orchestrator.api.frontend import OrchestratorServer
+from orchestrator.membership.members import ClusterView, GenerationGroup, Members
+from orchestrator.requests.config import OrchestratorConfig
+from planning.planner import ChainPlanner
+from text.tokenizer import Tokenizer
+
+MAX_TOKENS = 8192
+VOCAB_SIZE = 49_152
+
+
+@dataclass(frozen=True)
+class Brain:
+    """What the server is told."""
+
+    folder: Path
+    """Of the model whose tokenizer serves."""
+    ports: tuple[int, ...]
+    """Of the groups."""
+    num_slots: int
+    """Of each group."""
+
+
+@contextlib.asynccontextmanager
+async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
+    """A process's role: greets with its port. Asked `usage`, it says what it has used; `profile` begins a profile, and
+    `profiled` ends it and tells."""
+    members = Members()
+    planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
+    most = 2 * told.num_slots * len(told.ports)
+    config = OrchestratorConfig(max_queued=most, max_queued_tokens=1000 * most, max_running=most)
+    layout = LAYOUT.fingerprint
+    server = await OrchestratorServer.start(
+        members,
+        Tokenizer.load(told.folder),
+        ModelInfo("scripted", MAX_TOKENS, VOCAB_SIZE, "bfloat16", True, layout),
+        clock=SystemClock(),
+        host=HOST,
+        config=config,
+        planner=planner,
+    )
+    groups = (
+        GenerationGroup(f"generate-{index}", f"{HOST}:{port}", layout, told.num_slots, MAX_TOKENS)
+        for index, port in enumerate(told.ports)
+    )
+    members.update(ClusterView(generation=tuple(groups)))
+    collect_rarely()
+    profile = Profile()
+
+    async def answer(question: Any) -> Any:
+        nonlocal profile
+        if question == "usage":
+            return usage()
+        if question == "profile":
+            profile = Profile()
+            profile.start()
+            return None
+        assert question == "profiled", question
+        return profile.stop()
+
+    try:
+        yield server.port, answer
+    finally:
+        await server.stop()

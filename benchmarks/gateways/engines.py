@@ -1,0 +1,133 @@
+"""Generation groups that compute nothing: the real service over engines whose tokens come from a script, at a pace.
+
+Output token i is 1000 + i, its text one word. All groups are in one process; their steps take turns on one thread, so
+that a group's streams get their tokens together, as from a batch.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from baton.results import KvLedger
+from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
+from baton.v1 import generate_pb2_grpc
+from benchmarks.gateways.process import Answer, usage
+from generate_workers.engine.config import EngineStatus
+from generate_workers.engine.core import GenerationEngine
+from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
+from generate_workers.servicer import GenerationServicer
+from generate_workers.slots.leases import SlotLedger
+from transport.channel import bind, make_server
+
+LAYOUT = KvLayout("scripted", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")
+FIRST_ID = 1000
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How many there are, and how fast."""
+
+    num_groups: int
+    num_slots: int
+    """Of each."""
+    step_s: float
+    """Between two tokens of a stream, when the processor keeps up."""
+
+
+@dataclass
+class _Row:
+    request: GenerationRequest
+    sink: EventSink
+    index: int
+
+
+class ScriptedEngine:
+    """What a servicer asks of an engine; every stream has one choice and gets a token at each step."""
+
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
+        self._rows: dict[Ticket, _Row] = {}
+        self._lock = threading.Lock()
+        self._num_opened = 0
+        self._num_steps = 0
+
+    def submit(self, request: GenerationRequest, on_event: EventSink, _on_filled: object) -> Ticket:
+        """Opens a stream."""
+        with self._lock:
+            self._num_opened += 1
+            ticket = Ticket(self._num_opened)
+            self._rows[ticket] = _Row(request, on_event, len(request.output_ids))
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends one."""
+        with self._lock:
+            row = self._rows.pop(ticket, None)
+        if row is not None:
+            row.sink(TokenEvent(row.index, None, "", time.time_ns(), FinishReason.CANCELLED))
+
+    def step(self) -> None:
+        """A token for each stream."""
+        with self._lock:
+            rows = list(self._rows.items())
+            now_ns = time.time_ns()
+            for ticket, row in rows:
+                is_last = row.index + 1 == row.request.params.max_tokens
+                finish = FinishReason.LENGTH if is_last else None
+                row.sink(TokenEvent(row.index, SampledToken(FIRST_ID + row.index), " word", now_ns, finish))
+                row.index += 1
+                if is_last:
+                    del self._rows[ticket]
+        self._num_steps += 1
+
+    def status(self) -> EngineStatus:
+        """Slots of the streams that run; no memory."""
+        active = min(len(self._rows), self._num_slots)
+        kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
+        ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
+        return EngineStatus(ledger, active, active, self._num_steps, 0, 0, None)
+
+
+@contextlib.asynccontextmanager
+async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
+    """A process's role: greets with the groups' ports; asked anything, it says what it has used."""
+    made = [ScriptedEngine(groups.num_slots) for _ in range(groups.num_groups)]
+    servers, servicers, ports = [], [], []
+    for engine in made:
+        server = make_server()
+        ports.append(bind(server, HOST))
+        servicers.append(GenerationServicer(cast(GenerationEngine, engine), LAYOUT))
+        generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicers[-1], server)
+        await server.start()
+        servers.append(server)
+    closing = threading.Event()
+    stepping = threading.Thread(target=_step, args=(made, groups.step_s, closing))
+    stepping.start()
+
+    async def answer(_question: Any) -> Any:
+        return usage()
+
+    try:
+        yield ports, answer
+    finally:
+        closing.set()
+        await asyncio.to_thread(stepping.join)
+        await asyncio.gather(*(server.stop(0) for server in servers))
+        for servicer in servicers:
+            servicer.close()
+
+
+def _step(made: Sequence[ScriptedEngine], step_s: float, closing: threading.Event) -> None:
+    """One engine after the other, each once in `step_s`; who is late makes no more of it."""
+    due_s = time.monotonic()
+    while True:
+        for engine in made:
+            if closing.wait(max(0.0, due_s - time.monotonic())):
+                return
+            due_s = max(due_s, time.monotonic() - step_s) + step_s / len(made)
+            engine.step()

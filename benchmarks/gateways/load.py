@@ -1,0 +1,137 @@
+"""The clients' process of the gateway benchmark: thousands of streams, each checked token by token."""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from baton.v1 import common_pb2, generate_pb2
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from benchmarks.gateways.engines import FIRST_ID
+from benchmarks.gateways.process import Answer
+from transport.channel import make_channel
+
+NUM_CONNECTIONS = 8
+_PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."
+"""Some two dozen tokens."""
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What is asked for."""
+
+    num_streams: int
+    max_tokens: int
+    within_s: float
+    """They come at random times, all within so many seconds."""
+
+
+@dataclass
+class Seen:
+    """What came of it so far."""
+
+    num_tokens: int = 0
+    num_done: int = 0
+    """Streams that ended as they should: all tokens, in order, and the last message."""
+    errors: list[str] = field(default_factory=list)
+    first_s: list[float] = field(default_factory=list)
+    """From each stream's call to its first token."""
+    late_ms: list[float] = field(default_factory=list)
+    """Of each token, from the engine to the client."""
+
+
+class Load:
+    """Streams that run in this process."""
+
+    def __init__(self, target: str) -> None:
+        self._channels = [make_channel(target) for _ in range(NUM_CONNECTIONS)]
+        self._stubs = [OrchestratorStub(channel) for channel in self._channels]
+        self._running: list[asyncio.Task[None]] = []
+        self._begun = asyncio.Event()
+        self._asked = Streams(0, 0, 0.0)
+        self.seen = Seen()
+
+    async def open(self, asked: Streams) -> None:
+        """Returns when all have their first token, or have ended."""
+        self._asked, self.seen = asked, Seen()
+        self._begun.clear()
+        rng = random.Random(0)
+        starts_s = sorted(rng.uniform(0, asked.within_s) for _ in range(asked.num_streams))
+        self._running = [asyncio.create_task(self._one(number, at_s)) for number, at_s in enumerate(starts_s)]
+        await self._begun.wait()
+
+    async def drain(self) -> Seen:
+        """Returns when all have ended; what came of them."""
+        await asyncio.gather(*self._running)
+        return self.seen
+
+    async def close(self) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def _one(self, number: int, at_s: float) -> None:
+        await asyncio.sleep(at_s)  # its time of arrival
+        sampling = common_pb2.SamplingParams(max_tokens=self._asked.max_tokens, ignore_eos=True)
+        request = pb.GenerateRequest(prompt=_PROMPT, sampling=sampling)
+        try:
+            await self._follow(self._stubs[number % NUM_CONNECTIONS].Generate(request))
+            self.seen.num_done += 1
+        except grpc.aio.AioRpcError as error:
+            self.seen.errors.append(f"{error.code()}: {error.details()}")
+        except ValueError as error:
+            self.seen.errors.append(str(error))
+        if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
+            self._begun.set()
+
+    async def _follow(self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]") -> None:
+        """To the end. Raises ValueError when a token is missing or out of place."""
+        seen, called_s, num_tokens, ended = self.seen, time.monotonic(), 0, False
+        while isinstance(event := await call.read(), pb.GenerateEvent):
+            if event.HasField("token"):
+                token = event.token
+                ended = token.finish == generate_pb2.FINISH_REASON_LENGTH
+                if not token.HasField("token"):
+                    continue  # an end alone
+                if token.index != num_tokens or token.token.token_id != FIRST_ID + num_tokens:
+                    raise ValueError(f"token {token.index} where {num_tokens} is due")
+                num_tokens += 1
+                seen.num_tokens += 1
+                seen.late_ms.append((time.time_ns() - token.unix_ns) / 1e6)
+                if num_tokens == 1:
+                    self._note_first(time.monotonic() - called_s)
+            elif event.HasField("finished") and not (ended and num_tokens == self._asked.max_tokens):
+                raise ValueError(f"finished after {num_tokens} of {self._asked.max_tokens} tokens")
+        if await call.code() is not grpc.StatusCode.OK or not ended:
+            raise ValueError(f"ended with {await call.code()}: {await call.details()}")
+
+    def _note_first(self, first_s: float) -> None:
+        self.seen.first_s.append(first_s)
+        if len(self.seen.first_s) + len(self.seen.errors) >= self._asked.num_streams:
+            self._begun.set()
+
+
+@contextlib.asynccontextmanager
+async def load(target: str) -> AsyncIterator[tuple[None, Answer]]:
+    """A process's role: asked with Streams, it opens them and answers when all run; asked `seen`, it says how many
+    tokens have come, and how late those since it was last asked were; `drain`, it answers when all have ended."""
+    clients = Load(target)
+
+    async def answer(question: Any) -> Any:
+        if isinstance(question, Streams):
+            return await clients.open(question)
+        if question == "seen":
+            late_ms, clients.seen.late_ms = clients.seen.late_ms, []
+            return clients.seen.num_tokens, late_ms
+        assert question == "drain", question
+        return await clients.drain()
+
+    try:
+        yield None, answer
+    finally:
+        await clients.close()

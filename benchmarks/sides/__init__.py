@@ -1,0 +1,1 @@
+"""Runs one side of a comparison in a process of its own."""

@@ -1,0 +1,121 @@
+"""The engine's own side of a comparison: one GenerationEngine in a process of its own, asked without gRPC or Ray.
+
+It prefills the prompts by itself. Its process waits for a load, runs it, answers with the times, and waits again.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing
+import threading
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import time_ns
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.process.garbage import collect_rarely
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.support.streams import Load, Measured, StreamTimes
+from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.rows import GenerationRequest
+from generate_workers.slots.table import SlotTable
+from modeling.checkpoints.weights import load_decoder
+from modeling.threads import use_cores
+from text.tokenizer import Tokenizer
+
+_END_S = 10.0
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """How the engine is made: as the cluster's generation group is."""
+
+    folder: Path
+    dtype: str
+    num_threads: int
+    cores: tuple[int, ...]
+    """That its process is pinned to; empty: not pinned."""
+    config: EngineConfig
+
+
+class EngineSide:
+    """A side (benchmarks.support.streams) over an engine's process."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    async def measure(self, load: Load) -> Measured:
+        self._pipe.send(load)
+        measured = await asyncio.to_thread(self._pipe.recv)
+        assert isinstance(measured, Measured)
+        return measured
+
+
+@contextlib.asynccontextmanager
+async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
+    """An engine that is ready; its process has ended afterwards."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_run, args=(theirs, spec), daemon=True)
+    process.start()
+    theirs.close()  # so that a process that died ends our recv
+    try:
+        await asyncio.to_thread(ours.recv)
+        yield EngineSide(ours)
+    finally:
+        ours.close()  # which ends its loop
+        process.join(_END_S)
+        process.kill()
+
+
+class _Collector:
+    """Where the engine's thread puts one stream's tokens."""
+
+    def __init__(self) -> None:
+        self.asked_ns = time_ns()
+        self.ended = threading.Event()
+        self._token_ns: list[int] = []
+        self._first_ns = 0
+
+    def take(self, event: TokenEvent) -> None:
+        if event.token is not None:
+            self._first_ns = self._first_ns or time_ns()
+            self._token_ns.append(event.unix_ns)
+        if event.finish is not None:
+            assert not event.error, event.error
+            self.ended.set()
+
+    def times(self) -> StreamTimes:
+        self.ended.wait()
+        return StreamTimes(self.asked_ns, self._first_ns, tuple(self._token_ns))
+
+
+def _run(pipe: Connection, spec: EngineSpec) -> None:
+    """The process: serves loads until the pipe is closed."""
+    use_cores(spec.cores, spec.num_threads)
+    decoder = load_decoder(spec.folder, dtype=spec.dtype)
+    config, clock = spec.config, SystemClock()
+    most = min(config.max_slot_tokens, decoder.config.max_position)
+    slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
+    engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config)
+    engine.start()
+    collect_rarely()
+    pipe.send("ready")
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        for load in iter(pipe.recv, None):
+            pipe.send(_answer(engine, load))
+    engine.close()
+
+
+def _answer(engine: GenerationEngine, load: Load) -> Measured:
+    params = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
+    collectors = []
+    for index, prompt in enumerate(load.prompts):
+        collector = _Collector()
+        engine.submit(GenerationRequest(RequestId(f"stream-{index}"), prompt, (), params), collector.take)
+        collectors.append(collector)
+    return Measured(tuple([collector.times() for collector in collectors]))

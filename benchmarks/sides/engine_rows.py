@@ -1,0 +1,111 @@
+"""A generation engine whose rows run already: their KV was pushed to leased slots, as a prefill group does it.
+
+So a step is a served request's: the policy's memory, the batch, sampling, text and events included. Only what is said
+is none: random KV, one and the same prompt token. Used by one thread, the one that made it.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from baton.clock import SystemClock
+from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import Lease, SampledToken, TokenRange
+from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.rows import GenerationRequest
+from generate_workers.slots.table import SlotTable
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer
+from text.tokenizer import Tokenizer
+from transport.kv_sink import ReserveSpec
+
+_TTL_S = 3600.0
+_SPREAD = 0.1
+
+
+def row_lengths(batch: int, context: int, less: int = 0) -> list[int]:
+    """A length for each row, spread evenly over a tenth around `context` on both sides, less so many tokens."""
+    shares = [(2 * row + 1) / batch - 1 for row in range(batch)]
+    return [max(1, round(context * (1 + _SPREAD * share)) - less) for share in shares]
+
+
+class EngineRows:
+    """Make one with `running`."""
+
+    def __init__(self, engine: GenerationEngine, num_rows: int) -> None:
+        self._engine = engine
+        self._num_rows = num_rows
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(
+        cls, decoder: Decoder, folder: Path, lengths: Sequence[int], max_steps: int, config: EngineConfig
+    ) -> Iterator["EngineRows"]:
+        """Rows that have so many tokens, and can take `max_steps` steps. Raises InvalidArgumentError and
+        ResourceExhaustedError when their KV does not fit."""
+        clock = SystemClock()
+        slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
+        engine = GenerationEngine(decoder, Tokenizer.load(folder), slots, clock, config)
+        params = SamplingParams(max_tokens=max_steps + 1, temperature=0, ignore_eos=True)
+        source = KvBuffer(decoder.layout, TokenRange(0, max(lengths)))
+        source.data.normal_()
+        try:
+            for number, length in enumerate(lengths):
+                name = RequestId(f"row-{number}")
+                lease = slots.reserve(ReserveSpec(name, 1, length, length + params.max_tokens, _TTL_S))
+                _push(slots, lease, source)
+                request = GenerationRequest(name, (1,) * length, (), params, lease.ref)
+                engine.submit(request, lambda event: None)
+            yield cls(engine, len(lengths))
+        finally:
+            engine.close()
+
+    def step_ms(self, num_steps: int) -> float:
+        """Mean milliseconds of so many steps, after one that is not counted."""
+        with torch.inference_mode():
+            self._engine.step()
+            start_s = time.perf_counter()
+            for _ in range(num_steps):
+                self._engine.step()
+            elapsed_s = time.perf_counter() - start_s
+        assert self.last.num_decode_rows == self._num_rows, self.last
+        return elapsed_s / num_steps * 1e3
+
+    @property
+    def last(self) -> StepStats:
+        """What the engine says of its last step."""
+        stats = self._engine.status().last_step
+        assert stats is not None
+        return stats
+
+
+def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tuple[int, str]:
+    """How many rows of `length` tokens, to which one comes, are leased their memory; and why no more, empty when all
+    slots are taken."""
+    memory = make_memory(decoder, config)
+    slots = SlotTable(memory, SystemClock(), endpoint="none:0")
+    try:
+        for number in range(config.num_slots):
+            try:
+                slots.reserve(ReserveSpec(RequestId(f"row-{number}"), 1, length, length + 1, _TTL_S))
+            except (InvalidArgumentError, ResourceExhaustedError) as error:
+                return number, str(error)
+        return config.num_slots, ""
+    finally:
+        memory.residency.close()
+
+
+def _push(slots: SlotTable, lease: Lease, source: KvBuffer) -> None:
+    """All of a lease's KV, from the first tokens of `source`, and the first token."""
+    tokens = TokenRange(0, lease.num_tokens)
+    with slots.open_push(lease.ref) as target:
+        for layer in range(slots.layout.num_layers):
+            target.write(layer, tokens, source.export(layer, tokens))
+    asyncio.run(slots.commit(lease.ref, [SampledToken(1)]))

@@ -1,0 +1,57 @@
+"""The served side of a comparison: a cluster on Ray, asked over gRPC as clients ask. Runs on the benchmark's loop."""
+
+import asyncio
+from time import time_ns
+
+from baton.client import AsyncClient
+from baton.results import Timings
+from baton.sampling_params import SamplingParams
+from benchmarks.support.streams import Load, Measured, StreamTimes
+
+
+class ServedSide:
+    """A side (benchmarks.support.streams) over a client of a running cluster."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+
+    async def measure(self, load: Load) -> Measured:
+        params = SamplingParams(max_tokens=load.max_tokens, ignore_eos=True)
+        asked = (self._follow(prompt, params) for prompt in load.prompts)
+        return Measured(tuple([times for times, _ in await asyncio.gather(*asked)]))
+
+    async def spans(self, prompt: tuple[int, ...]) -> dict[str, float]:
+        """One request for one token: milliseconds from the call to the token's arrival, by span; all but `chain` are
+        what serving adds."""
+        times, timings = await self._follow(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+        return split(times, timings)
+
+    async def _follow(self, prompt: tuple[int, ...], params: SamplingParams) -> tuple[StreamTimes, Timings]:
+        asked_ns, first_ns = time_ns(), 0
+        token_ns = []
+        async with self._client.generate(token_ids=prompt, params=params) as stream:
+            async for event in stream:
+                if event.token is not None:
+                    first_ns = first_ns or time_ns()
+                    token_ns.append(event.unix_ns)
+        assert stream.timings is not None
+        return StreamTimes(asked_ns, first_ns, tuple(token_ns)), stream.timings
+
+
+def split(times: StreamTimes, timings: Timings) -> dict[str, float]:
+    """Milliseconds of the consecutive spans between the call and its first token's arrival; one machine, one clock."""
+    instants = {
+        "in": timings.received_ns,
+        "queue": timings.admitted_ns,
+        "reserve": timings.leased_ns,
+        "dispatch": min(rank.start_ns for rank in timings.ranks),
+        "chain": max(rank.end_ns for rank in timings.ranks),
+        "push_tail": max(max(rank.push_end_ns, rank.end_ns) for rank in timings.ranks),
+        "commit_join": timings.first_token_ns,
+        "out": times.first_ns,
+    }
+    spans, before_ns = {}, times.asked_ns
+    for name, ns in instants.items():
+        spans[name] = (ns - before_ns) / 1e6
+        before_ns = ns
+    return spans

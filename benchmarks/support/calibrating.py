@@ -1,0 +1,71 @@
+"""The cost model of the ranks that are about to be compared, fitted while all of them are busy.
+
+A rank alone may be faster than one whose neighbour computes too (`benchmarks.prediction` measures it), so chains are
+run, and each rank's own seconds, waits aside, become a row: chunk, keys before it, seconds. Messages are timed between
+the ranks, over the links that the chain uses, and at their pace.
+"""
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+
+from benchmarks.baselines.link_probe import Points
+from benchmarks.baselines.pacing import FULL_SPEED, Pace
+from benchmarks.baselines.rank_process import Task
+from benchmarks.baselines.ranks import Outcome, Ranks
+from benchmarks.support.harness import progress, random_prompt
+from planning.calibration import Calibration, calibrate_chain
+from planning.cost_model import CostModel, Link
+from planning.fit import RankRow, fit_link
+from planning.search import as_ranges, rounded
+
+LENGTHS = (256, 1024, 3000)
+QUICK_LENGTHS = (128, 512)
+_SLOPES = (1.0, 0.6)
+"""Each rank's chunk as a multiple of the one before: even chunks, and nearly balanced ones."""
+_REPEATS = 3
+_MESSAGE_BYTES = (2**14, 2**17, 2**20)
+_MESSAGE_REPEATS = 3
+
+
+def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence[int] = LENGTHS) -> Calibration:
+    """Runs chains of all ranks, and messages; medians of three. `origin` says of which model. About half a minute for
+    the default lengths."""
+    rows: list[RankRow] = []
+    request_s: list[float] = []
+    with progress(f"calibrating {kernel}", len(lengths) * len(_SLOPES)) as advance:
+        for num_tokens in lengths:
+            for slope in _SLOPES:
+                chunks = rounded([slope**rank for rank in range(len(ranks))], num_tokens)
+                ranges = as_ranges(chunks, 0)
+                prompts = [random_prompt(num_tokens, seed) for seed in range(_REPEATS + 1)]
+                outcomes = [ranks.run(Task("kvr", prompt, ranges, kernel=kernel)) for prompt in prompts]
+                for rank, chunk in enumerate(ranges):
+                    seconds = statistics.median(each.answers[rank].compute_s for each in outcomes[1:])
+                    rows.append(RankRow(len(chunk), chunk.start, rank == len(ranks) - 1, seconds))
+                request_s += [_besides(outcome) for outcome in outcomes[1:]]
+                advance()
+    calibration, _ = calibrate_chain(origin, rows, message_points(ranks), statistics.median(request_s))
+    return calibration
+
+
+def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:
+    """(bytes, seconds) of single messages; none for a single rank."""
+    return ranks.link_points(_MESSAGE_BYTES, _MESSAGE_REPEATS, pace) if len(ranks) > 1 else ()
+
+
+def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
+    """The same ranks behind links of a pace, which is measured."""
+    return dataclasses.replace(cost, link=measured_link(ranks, pace))
+
+
+def measured_link(ranks: Ranks, pace: Pace) -> Link:
+    """A link of a pace, as messages find it."""
+    return fit_link(message_points(ranks, pace)).link
+
+
+def _besides(outcome: Outcome) -> float:
+    """Seconds of a prefill before its first and after its last layer on any rank: commands, logits, the answer."""
+    runs = [answer.report.run for answer in outcome.answers if answer.report is not None]
+    span_ns = max(run.end_unix_ns for run in runs) - min(run.start_unix_ns for run in runs)
+    return max(outcome.seconds - span_ns / 1e9, 0.0)

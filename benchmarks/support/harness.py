@@ -1,0 +1,217 @@
+"""What all benchmarks share: interleaved pairs, rows in one form, and a note of where they were measured.
+
+Machines are noisy, so two sides are always measured alternately (A, B, A, B, ...) and compared by the median of the
+pairs' ratios. A row is `{"bench", "case", "metric", "value", "unit", "baseline", "baseline_value", "ratio"}`; `ratio`
+says how many times better than the baseline (above 1 is better, whatever the unit).
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import platform
+import random
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from baton.paths import cache_folder
+from deploy.config.worker import DEFAULT_MODEL
+
+PAIRS = 9
+QUICK_PAIRS = 3
+_RATES = ("gb_s", "tokens_s", "gflops", "goodput")
+"""Metrics that are better when larger."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured number, beside the same number of a baseline."""
+
+    bench: str
+    case: str
+    """key=value pairs joined by commas."""
+    metric: str
+    value: float
+    unit: str
+    baseline: str
+    baseline_value: float
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Interleaved measurements of two sides, in the same unit."""
+
+    ours: list[float]
+    theirs: list[float]
+
+    @property
+    def our_median(self) -> float:
+        return statistics.median(self.ours)
+
+    @property
+    def their_median(self) -> float:
+        return statistics.median(self.theirs)
+
+    def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile of the pairs' ratios (for one pair, all the same); above 1 we are
+        better."""
+        pairs = zip(self.ours, self.theirs, strict=True)
+        ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
+        low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
+        return low, middle, high
+
+
+def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> Pairs:
+    """Measures both sides alternately, `pairs` times each, after one unrecorded round."""
+    ours(), theirs()
+    mine, other = [], []
+    for _ in range(pairs):
+        mine.append(ours())
+        other.append(theirs())
+    return Pairs(mine, other)
+
+
+def random_prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
+    """Token ids that most vocabularies have; the same for the same seed."""
+    rng = random.Random(seed)
+    return tuple(rng.randint(100, 40_000) for _ in range(num_tokens))
+
+
+def case(**keys: object) -> str:
+    """`tokens=512,ranks=2` from keyword arguments, in their order. One word each in all benchmarks; those with a unit:
+    `link` MB/s, `context` keys, `tokens` of a prompt or a chunk."""
+    return ",".join(f"{key}={value}" for key, value in keys.items())
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """Options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
+    parser.add_argument("--quick", action="store_true", help="fewer cases and pairs: a smoke test, not a claim")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
+    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    return parser
+
+
+def _finite(value: object) -> object:
+    """JSON has no word for what was never reached, nor for what is not there."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Reporter:
+    """Prints rows as they come: JSON lines, or a table at the end."""
+
+    def __init__(self, bench: str, as_json: bool) -> None:
+        self._bench = bench
+        self._json = as_json
+        self._console = Console(stderr=as_json)
+        self._table = Table(
+            Column("case", overflow="fold"), "metric", "value", "baseline", "its value", "ratio", "quartiles"
+        )
+        self._console.print(f"{bench}: {describe_machine()}", style="dim", highlight=False)
+
+    def add(self, case_name: str, metric: str, unit: str, baseline: str, pairs: Pairs) -> Row:
+        """Reports one comparison; rates are better when larger, all else when smaller."""
+        low, ratio, high = pairs.quartiles(smaller_is_better=metric not in _RATES)
+        ours, theirs = pairs.our_median, pairs.their_median
+        row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
+        if self._json:
+            print(json.dumps({name: _finite(value) for name, value in asdict(row).items()}), flush=True)
+        values = (f"{ours:.4g} {unit}", baseline, f"{theirs:.4g} {unit}", f"{ratio:.2f}", f"{low:.2f} to {high:.2f}")
+        self._console.print(f"  {case_name} {metric}: " + "  ".join(values), highlight=False, style="dim")
+        self._table.add_row(case_name, metric, *values)
+        return row
+
+    def close(self) -> None:
+        """Prints the table."""
+        self._console.print(self._table)
+
+
+class Bars:
+    """What is promised, and whether it holds: said as it is found, and once more at the end."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._verdicts: list[tuple[bool, str]] = []
+
+    def at_least(self, what: str, value: float, bar: float) -> None:
+        """One promise."""
+        self._check(f"{what}: {value:.3f}, at least {bar:g}", value >= bar)
+
+    def at_most(self, what: str, value: float, bar: float) -> None:
+        """One promise."""
+        self._check(f"{what}: {value:.3f}, at most {bar:g}", value <= bar)
+
+    def close(self) -> int:
+        """Prints all verdicts; the process's exit code, 1 when something does not hold."""
+        for verdict in self._verdicts:
+            self._print(verdict)
+        return 0 if all(holds for holds, _ in self._verdicts) else 1
+
+    def _check(self, text: str, holds: bool) -> None:
+        self._verdicts.append((holds, text))
+        self._print(self._verdicts[-1])
+
+    def _print(self, verdict: tuple[bool, str]) -> None:
+        holds, text = verdict
+        self._console.print(f"  {'PASS' if holds else 'FAIL'}  {text}", markup=False, style="green" if holds else "red")
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
+    """A line on standard error: on a terminal it counts rounds. Call what it yields after each."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        console.print(f"  {what}: {total} rounds", style="dim")
+    columns = (TextColumn(f"  {what}: round"), MofNCompleteColumn(), TimeElapsedColumn())
+    # Drawn between rounds only: a thread that draws takes part in what is measured.
+    with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
+        task = shown.add_task("", total=total)
+
+        def advance() -> None:
+            shown.advance(task)
+            shown.refresh()
+
+        yield advance
+
+
+def describe_machine() -> str:
+    """Processor, versions and commit, in one line."""
+    cpu = _cpu_name()
+    versions: Mapping[str, str] = {name: version(name) for name in ("torch", "grpcio", "transformers")}
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    libraries = ", ".join(f"{name} {number}" for name, number in versions.items())
+    return f"{cpu}, Python {platform.python_version()}, {libraries}, commit {commit or 'unknown'}"
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{len(names)} x {names[0]}" if names else platform.machine()
+
+
+def resolve(args: argparse.Namespace) -> Path:
+    """The model's folder."""
+    from modeling.checkpoints.catalog import resolve_model
+    from text.gguf_tokenizer import write_tokenizer
+
+    def report(done: int, total: int) -> None:
+        print(f"\rconverting {done}/{total}", end="", file=sys.stderr)
+
+    return resolve_model(args.model, cache=args.cache, progress=report, finish=write_tokenizer)

@@ -1,0 +1,152 @@
+"""Streams that run all along, and prompts that come meanwhile: what the former notice, and what the latter get.
+
+Against a controller in this process, on its loop. Times of tokens are those of the engine that made them.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.results import Timings
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.support.arrivals import Arrival
+from benchmarks.support.harness import random_prompt
+from benchmarks.support.open_loop import percentile
+from deploy.groups.cluster import LocalCluster
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Finished
+from planning.planner import ChainPlanner
+
+STREAM_TOKENS = 192
+"""Of the prompt of a stream that runs all along."""
+_OUTPUT_TOKENS = 4000
+"""Of such a stream, before the next takes its place."""
+_FIRST_SEED = 1_000_000
+"""Of such streams' prompts: they share nothing with others."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One prompt that came, and was served."""
+
+    num_tokens: int
+    ttft_s: float
+    reason: str
+    """Why it was prefilled where it was."""
+
+
+@dataclass
+class Gaps:
+    """When the tokens of each stream that runs all along were made, in unix nanoseconds."""
+
+    token_ns: list[list[int]] = field(default_factory=list)
+    """One list a stream."""
+
+    def between_ms(self, start_ns: int, end_ns: int) -> list[float]:
+        """Milliseconds from a token to the next of its stream, for those made in that time."""
+        return [
+            (after - before) / 1e6
+            for times in self.token_ns
+            for before, after in pairwise(times)
+            if start_ns < after <= end_ns
+        ]
+
+
+def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arrival, ...]:
+    """Short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within so many seconds, a long
+    one first; the same for the same seed."""
+    rng = random.Random(seed)
+    sizes = [rng.randint(32, 256) for _ in range(num_short)] + [rng.randint(2000, 4000) for _ in range(num_long)]
+    times = [rng.uniform(0.0, seconds) for _ in sizes]
+    times[-1] = 0.0
+    first = seed * len(sizes)
+    return tuple(sorted(Arrival(*each, first + index) for index, each in enumerate(zip(times, sizes, strict=True))))
+
+
+async def ask(controller: Controller, arrival: Arrival) -> Asked:
+    """Hands a prompt in when its time has come, for one token; returns when it has ended."""
+    await asyncio.sleep(arrival.at_s)  # from the load's start
+    clock, first_s, timings = SystemClock(), math.nan, None
+    start_s = clock.now_s()
+    spec = _spec(random_prompt(arrival.num_tokens, arrival.seed), 1)
+    async with contextlib.aclosing(controller.generate(spec)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent) and event.token is not None:
+                first_s = clock.now_s()
+            elif isinstance(event, Finished):
+                timings = _timings(event)
+    assert timings is not None and timings.placement is not None, "a stream without an end"
+    return Asked(arrival.num_tokens, first_s - start_s, timings.placement.reason)
+
+
+@contextlib.asynccontextmanager
+async def streaming(controller: Controller, num_streams: int) -> AsyncIterator[Gaps]:
+    """So many streams run, each from its first token on when this begins."""
+    gaps, begun = Gaps(), asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(_run_on(controller, number, gaps, begun)) for number in range(num_streams)]
+    try:
+        for _ in tasks:
+            await asyncio.wait_for(begun.acquire(), 120)
+        yield gaps
+        for task in tasks:
+            assert not task.done(), task.exception()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _run_on(controller: Controller, number: int, gaps: Gaps, begun: asyncio.Semaphore) -> None:
+    """One stream after the other, until it is cancelled."""
+    is_first = True
+    while True:
+        times: list[int] = []
+        gaps.token_ns.append(times)
+        spec = _spec(random_prompt(STREAM_TOKENS, _FIRST_SEED + number), _OUTPUT_TOKENS)
+        async with contextlib.aclosing(controller.generate(spec)) as events:
+            async for event in events:
+                if isinstance(event, TokenEvent) and event.token is not None:
+                    times.append(event.unix_ns)
+                    if is_first:
+                        is_first = False
+                        begun.release()
+                elif isinstance(event, Finished):
+                    _timings(event)
+
+
+@contextlib.asynccontextmanager
+async def controlled(
+    cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
+) -> AsyncIterator[Controller]:
+    """A controller over a cluster that runs; closed at the end."""
+    controller = Controller(cluster.members, SystemClock(), config, planner=planner, on_failure=cluster.suspect)
+    controller.start()
+    try:
+        yield controller
+    finally:
+        await controller.close()
+
+
+def p99(values: Sequence[float]) -> float:
+    """NaN of none."""
+    return percentile(values, 99)
+
+
+def _spec(prompt: tuple[int, ...], max_tokens: int) -> GenerateSpec:
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params)
+
+
+def _timings(finished: Finished) -> Timings:
+    if finished.error is not None:
+        raise finished.error
+    return finished.timings

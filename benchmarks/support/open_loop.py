@@ -1,0 +1,142 @@
+"""Load that comes whether or not it is served: requests at random times, and what became of each.
+
+Against a controller in this process, on its loop: what a request waits for its refusal is the server's own time. An
+arrival never waits for another's answer, so a server that falls behind is asked no less.
+"""
+
+import asyncio
+import contextlib
+import math
+import random
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from baton.clock import SystemClock
+from baton.errors import BatonError, DeadlineExceededError, ResourceExhaustedError
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from benchmarks.support.harness import random_prompt
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.requests.record import Event, Finished
+from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+
+_NUM_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What every request of a load asks."""
+
+    num_tokens: int
+    """Of its prompt."""
+    max_tokens: int
+    deadline_s: float | None = None
+    """From its arrival."""
+    tenant: Tenant = DEFAULT_TENANT
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What became of one request; seconds from the load's start."""
+
+    at_s: float
+    """It came."""
+    end_s: float
+    first_s: float | None
+    """Its first token; None: it had none."""
+    refused: bool
+    """At once, or when its place in the queue was given away."""
+    in_time: bool
+    """It got all that it asked for."""
+
+    @property
+    def ttft_s(self) -> float:
+        """From its arrival to its first token; for one without, the time is as long as any."""
+        return math.inf if self.first_s is None else self.first_s - self.at_s
+
+
+class Source:
+    """Asks a controller the same again and again, with prompts of its own."""
+
+    def __init__(self, controller: Controller, seed: int) -> None:
+        self._controller = controller
+        self._clock = SystemClock()
+        self._seed = seed
+        self._prompts: dict[int, list[tuple[int, ...]]] = {}
+        self._num_asked = 0
+
+    async def one(self, ask: Ask, start_s: float) -> Fate:
+        """One request to its end, whatever that is; what nobody expects is raised."""
+        clock = self._clock
+        at_s, first_s, error = clock.now_s() - start_s, None, None
+        try:
+            async with contextlib.aclosing(self._controller.generate(self._spec(ask))) as events:
+                async for event in events:
+                    if first_s is None and isinstance(event, TokenEvent) and event.token is not None:
+                        first_s = clock.now_s() - start_s
+                    error = _error_of(event)
+        except ResourceExhaustedError as refusal:
+            error = refusal
+        end_s = clock.now_s() - start_s
+        if error is not None and not isinstance(error, ResourceExhaustedError | DeadlineExceededError):
+            raise error
+        return Fate(at_s, end_s, first_s, isinstance(error, ResourceExhaustedError), error is None)
+
+    async def at_once(self, ask: Ask, num_streams: int, seconds: float) -> list[Fate]:
+        """So many streams, each asking again when it was served, for so long: what can be served at most."""
+        start_s = self._clock.now_s()
+
+        async def stream() -> list[Fate]:
+            fates = []
+            while self._clock.now_s() - start_s < seconds:
+                fates.append(await self.one(ask, start_s))
+            return fates
+
+        return [fate for fates in await asyncio.gather(*(stream() for _ in range(num_streams))) for fate in fates]
+
+    async def at_rate(self, ask: Ask, rate: float, seconds: float) -> list[Fate]:
+        """Requests at random times, so many a second in the mean, for so long; returns when the last has ended."""
+        start_s, tasks = self._clock.now_s(), []
+        self._seed += 1
+        for at_s in arrival_times(rate, seconds, self._seed):
+            await asyncio.sleep(max(0.0, start_s + at_s - self._clock.now_s()))
+            tasks.append(asyncio.create_task(self.one(ask, start_s)))
+        return list(await asyncio.gather(*tasks))
+
+    def _spec(self, ask: Ask) -> GenerateSpec:
+        prompts = self._prompts.setdefault(ask.num_tokens, [])
+        if len(prompts) < _NUM_PROMPTS:
+            prompts.append(random_prompt(ask.num_tokens, len(prompts)))
+        self._num_asked += 1
+        return GenerateSpec(
+            RequestId(uuid.uuid4().hex),
+            prompts[self._num_asked % len(prompts)],
+            SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True),
+            deadline_s=None if ask.deadline_s is None else self._clock.now_s() + ask.deadline_s,
+            tenant=ask.tenant,
+        )
+
+
+def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
+    """Of a Poisson process: seconds from the start, ascending; the same for the same seed."""
+    rng, at_s = random.Random(seed), 0.0
+    while (at_s := at_s + rng.expovariate(rate)) < seconds:
+        yield at_s
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The smallest value that so many percent of all do not exceed; NaN of none."""
+    if not values:
+        return math.nan
+    return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
+
+
+def throughput(fates: Sequence[Fate], from_s: float, to_s: float) -> float:
+    """Requests a second that ended between these times and got all that they had asked for."""
+    return sum(fate.in_time and from_s < fate.end_s <= to_s for fate in fates) / (to_s - from_s)
+
+
+def _error_of(event: Event) -> BatonError | None:
+    return event.error if isinstance(event, Finished) else None

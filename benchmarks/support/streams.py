@@ -1,0 +1,79 @@
+"""What several concurrent streams of one side took: from when each was asked, and when each of its tokens was made.
+
+Throughput is measured over the window in which all streams generate: from the last stream's first token to the first
+stream's last. There every row of the batch is full, on every side.
+"""
+
+import statistics
+from dataclasses import dataclass
+from typing import Protocol
+
+from benchmarks.support.harness import random_prompt
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is asked of a side, all at once."""
+
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each stream's prompt."""
+    max_tokens: int
+    """Output tokens of each stream, exactly."""
+
+
+@dataclass(frozen=True)
+class StreamTimes:
+    """One stream, in unix nanoseconds."""
+
+    asked_ns: int
+    first_ns: int
+    """When its first token reached whoever asked."""
+    token_ns: tuple[int, ...]
+    """When each token was made, by the clock of the engine that made it."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One load on one side."""
+
+    streams: tuple[StreamTimes, ...]
+
+    @property
+    def ttft_s(self) -> float:
+        """Seconds to the first token, median of the streams."""
+        return statistics.median((each.first_ns - each.asked_ns) / 1e9 for each in self.streams)
+
+    @property
+    def window_ns(self) -> tuple[int, int]:
+        """When all streams generate."""
+        return max(each.token_ns[0] for each in self.streams), min(each.token_ns[-1] for each in self.streams)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds per output token after the first, median of the streams."""
+        return statistics.median(
+            (each.token_ns[-1] - each.token_ns[0]) / (len(each.token_ns) - 1) / 1e6 for each in self.streams
+        )
+
+    @property
+    def tokens_s(self) -> float:
+        """Tokens a second of all streams, over the window. Raises ValueError when there is no window."""
+        start, end = self.window_ns
+        num_tokens = sum(start < ns <= end for each in self.streams for ns in each.token_ns)
+        if end <= start or num_tokens < 2 * len(self.streams):
+            raise ValueError("streams did not run at the same time: ask for more output tokens (--max-tokens)")
+        return num_tokens / (end - start) * 1e9
+
+
+class Side(Protocol):
+    """Something that streams: a served cluster, or an engine alone."""
+
+    async def measure(self, load: Load) -> Measured:
+        """Asks for all streams at once; returns when all have ended."""
+        ...
+
+
+def make_load(num_streams: int, num_tokens: int, max_tokens: int, seed: int) -> Load:
+    """Random prompts, the same for the same seed."""
+    first = seed * num_streams
+    return Load(tuple(random_prompt(num_tokens, first + each) for each in range(num_streams)), max_tokens)

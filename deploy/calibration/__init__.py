@@ -1,0 +1,1 @@
+"""Measures what the planner predicts by: prefill chains and generation steps of a running cluster."""

@@ -1,0 +1,222 @@
+"""`baton calibrate`: measures what prefill costs on a running cluster, and gives the cluster the numbers to predict by.
+
+The fit and the file are planning's (planning.fit, planning.calibration); docs/kv_runahead.md says what they mean.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
+from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.calibration.chains import Outcome
+    from planning.calibration import Calibration
+
+_ANSWER_S = 10.0
+_USE_S = 120.0
+"""For the orchestrator to search its partitions anew."""
+_MAX_REPEATS = 1000
+
+_DESCRIPTION = """\
+Sends prompts of several lengths to a running cluster that is otherwise idle, reads what each rank of the chain took,
+and fits the cost model: seconds a token, seconds a pair of tokens in attention, a layer's fixed part, the links, and
+what a request takes besides its chain. The orchestrator predicts by these numbers from then on, and so do its next
+lives, and clusters of the same model on the same hardware. Prompts of other lengths tell how good predictions are.
+
+With --generate, sends batches of rows instead, and makes a table of what a generation step takes, by rows and tokens a
+row. The cluster keeps it, and decides by it which prompts their generation group prefills by itself."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `calibrate` command."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure what prefill costs on a running cluster, for its predictions",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument(
+        "--generate",
+        action="store_true",
+        help="measure generation steps instead: seconds by rows in the batch and tokens a row",
+    )
+    parser.add_argument(
+        "--batches", metavar="N,N,...", help="with --generate: rows (default: 1, 4, 16, 64 and all slots)"
+    )
+    parser.add_argument(
+        "--contexts", metavar="N,N,...", help="with --generate: tokens a row (default: 192, 1024, 4096, as fit)"
+    )
+    parser.add_argument(
+        "--lengths", metavar="N,N,...", help="prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"
+    )
+    parser.add_argument(
+        "--checks", metavar="N,N,...", help="prompt tokens to hold predictions against (default: between those)"
+    )
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="FILE", help="write a copy; without --generate, as `baton simulate` reads it"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="only show what was found; the cluster goes on as before"
+    )
+    parser.add_argument("--anyway", action="store_true", help="also while other requests run, which disturb each other")
+    parser.add_argument("--force", action="store_true", help="hand over also what is far from what is in force")
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    _check_options(args)
+    if args.repeats is None:
+        args.repeats = 2 if args.generate else 5
+    if not 1 <= args.repeats <= _MAX_REPEATS:
+        raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
+    # Imported here, as below: --help and mistyped options are answered without grpc and numpy.
+    from rich.console import Console
+
+    from baton import Client
+    from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.commands.record import serving_endpoint
+
+    console = Console(stderr=True, highlight=False)
+    target, api_key = args.target or serving_endpoint(args.name), given_key(args)
+    with admin_channel(target, api_key) as channel, Client(target, api_key=api_key) as client:
+        stub = PlanningStub(channel)
+        if args.generate:
+            from deploy.calibration.generation import calibrate_generate
+
+            _require_idle(client, "generate", args.anyway)
+            calibrate_generate(args, client, stub, console)
+            return 0
+        origin = _in_force(stub)
+        _require_idle(client, "prefill", args.anyway)
+        outcome = _measure(args, client, origin, console)
+        _show(outcome, console)
+        if args.output is not None:
+            from planning.calibration import save
+
+            save(outcome.calibration, args.output)
+            console.print(f"written to {args.output}")
+        if args.dry_run:
+            console.print("the cluster predicts as before (--dry-run)")
+        else:
+            path = _hand_over(stub, outcome.calibration, force=args.force)
+            console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
+    return 0
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """Each kind of measurement has options of its own."""
+    for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
+        if getattr(args, name) is not None:
+            raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
+
+
+def _in_force(stub: "PlanningStub") -> "Calibration":
+    """What the cluster predicts by."""
+    from baton.status import translate_rpc_errors
+    from baton.v1 import planning_pb2 as pb
+    from planning.calibration import loads
+
+    with translate_rpc_errors():
+        return loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
+
+
+def _hand_over(stub: "PlanningStub", calibration: "Calibration", *, force: bool) -> str:
+    """Returns where the orchestrator keeps it."""
+    from baton.status import translate_rpc_errors
+    from baton.v1 import planning_pb2 as pb
+    from planning.calibration import dumps
+
+    with translate_rpc_errors():
+        request = pb.UseCalibrationRequest(calibration=dumps(calibration), force=force)
+        reply = stub.UseCalibration(request, timeout=_USE_S)
+    return reply.path or "no file"
+
+
+def _require_idle(client: "Client", role: str, anyway: bool) -> None:
+    """The cluster has a group of that role, and nothing else to do."""
+    state = client.cluster_state()
+    if not any(group.role == role for group in state.groups):
+        raise ConfigError(f"the cluster has no {role} group, so there is nothing to measure: set {role}.num_groups")
+    num_requests = state.num_running + state.num_queued
+    if num_requests and not anyway:
+        raise UnavailableError(
+            f"the cluster serves {num_requests} requests, which would disturb the measurement and be disturbed: "
+            "calibrate when it is idle, or with --anyway"
+        )
+
+
+def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", console: "Console") -> "Outcome":
+    from random import Random
+
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from deploy.calibration.chains import evaluate, fitted_lengths, given_lengths, lengths_between, measure
+
+    max_tokens = client.model().max_tokens
+    lengths = given_lengths("--lengths", args.lengths, max_tokens) if args.lengths else fitted_lengths(max_tokens)
+    checks = given_lengths("--checks", args.checks, max_tokens) if args.checks else lengths_between(lengths)
+    if len(lengths) < 2:
+        raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
+    everything = sorted({*lengths, *checks})
+    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(everything) * (args.repeats + 1))
+        samples = measure(
+            client,
+            everything,
+            repeats=args.repeats,
+            rng=Random(),
+            done=lambda num_tokens: progress.advance(task, num_tokens),
+        )
+    return evaluate(origin, samples, lengths)
+
+
+def _show(outcome: "Outcome", console: "Console") -> None:
+    """What was fitted, and how well it predicts."""
+    from rich.table import Table
+
+    calibration, cost = outcome.calibration, outcome.calibration.cost
+    console.print(f"{calibration.model} on {calibration.hardware} (fingerprint {calibration.fingerprint})")
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    for name, value in (
+        ("a token through a layer", f"{cost.linear_s * 1e6:.3f} us"),
+        ("a pair of tokens in a layer's attention", f"{cost.pair_s * 1e9:.3f} ns"),
+        ("a layer, whatever the chunk", f"{cost.fixed_s * 1e6:.1f} us"),
+        ("a message between ranks", f"{cost.link.latency_s * 1e6:.0f} us, and {cost.link.bandwidth / 1e6:.0f} MB/s"),
+        ("a request, besides its chain", f"{cost.head_s * 1e3:.1f} ms"),
+        ("largest residual of the fit", f"{outcome.residual:.1%} of a rank's seconds"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+    if outcome.width < outcome.num_ranks:
+        console.print(
+            f"no prompt was divided among all {outcome.num_ranks} ranks of a group: fitted to chains of "
+            f"{outcome.width}; give longer --lengths if longer prompts are to come"
+        )
+    headings = ("tokens", "by rank", "measured s", "predicted s", "off", "predicted before", "")
+    times = Table(*headings, box=None, title="time to first token, median", title_justify="left")
+    for check in outcome.checks:
+        times.add_row(
+            str(check.num_tokens),
+            " ".join(map(str, check.chunks)),
+            f"{check.measured_s:.4f}",
+            f"{check.predicted_s:.4f}",
+            f"{check.error:+.1%}",
+            f"{check.former_s:.4f}",
+            "fitted" if check.is_fitted else "",
+        )
+    console.print(times)
+    console.print(f"median deviation where nothing was fitted: {outcome.median_error:.1%}")

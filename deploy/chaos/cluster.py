@@ -1,0 +1,129 @@
+"""A cluster to be struck: supervised groups, each worker behind a network of its own, and an orchestrator in a process
+of its own, behind another. Runs on the owner's loop; leaves nothing behind.
+"""
+
+import asyncio
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+
+from baton.clock import Clock
+from baton.errors import UnavailableError
+from baton.v1 import prefill_pb2
+from deploy.chaos.faults import SeededPlan
+from deploy.chaos.network import HOST, FaultyNetwork, NetworkedSpawner
+from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
+from deploy.chaos.schedule import ORCHESTRATOR, Act, Blow
+from deploy.config.worker import WorkerConfig
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.cluster import Cluster
+from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.restarts import Backoff
+from deploy.groups.spawner import Spawner
+from orchestrator.membership.members import ClusterView
+
+_STATUS_S = 2.0
+_BACKOFF = Backoff(0.2, 0.5)
+"""Short: workers are ended again and again here, and none is ill."""
+
+
+@dataclass(frozen=True)
+class ChaosPlan:
+    """What the cluster is made of."""
+
+    spawner: Spawner
+    """Of the workers themselves."""
+    chain: Sequence[WorkerConfig]
+    """The ranks of the one prefill group."""
+    engines: Sequence[WorkerConfig]
+    """A generation group each."""
+    life: Callable[[str], OrchestratorLife]
+    """Makes the orchestrator's; is told how the workers store KV (KvLayout.fingerprint)."""
+    faults: SeededPlan
+    """Of all calls."""
+    heartbeat: Heartbeat
+    max_tokens: int
+    """Of one request, prompt and output."""
+
+
+class ChaosCluster:
+    """An async context manager, used once: entered when clients may connect."""
+
+    def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
+        """`report` takes a line for the user about what goes on."""
+        self.faults = plan.faults
+        self._plan = plan
+        self._spawner = NetworkedSpawner(plan.spawner, plan.faults)
+        self._around = Surroundings(
+            self._spawner, plan.heartbeat, clock, report, changed=self._changed, backoff=_BACKOFF
+        )
+        chain = WorkerGroup("prefill-0", plan.chain, self._around, ChainLinks(HOST, plan.heartbeat.dead_after_s))
+        engines = [WorkerGroup(config.name, [config], self._around) for config in plan.engines]
+        self._cluster = Cluster([chain], engines, self._around)
+        self._keeper = ProcessKeeper(self._life, self._view, plan.heartbeat, clock)
+        self._front = FaultyNetwork(plan.faults)
+
+    @property
+    def endpoint(self) -> str:
+        """host:port for clients."""
+        return self._front.endpoint
+
+    @property
+    def victims(self) -> tuple[str, ...]:
+        """Who may be struck."""
+        return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
+
+    async def __aenter__(self) -> "ChaosCluster":
+        try:
+            await self._cluster.start()
+            await self._keeper.start()
+            await self._front.open(f"{HOST}:{self._keeper.port}")
+        except BaseException:
+            await self._close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._close()
+
+    def strike(self, blow: Blow) -> bool:
+        """Whether there was anybody to strike: who is down already is spared."""
+        if blow.victim == ORCHESTRATOR:
+            return self._keeper.send_signal(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
+        worker = self._spawner.workers[blow.victim]
+        if worker.ended:
+            return False
+        if blow.act is Act.KILL:
+            worker.kill()
+        else:
+            worker.stop()
+        return True
+
+    async def until_ready(self, timeout_s: float) -> None:
+        """Returns when all workers serve and the chain has links; UnavailableError after `timeout_s` seconds."""
+        await self._cluster.until_ready(timeout_s)
+
+    async def num_jobs(self) -> int:
+        """In flight on the prefill ranks. Raises UnavailableError for one that does not say."""
+        workers = [worker for group in self._cluster.prefill for worker in group.workers.values()]
+        try:
+            statuses = await asyncio.gather(*(worker.status(_STATUS_S) for worker in workers))
+        except grpc.aio.AioRpcError as error:
+            raise UnavailableError(f"a prefill rank does not answer ({error.code()})") from error
+        return sum(status.num_jobs for status in statuses if isinstance(status, prefill_pb2.PrefillStatus))
+
+    def _changed(self) -> None:
+        self._keeper.tell()
+
+    def _view(self) -> ClusterView:
+        return self._cluster.view(self._plan.engines[0].num_slots, self._plan.max_tokens)
+
+    def _life(self) -> OrchestratorLife:
+        return self._plan.life(self._cluster.generation[0].layout_fingerprint)
+
+    async def _close(self) -> None:
+        await self._front.close()
+        await self._keeper.close()
+        await self._cluster.close()

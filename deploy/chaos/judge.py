@@ -1,0 +1,66 @@
+"""Whether a stream has the tokens that it had in a run in which nothing happened, by what the two streams say.
+
+Forwards of other shapes differ in rounding, so a token may differ where the calm run's decision was a close one: the
+gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. From there on the
+streams have parted, and are no longer compared. Exceptions are counted. Pure.
+"""
+
+from collections.abc import Sequence
+
+from baton.sampling_params import SamplingParams
+from baton.types import SampledToken
+from deploy.chaos.run import Answer, Outcome
+from deploy.chaos.schedule import Ask
+
+MARGIN = 1e-3
+"""In fp32; of logits, divided by the temperature."""
+_EXCEPTIONS_PER_TOKEN = 1e-3
+"""At most; one is always allowed."""
+
+
+class CalmJudge:
+    """Knows the calm run of one schedule. Implements Judge."""
+
+    def __init__(self, calm: Sequence[Answer]) -> None:
+        """Every request was answered."""
+        assert all(answer.outcome is Outcome.ANSWERED for answer in calm)
+        self.num_exceptions = 0
+        self.num_tokens = 0
+        self._expected = {
+            (answer.ask.number, index): tokens for answer in calm for index, tokens in enumerate(answer.choices)
+        }
+
+    @property
+    def has_too_many_exceptions(self) -> bool:
+        """Whether so many tokens differ that rounding is no excuse."""
+        return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
+
+    def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:
+        """What is wrong with the first tokens of a choice; empty when nothing is."""
+        params = ask.params.of_choice(choice)
+        expected = self._expected[ask.number, choice]
+        for position, (found, due) in enumerate(zip(tokens, expected, strict=False)):
+            self.num_tokens += 1
+            if found.token_id == due.token_id:
+                continue
+            margin = margin_of(params, position, due, found)
+            if margin >= MARGIN:
+                return f"token {position} is {found.token_id} instead of {due.token_id}, by a margin of {margin:.4f}"
+            self.num_exceptions += 1
+            return ""
+        return ""
+
+
+def margin_of(params: SamplingParams, position: int, due: SampledToken, found: SampledToken) -> float:
+    """How much better than `found` the calm run's token was, as the sampler scores tokens that are all kept. Both carry
+    their logprobs, of the same history."""
+    assert due.logprob is not None and found.logprob is not None
+    if not params.temperature:
+        return due.logprob - found.logprob
+    import torch
+
+    from modeling.forward.sampling import gumbel_noise, noise_key
+
+    ids = torch.tensor([due.token_id, found.token_id])
+    noise = gumbel_noise([noise_key(params.seed, position)], ids)[0]
+    return (due.logprob - found.logprob) / params.temperature + float(noise[0] - noise[1])

@@ -1,0 +1,248 @@
+"""The network before one server: a gRPC server that passes every call on, whole or, by a plan, not quite; and a spawner
+that puts one before each worker.
+
+Calls pass as bytes, so it knows no message but the lease, whose endpoint it replaces by its own: pushes, too, go
+through it. While it is frozen nothing passes in either direction, as if the worker's process were stopped. Connections
+stay up; so a dropped call ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. On the
+loop.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any
+
+import grpc
+
+from baton.errors import UnavailableError
+from baton.v1 import common_pb2
+from deploy.chaos.faults import Fault, FaultPlan, Strike
+from deploy.config.worker import WorkerConfig
+from deploy.groups.spawner import Spawner, WorkerHandle
+from transport.channel import bind, make_channel, make_server
+from transport.status import FAILED_WRITE, SentStatus
+
+HOST = "127.0.0.1"
+DEAD_S = 0.7
+SLOW_S = 0.2
+"""A slow call's delay, at most."""
+_MOST_REPLIES = 8
+"""A stream is cut after fewer replies than this."""
+
+_ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
+_REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
+"""Whoever repeats another call gives it another number, and nothing else on the way repeats it. A push is heard twice
+as a whole; that pieces are repeated within it is up to whoever pushes."""
+_STREAMS = frozenset(("Streams", "Generate"))
+"""May be cut between two replies."""
+
+Context = grpc.aio.ServicerContext[bytes, bytes]
+Call = grpc.aio.StreamStreamCall[bytes, bytes]
+Replies = AsyncGenerator[bytes, None]
+
+
+class FaultyNetwork(grpc.GenericRpcHandler):
+    """Serves on a port of its own what the server at `target` serves. Make it with `open`, on the loop."""
+
+    def __init__(self, plan: FaultPlan) -> None:
+        self.endpoint = ""
+        """host:port that the rest of the cluster is told."""
+        self._plan = plan
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._closing = False
+        self._inside: set[asyncio.Task[Any]] = set()
+        """Calls that have not ended."""
+        self._server = make_server()
+        self._channel: grpc.aio.Channel | None = None
+
+    async def open(self, target: str) -> None:
+        """Serves, before the server at host:port."""
+        self._channel = make_channel(target)
+        self.endpoint = f"{HOST}:{bind(self._server, HOST)}"
+        self._server.add_generic_rpc_handlers((self,))
+        await self._server.start()
+
+    async def close(self) -> None:
+        """Ends all calls at once, as a dying process does. Idempotent."""
+        self._closing = True
+        self._thawed.set()
+        await self._server.stop(0)
+        if self._inside:
+            await asyncio.wait(self._inside)  # grpc loses calls that are begun while their channel closes
+        if self._channel is not None:
+            await self._channel.close()
+
+    def freeze(self) -> None:
+        """Nothing passes any more, until `close`."""
+        self._thawed.clear()
+
+    def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
+        """Every method that there is."""
+        method = details.method
+
+        async def forward(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
+            task = asyncio.current_task()
+            assert task is not None
+            self._inside.add(task)
+            try:
+                async with contextlib.aclosing(self._forward(method, requests, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            finally:
+                self._inside.discard(task)
+
+        return grpc.stream_stream_rpc_method_handler(forward)
+
+    async def _forward(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
+        method = path.rpartition("/")[2]
+        strike = self._plan.next(method, _ALWAYS | {Fault.TWICE} if method in _REPEATABLE else _ALWAYS)
+        await self._thawed.wait()
+        await _before(strike)
+        if strike is not None and strike.fault is Fault.TWICE:
+            requests = _again(kept := [request async for request in requests])
+            async for _ in self._pass_on(path, _again(kept), context):
+                pass
+        num_replies = 0
+        async with contextlib.aclosing(self._pass_on(path, requests, context)) as replies:
+            async for reply in replies:
+                await self._thawed.wait()
+                if method in _STREAMS:
+                    await _within(strike, num_replies)
+                num_replies += 1
+                if method not in _STREAMS and strike is not None and strike.fault is Fault.LOSE:
+                    raise UnavailableError(f"{method}: the answer was lost on its way")
+                yield self._own_lease(reply) if method == "Reserve" else reply
+
+    async def _pass_on(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
+        """The call as it should be, its status included."""
+        if self._closing:
+            raise UnavailableError("the connection was refused")
+        assert self._channel is not None
+        call: Call = self._channel.stream_stream(path)(timeout=context.time_remaining())
+        sent = SentStatus(call)
+        pumping = asyncio.create_task(_pump(requests, call))
+        try:
+            while isinstance(reply := await call.read(), bytes):
+                yield reply
+        except grpc.aio.AioRpcError as error:
+            status = sent.of(error)
+            if status.code() is grpc.StatusCode.OK or status.details() == FAILED_WRITE:
+                raise UnavailableError("the connection broke while a request was written") from error
+            await context.abort(status.code(), status.details() or "", tuple(status.trailing_metadata()))
+        finally:
+            if not call.cancel():  # after a write that failed grpc.aio thinks that all is over, and its core does not
+                call._cython_call.cancel("")  # type: ignore[attr-defined]
+            pumping.cancel()
+            await asyncio.gather(pumping, return_exceptions=True)
+
+    def _own_lease(self, reply: bytes) -> bytes:
+        lease = common_pb2.Lease.FromString(reply)
+        lease.endpoint = self.endpoint
+        return lease.SerializeToString()
+
+
+class NetworkedWorker:
+    """A worker behind its network. Implements WorkerHandle."""
+
+    def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
+        self.inner = inner
+        self.endpoint = network.endpoint
+        self._network = network
+        self._cutting = asyncio.create_task(self._cut())
+
+    @property
+    def config(self) -> WorkerConfig:
+        """What it was told."""
+        return self.inner.config
+
+    @property
+    def pid(self) -> int:
+        """As the worker's own; 0 for one that is a server in this process."""
+        return self.inner.pid
+
+    @property
+    def ended(self) -> bool:
+        """As the worker's own."""
+        return self.inner.ended
+
+    def stop(self) -> None:
+        """SIGSTOP: no call is answered any more, and none ends."""
+        if self.pid:
+            os.kill(self.pid, signal.SIGSTOP)
+        else:
+            self._network.freeze()
+
+    async def wait(self) -> str:
+        """As the worker's own; its calls have ended, too."""
+        how = await self.inner.wait()
+        await asyncio.shield(self._cutting)
+        return how
+
+    def kill(self) -> None:
+        """As the worker's own."""
+        self.inner.kill()
+
+    async def close(self) -> None:
+        """As the worker's own."""
+        await self.inner.close()
+        await asyncio.shield(self._cutting)
+
+    async def _cut(self) -> None:
+        await self.inner.wait()
+        await self._network.close()
+
+
+class NetworkedSpawner:
+    """Puts a network before every worker. Implements Spawner."""
+
+    def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
+        self.workers: dict[str, NetworkedWorker] = {}
+        """By name, in their latest lives."""
+        self._inner = inner
+        self._plan = plan
+
+    async def start(self, config: WorkerConfig) -> NetworkedWorker:
+        """A worker, served by its network."""
+        inner = await self._inner.start(config)
+        network = FaultyNetwork(self._plan)
+        await network.open(inner.endpoint)
+        made = self.workers[config.name] = NetworkedWorker(inner, network)
+        return made
+
+
+async def _before(strike: Strike | None) -> None:
+    """What happens to a call before it is heard."""
+    match strike:
+        case Strike(Fault.SLOW, amount):
+            await asyncio.sleep(amount * SLOW_S)
+        case Strike(Fault.REFUSE):
+            raise UnavailableError("the connection was refused")
+        case Strike(Fault.DROP):
+            await asyncio.sleep(DEAD_S)
+            raise UnavailableError("the connection was found dead")
+
+
+async def _within(strike: Strike | None, num_replies: int) -> None:
+    """What happens to a stream's reply after so many."""
+    match strike:
+        case Strike(Fault.SLOW, amount):
+            await asyncio.sleep(amount * SLOW_S / _MOST_REPLIES)
+        case Strike(Fault.LOSE, amount) if num_replies >= int(amount * _MOST_REPLIES):
+            raise UnavailableError("the connection broke")
+
+
+async def _again(requests: list[bytes]) -> AsyncIterator[bytes]:
+    for request in requests:
+        yield request
+
+
+async def _pump(requests: AsyncIterator[bytes], call: Call) -> None:
+    with contextlib.suppress(
+        grpc.aio.AioRpcError, asyncio.InvalidStateError
+    ):  # the call has ended: its status says why
+        async for request in requests:
+            await call.write(request)
+        await call.done_writing()

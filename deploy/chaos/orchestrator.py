@@ -1,0 +1,230 @@
+"""The orchestrator as a child process, for those who want to end it: a keeper that tells it of the cluster and replaces
+it, and the child itself, `python -m deploy.chaos.orchestrator`.
+
+The parent writes pickles to the child's standard input: an OrchestratorLife first, then what the cluster is like, which
+is the heartbeat. The child answers each with a line of JSON, `{"port": ...}` or `{"error": ...}`, and leaves at the end
+of its input. The keeper runs on the parent's loop, in one task.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TextIO
+
+from baton.clock import Clock
+from baton.endless import Pauses, repeat, tell_end
+from baton.errors import BatonError, UnavailableError
+from baton.results import ModelInfo
+from deploy.groups.group import Heartbeat
+from orchestrator.api.host import OrchestratorHost
+from orchestrator.membership.members import ClusterView, Orders
+from orchestrator.requests.config import OrchestratorConfig
+from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
+
+_START_S = 60.0
+_CLOSE_GRACE_S = 5.0
+
+
+@dataclass(frozen=True)
+class OrchestratorLife:
+    """What a life of the orchestrator is made of."""
+
+    folder: Path
+    """Of the resolved model: its tokenizer."""
+    model: ModelInfo
+    eos_token_ids: tuple[int, ...]
+    config: OrchestratorConfig
+    planner: ChainPlanner
+    host: str
+    port: int = 0
+
+
+class ProcessKeeper:
+    """Owns the orchestrator's process, and replaces it when it has ended or is silent for too long."""
+
+    def __init__(
+        self, life: Callable[[], OrchestratorLife], view: Callable[[], ClusterView], heartbeat: Heartbeat, clock: Clock
+    ) -> None:
+        """`life` is asked once, when the workers serve."""
+        self.port = 0
+        """That all lives listen on, once the first has started."""
+        self._make_life = life
+        self._life: OrchestratorLife | None = None
+        self._view = view
+        self._heartbeat = heartbeat
+        self._clock = clock
+        self._process: asyncio.subprocess.Process | None = None
+        self._news = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._last_seen_s = 0.0
+        """When it answered last, or was replaced."""
+        self._closing = False
+
+    @property
+    def pid(self) -> int:
+        """Of the present life; 0 when there is none."""
+        return 0 if self._process is None or self._process.returncode is not None else self._process.pid
+
+    def tell(self) -> None:
+        """The view has changed: send it now."""
+        self._news.set()
+
+    def send_signal(self, number: signal.Signals) -> bool:
+        """Sends the process a signal; whether there was one."""
+        if not self.pid:
+            return False
+        os.kill(self.pid, number)
+        self._news.set()
+        return True
+
+    async def start(self) -> None:
+        """Returns when it serves; from then on it is kept. Raises its reason when it cannot."""
+        await self._begin()
+        self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(self._tell_end)
+
+    async def close(self) -> None:
+        """Ends it. Idempotent."""
+        self._closing = True
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), _CLOSE_GRACE_S)
+        except TimeoutError:
+            await _kill(process)
+
+    async def _keep(self) -> None:
+        self._last_seen_s = self._clock.now_s()
+        pauses = Pauses(self._heartbeat.interval_s, self._heartbeat.dead_after_s)
+        await repeat("the supervision of the orchestrator", self._turn, pauses)
+
+    def _tell_end(self, keeping: "asyncio.Task[None]") -> None:
+        if not self._closing:
+            tell_end("the supervision of the orchestrator")(keeping)
+
+    async def _turn(self) -> None:
+        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+            await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
+        self._news.clear()
+        if await self._answers():
+            self._last_seen_s = self._clock.now_s()
+        elif not self.pid or self._clock.now_s() - self._last_seen_s > self._heartbeat.dead_after_s:
+            await self._replace()
+            self._last_seen_s = self._clock.now_s()
+
+    async def _answers(self) -> bool:
+        """One heartbeat."""
+        try:
+            await asyncio.wait_for(self._hear(), self._heartbeat.interval_s)
+        except TimeoutError:
+            return False
+        except UnavailableError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    async def _replace(self) -> None:
+        logger.warning("the orchestrator has ended, or is silent: replacing it")
+        try:
+            await self._begin()
+        except BatonError as refused:
+            logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
+
+    async def _begin(self) -> None:
+        if self._process is not None:
+            await _kill(self._process)
+        if self._life is None:
+            self._life = await asyncio.to_thread(self._make_life)
+        life = replace(self._life, port=self.port)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            self._send(life)
+            self.port = await asyncio.wait_for(self._hear(), _START_S)
+        except BaseException as error:
+            await _kill(self._process)
+            if isinstance(error, TimeoutError):
+                raise UnavailableError(f"the orchestrator did not start within {_START_S:g} s") from error
+            raise
+
+    async def _hear(self) -> int:
+        """The port, as an answer to the present view, or one that comes late to an earlier one. Raises UnavailableError
+        when it has ended, or cannot serve."""
+        assert self._process is not None and self._process.stdout is not None
+        self._send(self._view())
+        line = await self._process.stdout.readline()
+        if not line:
+            raise UnavailableError(f"the orchestrator ended with status {await self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise UnavailableError(f"orchestrator: {answer['error']}")
+        return int(answer["port"])
+
+    def _send(self, what: OrchestratorLife | ClusterView) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        if not self._process.stdin.is_closing():  # else it has ended: the answer that does not come says so
+            self._process.stdin.write(pickle.dumps(what))
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Returns when it is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+    await process.wait()
+
+
+def main() -> int:
+    """Runs an orchestrator until its standard input ends; returns the exit status."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    answers, sys.stdout = sys.stdout, sys.stderr
+    try:
+        asyncio.run(_run(answers))
+    except BatonError as error:
+        _answer(answers, {"error": str(error)})
+        return 1
+    return 0
+
+
+async def _run(answers: TextIO) -> None:
+    life: OrchestratorLife = await asyncio.to_thread(_read)
+    host = OrchestratorHost(life.folder, life.model, life.eos_token_ids, life.config, planner=life.planner)
+    port = life.port
+    try:
+        while True:
+            view: ClusterView = await asyncio.to_thread(_read)
+            _, port, _ = await host.serve(view, life.host, port, None, Orders())
+            _answer(answers, {"port": port})
+    except EOFError:
+        await host.stop()
+
+
+def _read() -> Any:
+    """What the parent, and nobody else, has sent."""
+    return pickle.load(sys.stdin.buffer)
+
+
+def _answer(answers: TextIO, message: dict[str, object]) -> None:
+    answers.write(json.dumps(message) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

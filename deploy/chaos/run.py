@@ -1,0 +1,355 @@
+"""Runs a schedule of chaos against a cluster, through the client library, and says what did not hold: every request
+ends once, within its bound; tokens are those of a run in which nothing happens; afterwards nothing is held.
+
+On the cluster's loop.
+"""
+
+import asyncio
+import contextlib
+import enum
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from baton.client import AsyncClient
+from baton.clock import Clock
+from baton.errors import (
+    BatonError,
+    DeadlineExceededError,
+    LeaseError,
+    RequestCancelledError,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from baton.results import ClusterState
+from baton.resume import Reconnect
+from baton.streams import AsyncStream
+from baton.types import SampledToken, TokenEvent
+from deploy.chaos.cluster import ChaosCluster
+from deploy.chaos.schedule import Ask, Blow, Schedule
+
+_RECONNECT = Reconnect(num_connects=40, num_resumes=40, max_delay_s=0.5)
+_LOOK_S = 0.05
+"""Between two looks at what is held."""
+_STATE_S = 2.0
+"""For an answer to what is held."""
+_WATCH_S = 0.25
+"""Between two looks at the books."""
+_FAILED_PART = 0.25
+"""Of all requests, that may end with an error which says to try again."""
+
+Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
+"""Whether a choice's tokens, which may be only its first ones, are right; what is wrong with them, or nothing."""
+
+
+class Outcome(enum.StrEnum):
+    """What became of a request."""
+
+    ANSWERED = "answered"
+    LEFT = "left"
+    """By its client."""
+    LATE = "late"
+    """Its deadline passed."""
+    REFUSED = "refused"
+    """As its deadline was too near."""
+    FAILED = "failed"
+    """With an error that says to try again."""
+    WRONG = "wrong"
+    """As no request may end."""
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Seconds."""
+
+    request_s: float = 60.0
+    """For a request without a deadline to end."""
+    late_s: float = 5.0
+    """Past its deadline, for one that has one: it ends at once, and this machine is busy."""
+    settle_s: float = 10.0
+    """After the last one has ended, for all workers to serve and nothing to be held."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one request."""
+
+    ask: Ask
+    outcome: Outcome
+    choices: tuple[tuple[SampledToken, ...], ...]
+    num_attempts: int
+    num_cached_tokens: int
+    """Of the prompt, in the last attempt."""
+    num_ranks: int
+    """That prefilled, in the last attempt; 0: its generation group."""
+    num_resumes: int
+    error: str
+    """That it ended with; empty for one that was answered."""
+    complaints: tuple[str, ...]
+    """What did not hold."""
+
+
+@dataclass
+class Report:
+    """What came of a schedule."""
+
+    schedule: Schedule
+    answers: list[Answer] = field(default_factory=list)
+    blows: list[tuple[Blow, bool]] = field(default_factory=list)
+    """Those that came due; whether there was anybody to strike."""
+    num_calls_struck: int = 0
+    complaints: list[str] = field(default_factory=list)
+    """What did not hold; empty when all did."""
+    settled_s: float = 0.0
+    """After which nothing was held any more."""
+    took_s: float = 0.0
+
+    @property
+    def outcomes(self) -> Counter[Outcome]:
+        """How many requests became what."""
+        return Counter(answer.outcome for answer in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """That clients got."""
+        return sum(len(tokens) for answer in self.answers for tokens in answer.choices)
+
+    @property
+    def num_by_chains(self) -> int:
+        """Requests that prefill ranks prefilled."""
+        return sum(answer.num_ranks > 0 for answer in self.answers)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of prompts, that were not computed."""
+        return sum(answer.num_cached_tokens for answer in self.answers)
+
+    @property
+    def num_retried(self) -> int:
+        """Requests that the cluster attempted again."""
+        return sum(answer.num_attempts > 1 for answer in self.answers)
+
+    @property
+    def num_resumed(self) -> int:
+        """Requests that their clients took up again."""
+        return sum(answer.num_resumes > 0 for answer in self.answers)
+
+    @property
+    def num_hit(self) -> int:
+        """Blows that fell on somebody."""
+        return sum(hit for _, hit in self.blows)
+
+    def __str__(self) -> str:
+        outcomes = ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
+        failures = {answer.error for answer in self.answers if answer.outcome is Outcome.FAILED}
+        return (
+            f"seed {self.schedule.seed}: {outcomes}; {self.num_by_chains} by chains, {self.num_retried} retried, "
+            f"{self.num_resumed} resumed; "
+            f"{self.num_hit} of {len(self.schedule.blows)} blows, {self.num_calls_struck} calls struck; "
+            f"{self.num_tokens} tokens, {self.num_cached_tokens} cached; nothing held after {self.settled_s:.1f} s; "
+            f"{self.took_s:.1f} s"
+            + "".join(f"\n  failed with {each}" for each in sorted(failures))
+            + "".join(f"\n  did not hold: {each}" for each in self.complaints)
+        )
+
+
+class ChaosRun:
+    """One run of one schedule. Used once."""
+
+    def __init__(
+        self,
+        cluster: ChaosCluster,
+        schedule: Schedule,
+        clock: Clock,
+        *,
+        bounds: Bounds = Bounds(),
+        on_end: Callable[[Answer], None] = lambda answer: None,
+    ) -> None:
+        """`on_end` hears of each request's end."""
+        self._cluster = cluster
+        self._schedule = schedule
+        self._clock = clock
+        self._bounds = bounds
+        self._on_end = on_end
+        self._due = list(schedule.blows)
+        self._num_tokens = 0
+        self._report = Report(schedule)
+
+    async def run(self, judge: Judge) -> Report:
+        """From the first request until nothing is held. Blows that do not come due fall on nobody."""
+        began_s, faults = self._clock.now_s(), self._cluster.faults
+        async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
+            faults.begin(self._schedule.seed, self._schedule.rate)
+            over = asyncio.Event()
+            watching = asyncio.create_task(self._watch_books(client, over))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    asking = [group.create_task(self._ask(client, ask)) for ask in self._schedule.asks]
+            finally:
+                faults.end()
+                over.set()
+                await watching
+            self._report.answers += [task.result() for task in asking]
+            await self._settle(client)
+        self._report.num_calls_struck = faults.struck.total()
+        self._report.took_s = self._clock.now_s() - began_s
+        await asyncio.to_thread(self._judge, judge)
+        return self._report
+
+    async def _ask(self, client: AsyncClient, ask: Ask) -> Answer:
+        """One request to its end, whatever that is."""
+        stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
+        bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
+        watch = Watch(stream, ask)
+        outcome, ended_with = Outcome.ANSWERED, ""
+        try:
+            async with asyncio.timeout(bound_s):
+                async for event in stream:
+                    watch.take(event)
+                    self._count(event)
+        except TimeoutError:
+            outcome, ended_with = Outcome.WRONG, f"has not ended after {bound_s:.1f} s"
+        except BatonError as error:
+            outcome, ended_with = outcome_of(error, ask), f"{type(error).__name__}: {error}"
+        finally:
+            watch.close()
+        if outcome is Outcome.ANSWERED and watch.num_running:
+            outcome, ended_with = Outcome.WRONG, "ended without its last event"
+        output = stream.output
+        usage, timings = output.usage, output.timings
+        answer = Answer(
+            ask,
+            outcome,
+            tuple(choice.tokens for choice in output.choices),
+            0 if usage is None else usage.num_attempts,
+            0 if usage is None else usage.num_cached_tokens,
+            0 if timings is None else len(timings.ranks),
+            output.num_resumes,
+            ended_with,
+            (*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])),
+        )
+        self._on_end(answer)
+        return answer
+
+    async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
+        """They balance all the time, as far as anybody can be asked."""
+        while not over.is_set():
+            try:
+                groups = (await client.cluster_state(_STATE_S)).groups
+            except BatonError:  # struck, or nobody is there: asked again
+                groups = ()
+            amiss = {f"{group.name}: {group.imbalance}" for group in groups if group.imbalance}
+            self._report.complaints += sorted(amiss - set(self._report.complaints))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(over.wait(), _WATCH_S)
+
+    def _count(self, event: TokenEvent) -> None:
+        """A token has come: blows may be due."""
+        self._num_tokens += event.token is not None
+        while self._due and self._due[0].after_tokens <= self._num_tokens:
+            blow = self._due.pop(0)
+            self._report.blows.append((blow, self._cluster.strike(blow)))
+
+    async def _settle(self, client: AsyncClient) -> None:
+        """Waits until all serve and nothing is held."""
+        began_s, bound_s = self._clock.now_s(), self._bounds.settle_s
+        try:
+            await self._cluster.until_ready(bound_s)
+        except UnavailableError as error:
+            self._report.complaints.append(str(error))
+        while held := await self._held(client):
+            if self._clock.now_s() - began_s > bound_s:
+                self._report.complaints.append(f"still held after {bound_s:g} s: {held}")
+                break
+            await asyncio.sleep(_LOOK_S)
+        self._report.settled_s = self._clock.now_s() - began_s
+
+    async def _held(self, client: AsyncClient) -> str:
+        """What is held, or amiss; empty when nothing is."""
+        try:
+            state, num_jobs = await client.cluster_state(_STATE_S), await self._cluster.num_jobs()
+        except (UnavailableError, DeadlineExceededError) as error:
+            return str(error)
+        return holdings(state) + (f" {num_jobs} jobs" if num_jobs else "")
+
+    def _judge(self, judge: Judge) -> None:
+        """All streams, those that ended early as well: what came must be right."""
+        complaints = self._report.complaints
+        for answer in self._report.answers:
+            name = f"request {answer.ask.number}"
+            complaints += [f"{name}: {each}" for each in answer.complaints]
+            for index, tokens in enumerate(answer.choices):
+                if tokens and (wrong := judge(answer.ask, index, tokens)):
+                    complaints.append(f"{name}, choice {index}: {wrong}")
+                if answer.outcome is Outcome.ANSWERED and len(tokens) != answer.ask.params.max_tokens:
+                    complaints.append(f"{name}, choice {index}: {len(tokens)} of {answer.ask.params.max_tokens} tokens")
+        num_failed = self._report.outcomes[Outcome.FAILED]
+        if num_failed > _FAILED_PART * len(self._report.answers):
+            complaints.append(f"{num_failed} of {len(self._report.answers)} requests failed")
+
+
+class Watch:
+    """What one stream brings: indices without a gap, one end a choice; and when its client leaves."""
+
+    def __init__(self, stream: AsyncStream, ask: Ask) -> None:
+        self.complaints: list[str] = []
+        self._stream = stream
+        self._leave = ask.leave
+        self._num_events = 0
+        self._next = [0] * ask.params.n
+        self._ended: set[int] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._leave_if_due()
+
+    @property
+    def num_running(self) -> int:
+        """Choices that have not ended."""
+        return len(self._next) - len(self._ended)
+
+    def take(self, event: TokenEvent) -> None:
+        """The stream's next event."""
+        self._num_events += 1
+        if event.choice in self._ended:
+            self.complaints.append(f"choice {event.choice}: an event after the last")
+        if event.token is not None and event.index != self._next[event.choice]:
+            self.complaints.append(f"choice {event.choice}: token {event.index} after {self._next[event.choice] - 1}")
+        if event.token is not None:
+            self._next[event.choice] = event.index + 1
+        if event.finish is not None:
+            self._ended.add(event.choice)
+        self._leave_if_due()
+
+    def close(self) -> None:
+        """The stream is over, or nobody reads it any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._stream.cancel()
+
+    def _leave_if_due(self) -> None:
+        if self._leave is not None and self._timer is None and self._num_events >= self._leave.after_events:
+            self._timer = asyncio.get_running_loop().call_later(self._leave.pause_s, self._stream.cancel)
+
+
+def holdings(state: ClusterState) -> str:
+    """What a cluster holds, and what does not balance, for people; empty when nothing does."""
+    counts = {"queued": state.num_queued, "running": state.num_running}
+    for group in state.groups:
+        counts |= {
+            f"slots of {group.name}": group.num_slots - group.num_free,
+            f"bytes of {group.name}": group.num_bytes_held,
+            f"requests of {group.name}": group.num_requests,
+            f"leaked of {group.name}": group.num_leaked,
+        }
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    return ", ".join([*parts, *(f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance)])
+
+
+def outcome_of(error: BatonError, ask: Ask) -> Outcome:
+    """What an error makes of a request."""
+    if ask.leave is not None and isinstance(error, RequestCancelledError):
+        return Outcome.LEFT
+    if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):
+        return Outcome.LATE
+    if ask.deadline_s is not None and isinstance(error, ResourceExhaustedError):
+        return Outcome.REFUSED
+    return Outcome.FAILED if error.retryable or isinstance(error, LeaseError) else Outcome.WRONG

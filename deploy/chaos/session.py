@@ -1,0 +1,186 @@
+"""What `baton chaos` does: a cluster of child processes comes up, and each seed's schedule runs on it, first in peace.
+
+Progress goes to standard error, the table to standard output, what the processes say to a file. Runs on the
+launcher's loop.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from baton.clock import SystemClock
+from baton.errors import BatonError, ConfigError
+from baton.results import ModelInfo
+from deploy.chaos.cluster import ChaosCluster, ChaosPlan
+from deploy.chaos.faults import SeededPlan
+from deploy.chaos.judge import CalmJudge
+from deploy.chaos.orchestrator import OrchestratorLife
+from deploy.chaos.run import Answer, Bounds, ChaosRun, Outcome, Report
+from deploy.chaos.schedule import Schedule, Shape
+from deploy.commands.served_child import until_signal
+from deploy.config.worker import LocalConfig
+from deploy.groups.group import Heartbeat
+from deploy.groups.processes import ProcessSpawner
+from deploy.machine.calibrations import local_planner
+from deploy.machine.limits import tokens_of_slot
+from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from modeling.checkpoints.weights import load_config
+from modeling.forward.model_config import ModelConfig
+from orchestrator.requests.config import OrchestratorConfig
+
+CLOCK = SystemClock()
+_STDERR = 2
+_FILE_WIDTH = 160
+_COLUMNS = "seed", "requests", "retried", "resumed", "blows", "calls", "tokens", "cached", "differ", "free after"
+_NUM_RANKS = 2
+_NUM_ENGINES = 2
+_NUM_SLOTS = 6
+_MAX_TOKENS = 512
+_HEARTBEAT = Heartbeat(interval_s=0.5, dead_after_s=3.0)
+_LIMITS = OrchestratorConfig(
+    avoid_s=0.5,
+    prefill_wait_s=20.0,
+    generation_wait_s=60.0,
+    max_attempts=8,
+    lease_ttl_s=5.0,
+    max_queued=4096,
+    disaggregation="always",  # prompts are short, and chains are to be struck
+)
+_BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
+"""A worker takes seconds to load its model, and many may have to."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What came of one seed."""
+
+    report: Report
+    num_exceptions: int
+    """Tokens that differ where the decision was close."""
+
+
+def run_session(args: argparse.Namespace) -> int:
+    """Runs the schedules that the options of `baton chaos` name; returns the exit status."""
+    console = Console(stderr=True)
+    folder = resolve_folder(args.model, args.cache, console)
+    prepare_kernels(console)
+    seeds = range(1, args.seeds + 1) if args.seed is None else range(args.seed, args.seed + 1)
+    with _diverted(args.log) as shown:
+        return asyncio.run(until_signal(_run(args, folder, seeds, shown)))
+
+
+async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Console) -> int:
+    """1 when something did not hold."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=2 * args.requests * len(seeds))
+
+        def tell(line: str) -> None:
+            progress.update(task, description=line)
+
+        def count(answer: Answer) -> None:
+            progress.advance(task)
+
+        model = load_config(folder)
+        async with ChaosCluster(_plan(folder, model), CLOCK, tell) as cluster:
+            shape = Shape(cluster.victims, model.vocab_size, args.requests, num_blows=args.blows)
+            verdicts = [await _judged(cluster, Schedule.of(seed, shape), tell, count) for seed in seeds]
+    _show(verdicts, args)
+    return 1 if any(each.report.complaints for each in verdicts) else 0
+
+
+async def _judged(
+    cluster: ChaosCluster, schedule: Schedule, tell: Callable[[str], None], count: Callable[[Answer], None]
+) -> _Verdict:
+    """The schedule, after the same in peace. Raises BatonError when that went wrong: nothing can be compared then."""
+    tell(f"seed {schedule.seed}, in peace")
+    calm = await ChaosRun(cluster, schedule.calm, CLOCK, bounds=_BOUNDS, on_end=count).run(lambda *_: "")
+    if calm.complaints or calm.outcomes[Outcome.ANSWERED] < len(calm.answers):
+        raise BatonError(f"already in peace, things went wrong: see the log; {calm}")
+    tell(f"seed {schedule.seed}")
+    judge = CalmJudge(calm.answers)
+    report = await ChaosRun(cluster, schedule, CLOCK, bounds=_BOUNDS, on_end=count).run(judge)
+    if judge.has_too_many_exceptions:
+        report.complaints.append(f"{judge.num_exceptions} of {judge.num_tokens} tokens differ from those in peace")
+    return _Verdict(report, judge.num_exceptions)
+
+
+def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
+    """All on this machine, in fp32: tokens of other chunks and batches are equal there."""
+    local = LocalConfig(
+        folder,
+        num_ranks=_NUM_RANKS,
+        dtype="float32",
+        generate_threads=1,
+        num_slots=_NUM_SLOTS,
+        max_slot_tokens=_MAX_TOKENS,
+    )
+    max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
+
+    def life(layout: str) -> OrchestratorLife:
+        info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, False, layout)
+        return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, local_planner(local), local.host)
+
+    return ChaosPlan(
+        spawner=ProcessSpawner(local.start_timeout_s),
+        chain=[local.worker("prefill", rank) for rank in range(_NUM_RANKS)],
+        engines=[
+            replace(local.worker("generate", 0), group=group, num_engines=_NUM_ENGINES) for group in range(_NUM_ENGINES)
+        ],
+        life=life,
+        faults=SeededPlan(),
+        heartbeat=_HEARTBEAT,
+        max_tokens=max_tokens,
+    )
+
+
+def _show(verdicts: Sequence[_Verdict], args: argparse.Namespace) -> None:
+    """What was done and what came of it, a row a seed; then what did not hold, and how to see it again."""
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    table = Table(box=None)
+    for name in _COLUMNS:
+        table.add_column(name, justify="right" if name != "requests" else "left", no_wrap=True)
+    table.add_column("")
+    for verdict in verdicts:
+        report = verdict.report
+        table.add_row(
+            str(report.schedule.seed),
+            ", ".join(f"{report.outcomes[each]} {each.value}" for each in Outcome if report.outcomes[each]),
+            *(str(each) for each in (report.num_retried, report.num_resumed)),
+            f"{report.num_hit} of {len(report.schedule.blows)}",
+            *(str(each) for each in (report.num_calls_struck, report.num_tokens, report.num_cached_tokens)),
+            str(verdict.num_exceptions),
+            f"{report.settled_s:.1f} s",
+            "[red]FAILED[/]" if report.complaints else "[green]ok[/]",
+        )
+    console.print(table)
+    for report in (verdict.report for verdict in verdicts if verdict.report.complaints):
+        console.print(f"\n{report.schedule}", markup=False)
+        for complaint in report.complaints:
+            console.print(f"  did not hold: {complaint}", markup=False)
+        again = f"baton chaos --seed {report.schedule.seed} --requests {args.requests} --blows {args.blows}"
+        console.print(f"again: {again} --model {args.model}; what the processes said: {args.log}", markup=False)
+
+
+@contextlib.contextmanager
+def _diverted(log: Path) -> Iterator[Console]:
+    """What this process and its children say on standard error goes to the file; a console that still shows."""
+    try:
+        file = log.open("w")
+    except OSError as error:
+        raise ConfigError(f"--log {log} cannot be written ({error.strerror}): name another file") from error
+    with file, os.fdopen(os.dup(_STDERR), "w") as shown:
+        os.dup2(file.fileno(), _STDERR)
+        try:
+            yield Console(file=shown)
+        finally:
+            os.dup2(shown.fileno(), _STDERR)

@@ -1,0 +1,1 @@
+"""Implements the commands that serve and operate a cluster."""

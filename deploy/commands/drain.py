@@ -1,0 +1,122 @@
+"""`baton drain`: keeps new work from a group of a running cluster, waits until it has nothing left to do, and lets it
+leave; or brings it back."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError, UnavailableError
+from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+
+if TYPE_CHECKING:
+    from baton.results import GroupState
+    from baton.v1.admin_pb2_grpc import AdminStub
+
+_DESCRIPTION = """\
+Keeps new work from a prefill or generation group, and waits until what it has is done: streams that run there go on to
+their ends, requests that come meanwhile go to other groups, or wait. Then the group leaves: its workers end, and what
+they had of memory and of Ray is free. With --keep they stay up, idle. No restart of anything brings the group back, or
+gives it work: --undo does. `baton status` names the groups.
+
+Without a group left to generate, the cluster's health is NOT_SERVING, and requests fail after half a minute; without
+one left to prefill, generation groups prefill by themselves."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `drain` command."""
+    parser = commands.add_parser(
+        "drain",
+        help="let a group finish what it has, and leave; or bring it back",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("group", help="its name, like generate-0")
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument("--keep", action="store_true", help="leave its workers up, idle")
+    parser.add_argument(
+        "--undo", action="store_true", help="let the group have work again; one that has left is started first"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="wait no longer than this (default: until it is done); what was begun goes on, the exit status is 1",
+    )
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status: 0 once the group has left, is drained, or may have work again."""
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    # Imported here: --help and mistyped options are answered without grpc.
+    from baton.v1.admin_pb2_grpc import AdminStub
+    from deploy.commands.record import serving_endpoint
+
+    with admin_channel(args.target or serving_endpoint(args.name), given_key(args)) as channel:
+        stub = AdminStub(channel)
+        if args.undo:
+            restore(stub, args.group, timeout_s=args.timeout)
+            print(f"{args.group} may get work again")
+            return 0
+        try:
+            withdraw(stub, args.group, keep=args.keep, timeout_s=args.timeout)
+        except KeyboardInterrupt:
+            print(f"{args.group} stays drained, though it is not done: `baton drain {args.group} --undo` undoes that")
+            raise
+    if args.keep:
+        print(f"{args.group} is drained: it has nothing left to do")
+    else:
+        print(f"{args.group} has left: `baton drain {args.group} --undo` brings it back")
+    return 0
+
+
+def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | None) -> None:
+    """Drains the group, which leaves then, unless it is to `keep` its workers; shows how far that is. Raises
+    UnavailableError when it is not done in time, or not at all."""
+    from rich.console import Console
+
+    from baton.errors import DeadlineExceededError
+    from baton.proto_types import group_state_from_proto
+    from baton.status import translate_rpc_errors
+    from baton.v1 import admin_pb2
+
+    state: GroupState | None = None
+    request = admin_pb2.DrainRequest(group=group, leave=not keep)
+    try:
+        with Console(stderr=True).status(f"draining {group}") as status, translate_rpc_errors():
+            for message in stub.Drain(request, timeout=timeout_s):
+                state = group_state_from_proto(message)
+                status.update(f"draining {group}: {left_of(state)}")
+    except DeadlineExceededError as error:
+        left = "" if state is None else f", with {left_of(state)}"
+        raise UnavailableError(
+            f"{group} is not done after {timeout_s:g} s{left}: it stays drained; wait on, or --undo"
+        ) from error
+    if state is not None and not state.is_drained:
+        raise UnavailableError(f"{group} was let have work again meanwhile: it is not drained")
+
+
+def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: str = "") -> None:
+    """Lets the group have work again, with the model in that folder, if one is named. Raises UnavailableError when it
+    cannot be started, or not in time."""
+    from rich.console import Console
+
+    from baton.errors import DeadlineExceededError
+    from baton.status import translate_rpc_errors
+    from baton.v1 import admin_pb2
+
+    try:
+        with Console(stderr=True).status(f"waiting for {group}"), translate_rpc_errors():
+            stub.Undrain(admin_pb2.UndrainRequest(group=group, model=model), timeout=timeout_s)
+    except DeadlineExceededError as error:
+        raise UnavailableError(f"{group} is not there after {timeout_s:g} s: it goes on starting") from error
+
+
+def left_of(state: "GroupState") -> str:
+    """What a group has left to do, for people."""
+    requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
+    if state.role != "generate":
+        return requests
+    return f"{requests}, {state.num_slots - state.num_free} of {state.num_slots} slots"

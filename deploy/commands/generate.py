@@ -1,0 +1,126 @@
+"""`baton generate`: one prompt to a running server; text to standard output, everything else to standard error."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from baton.channel_options import DEFAULT_TARGET
+from baton.results import Completion
+from deploy.config.worker import read_variable
+from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
+
+if TYPE_CHECKING:
+    from baton.streams import Stream
+
+BROKEN_PIPE_STATUS = 141
+"""What a shell reports of a program that its pipe's end has ended."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `generate` command."""
+    parser = commands.add_parser(
+        "generate",
+        help="send one prompt to a running server and stream the answer",
+        description="Streams a server's answer to standard output, and what it took to standard error. Ctrl-C cancels.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add_prompt(parser)
+    parser.add_argument("--target", default=DEFAULT_TARGET, metavar="HOST:PORT", help="the server")
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="end the request after this time")
+    parser.add_argument(
+        "--priority", choices=("interactive", "standard", "batch"), default="standard", help="while requests wait"
+    )
+    parser.add_argument("--tenant", metavar="NAME", help="who asks, for a server that trusts its callers")
+    parser.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="environment variable with the API key, which says who asks"
+    )
+    parser.add_argument("--n", type=int, default=1, help="choices: answers with different seeds, each shown at its end")
+    parser.add_argument("--echo", action="store_true", help="begin the answer with the prompt")
+    parser.add_argument("--exact", action="store_true", help="only where attention is to all tokens")
+    parser.add_argument("--no-usage", action="store_true", help="print the answer only")
+    add_sampling(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    prompt = read_prompt(args.prompt)
+    # Else gRPC's core tells of lost connections in lines of its own; it reads this once, when it is imported.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # noqa: TID251
+    # Imported here, because it takes grpc along: --help and mistyped options are answered at once.
+    from baton.client import Client
+
+    messages = [{"role": "user", "content": prompt}] if args.chat else None
+    options = sampling_options(args)
+    options["n"] = args.n
+    text = None if args.chat else prompt
+    api_key = None if args.api_key_env is None else read_variable(args.api_key_env)
+    with (
+        Client(args.target, api_key=api_key, tenant=args.tenant) as client,
+        client.generate(
+            text,
+            messages=messages,
+            echo=args.echo,
+            deadline_s=args.deadline,
+            priority=args.priority,
+            exact=args.exact,
+            **options,
+        ) as stream,
+    ):
+        try:
+            if args.n == 1:
+                _write_out(stream)
+            else:
+                _write_choices(stream)
+        except BrokenPipeError:
+            return _leave_pipe()
+        finally:
+            if not args.no_usage and any(choice.tokens for choice in stream.output.choices):
+                print(describe(stream.output), file=sys.stderr)
+    return 0
+
+
+def describe(output: Completion) -> str:
+    """One line: what the request took."""
+    finishes = dict.fromkeys("none" if each.finish is None else each.finish.value for each in output.choices)
+    num_output_tokens = sum(len(choice.tokens) for choice in output.choices)
+    parts = [
+        f"{output.num_prompt_tokens} prompt tokens, {num_output_tokens} output tokens",
+        f"finish: {', '.join(finishes)}",
+    ]
+    timings = output.timings
+    if timings is not None and timings.time_to_first_token_s is not None:
+        parts.append(f"first token after {timings.time_to_first_token_s:.2f} s")
+        parts.append(f"all after {(timings.finished_ns - timings.received_ns) / 1e9:.2f} s")
+    if output.exact is False:
+        policy = "" if timings is None or not timings.residency else f" (residency {timings.residency})"
+        parts.append(f"approximate attention{policy}")
+    if output.num_resumes:
+        parts.append(f"resumed after {output.num_resumes} lost connections")
+    return "; ".join([*parts, f"seed {output.seed}", f"request {output.request_id}"])
+
+
+def _write_out(stream: "Stream") -> None:
+    try:
+        for event in stream:
+            sys.stdout.write(event.text)
+            sys.stdout.flush()
+    finally:
+        if stream.output.tokens:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+def _write_choices(stream: "Stream") -> None:
+    """Each choice when it has ended: interleaved, nobody could read them."""
+    for event in stream:
+        if event.finish is not None:
+            choice = stream.output.choices[event.choice]
+            print(f"--- choice {choice.index}: {event.finish.value}\n{choice.text}", flush=True)
+
+
+def _leave_pipe() -> int:
+    """Whoever read standard output has gone: nothing more can be written, not even at the interpreter's end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return BROKEN_PIPE_STATUS

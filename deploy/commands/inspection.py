@@ -1,0 +1,68 @@
+"""`baton config` and `baton doctor`: the configuration in force, and what this machine makes of it."""
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_config_options(parser: argparse.ArgumentParser) -> None:
+    """The two ways to configure a cluster, for every command that needs its configuration."""
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: none)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="SECTION.FIELD=VALUE",
+        help="put a value over the file's; may be repeated; `baton config` lists all fields",
+    )
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `config` and `doctor` commands."""
+    config = commands.add_parser(
+        "config",
+        help="print the configuration in force, each field with its meaning",
+        description="Prints the configuration that `baton serve` would use, as TOML: defaults, the file, and --set.",
+    )
+    add_config_options(config)
+    config.set_defaults(run=print_config)
+    doctor = commands.add_parser(
+        "doctor",
+        help="check this machine: cores, memory, /dev/shm, compiler, port, versions, model; measure its rates",
+        description="Checks whether the configured cluster can run here, status 1 when it cannot; measures for a few"
+        " seconds what generation is bound by here.",
+    )
+    add_config_options(doctor)
+    doctor.set_defaults(run=print_findings)
+
+
+def print_config(args: argparse.Namespace) -> int:
+    """Runs `baton config`."""
+    # Imported here, as below: the command line is answered at once, without pydantic or torch.
+    from deploy.config.file import format_config, load_config
+
+    sys.stdout.write(format_config(load_config(args.config, args.set)))
+    return 0
+
+
+def print_findings(args: argparse.Namespace) -> int:
+    """Runs `baton doctor`."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from deploy.config.file import load_config
+    from deploy.machine.doctor import Verdict, examine, inspect_machine, measure_rates
+    from deploy.machine.model_folder import resolve_folder
+
+    config = load_config(args.config, args.set)
+    folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
+    machine = inspect_machine()
+    findings = examine(config, folder, machine)
+    if not config.ray.address:
+        findings.append(measure_rates(config, folder, machine))
+    colours = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.FAILED: "red"}
+    table = Table(box=None, show_header=False)
+    for finding in findings:
+        table.add_row(finding.name, f"[{colours[finding.verdict]}]{finding.verdict.value}[/]", finding.text)
+    Console().print(table)
+    return 1 if any(finding.verdict is Verdict.FAILED for finding in findings) else 0

@@ -1,0 +1,169 @@
+"""`baton reload`: gives the groups of a running cluster new workers, one group after another, while the rest serves."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.errors import BatonError, InvalidArgumentError, UnavailableError
+from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.drain import restore, withdraw
+
+if TYPE_CHECKING:
+    import grpc
+
+    from baton.results import GroupState
+
+_ANSWER_S = 10.0
+
+_DESCRIPTION = """\
+Gives each group new workers, one group after another, as `baton drain` and `baton drain --undo` would: a group finishes
+what it has, leaves, and starts anew; requests that come meanwhile go to the others. No request is lost. Groups that are
+drained already stay as they are.
+
+The only group that generates leaves no sooner than another stands in for it, for which there must be room. Without a
+group that prefills, generation groups do so by themselves. What fails or is interrupted leaves a cluster that serves,
+and it is said how to go on."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `reload` command."""
+    parser = commands.add_parser(
+        "reload",
+        help="give all groups new workers, one after the other, without losing a request",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument(
+        "--group", action="append", default=[], metavar="GROUP", help="this group alone; may be repeated (default: all)"
+    )
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="FOLDER",
+        help="load this model from now on: other weights, the same configuration and tokenizer (default: as before)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="wait no longer than this for a group to finish, and to start (default: until it has)",
+    )
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status: 0 once all groups have new workers."""
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    # Imported here: --help and mistyped options are answered without grpc.
+    from deploy.commands.record import serving_endpoint
+
+    target = args.target or serving_endpoint(args.name)
+    model = args.model if args.target else _resolved(args.model)
+    with admin_channel(target, given_key(args)) as channel:
+        rollout = _Rollout(channel, model, args.timeout)
+        names = args.group or rollout.names()
+        for number, name in enumerate(names):
+            try:
+                rollout.reload(name)
+            except (BatonError, KeyboardInterrupt):
+                for line in rollout.advice(_options(args), names[number:]):
+                    print(line, file=sys.stderr)
+                raise
+            print(f"{name} has new workers: {number + 1} of {len(names)} groups")
+    return 0
+
+
+class _Rollout:
+    """Group after group."""
+
+    def __init__(self, channel: "grpc.Channel", model: str, timeout_s: float | None) -> None:
+        from baton.v1.admin_pb2_grpc import AdminStub
+        from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+        self._admin = AdminStub(channel)
+        self._orchestrator = OrchestratorStub(channel)
+        self._model = model
+        self._timeout_s = timeout_s
+        self._stand_in = ""
+        """A group that is there for while another is not."""
+        self._is_withdrawn = False
+        """The group under way has been asked to leave."""
+
+    def names(self) -> list[str]:
+        """Of all groups that are not drained."""
+        return [group.name for group in self._groups() if not group.is_drained]
+
+    def reload(self, name: str) -> None:
+        """Raises BatonError when a step fails; the group may be drained then, or away."""
+        self._is_withdrawn = False
+        if self._is_last_to_generate(name):
+            self._stand_in = self._start_stand_in(name)
+        self._is_withdrawn = True
+        withdraw(self._admin, name, keep=False, timeout_s=self._timeout_s)
+        restore(self._admin, name, model=self._model, timeout_s=self._timeout_s)
+        if self._stand_in:
+            withdraw(self._admin, self._stand_in, keep=False, timeout_s=self._timeout_s)
+            self._stand_in = ""
+
+    def advice(self, options: str, left: Sequence[str]) -> list[str]:
+        """How to go on when the first of those that are `left` failed."""
+        name, groups = left[0], "".join(f" --group {each}" for each in left)
+        lines = [f"the cluster serves on; to go on: `baton reload{options}{groups}`"]
+        if self._is_withdrawn:
+            lines.append(f"to leave {name} as it is: `baton drain {name} --undo`")
+        if self._stand_in:
+            lines.append(f"{self._stand_in} stands in for {name}: `baton drain {self._stand_in}` once that is back")
+        return lines
+
+    def _groups(self) -> "tuple[GroupState, ...]":
+        from baton.proto_types import cluster_state_from_proto
+        from baton.status import translate_rpc_errors
+        from baton.v1 import orchestrator_pb2
+
+        with translate_rpc_errors():
+            state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
+        return cluster_state_from_proto(state).groups
+
+    def _is_last_to_generate(self, name: str) -> bool:
+        able = [group.name for group in self._groups() if group.role == "generate" and group.is_ready]
+        return able == [name]
+
+    def _start_stand_in(self, name: str) -> str:
+        from rich.console import Console
+
+        from baton.status import translate_rpc_errors
+        from baton.v1 import admin_pb2
+
+        try:
+            with Console(stderr=True).status(f"starting another group beside {name}"), translate_rpc_errors():
+                state = self._admin.StandIn(admin_pb2.StandInRequest(group=name), timeout=self._timeout_s)
+        except BatonError as error:
+            raise UnavailableError(
+                f"{name} is the only group that generates, and none can stand in for it ({error}): make room for one"
+            ) from error
+        return state.name
+
+
+def _resolved(model: str) -> str:
+    if not model:
+        return ""
+    from rich.console import Console
+
+    from baton.paths import cache_folder
+    from deploy.machine.model_folder import resolve_folder
+
+    return str(resolve_folder(model, cache_folder(), Console(stderr=True)).absolute())
+
+
+def _options(args: argparse.Namespace) -> str:
+    """As they were given, but for the groups."""
+    options = f" {args.name}" if args.name != "baton" else ""
+    for option in ("target", "model", "timeout", "api_key_env"):
+        value = getattr(args, option)
+        options += f" --{option.replace('_', '-')} {value}" if value else ""
+    return options

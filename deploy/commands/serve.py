@@ -1,0 +1,216 @@
+"""`baton serve`, from the launcher's side: Ray, then the supervisor, then wait; and in the end nothing is left.
+
+The launcher only watches: it shows what the supervisor reports, and kills a silent supervisor, which Ray then restarts.
+Runs on the launcher's main thread. `ray` is imported after its environment is prepared.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+
+from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.types import KernelChoice
+from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, require_reachable
+from deploy.config.cluster import ClusterConfig
+from deploy.config.file import load_config
+from deploy.config.worker import prepare_ray_environment
+from deploy.machine.doctor import examine, inspect_machine, require
+from deploy.machine.model_folder import prepare_kernels, resolve_folder
+
+_POLL_S = 0.2
+_SPARE = 64
+"""Workers of each pool that a Ray that is started here has room for; the configuration's limits come first."""
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Brings a cluster up and keeps it until interrupted; returns the exit status. Raises BatonError when it fails."""
+    assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
+    config = load_config(args.config, assignments)
+    console = Console(stderr=True, highlight=False)
+    earlier = load_record(config.name)
+    if earlier is not None:
+        state = "is running" if earlier.launcher_lives else "was not stopped"
+        raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
+    folder = resolve_folder(config.model.name, config.model.cache, console)
+    require(examine(config, folder, inspect_machine()))
+    if config.prefill.calibration and not config.ray.address:
+        from deploy.machine.calibrations import served_calibration  # takes torch along
+
+        served_calibration(config, folder)  # refused now, not when all workers have loaded
+    kernels = prepare_kernels(console)
+    stopping = threading.Event()
+    # Once more, because Ray sets handlers of its own; before, because a Ray that is half started could not be ended.
+    with _interrupts(stopping), _ray(config, console) as record, _interrupts(stopping):
+        _Launch(config, folder, kernels, record, console).run(stopping)
+    console.print(f"cluster {config.name} is gone")
+    return 0
+
+
+class _Launch:
+    """One supervisor, from its making to its end."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        kernels: tuple[KernelChoice, ...],
+        record: ClusterRecord,
+        console: Console,
+    ) -> None:
+        self._config = config
+        self._folder = folder
+        self._kernels = kernels
+        self._record = record
+        self._console = console
+        self._num_shown = 0
+        self._pid = 0
+        self._node_id = ""
+
+    def run(self, stopping: threading.Event) -> None:
+        """Until `stopping`; everything is ended then. Raises the supervisor's reason when it gave up."""
+        from deploy.ray_cluster.supervisor import end_supervisor
+
+        try:
+            if not stopping.is_set():
+                self._watch(self._make(), stopping)
+        finally:
+            self._console.print("stopping")
+            end_supervisor(self._config.name)
+
+    def _make(self) -> Any:
+        import ray
+
+        from deploy.ray_cluster.supervisor import NAME, SupervisorActor
+
+        made: Any = ray.remote(SupervisorActor).options(
+            name=NAME,
+            namespace=self._config.name,
+            lifetime="detached",
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=4,
+        )
+        try:
+            return made.remote(self._config, self._folder, self._kernels)
+        except ValueError as error:
+            raise ConfigError(
+                f"Ray at {self._record.ray_address} has a cluster {self._config.name}: set another name, or stop it"
+            ) from error
+
+    def _watch(self, supervisor: Any, stopping: threading.Event) -> None:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
+        from deploy.ray_cluster.spawner import kill_process
+
+        while not stopping.is_set():
+            try:
+                self._show(ray.get(supervisor.state.remote(), timeout=self._config.supervision.dead_after_s))
+            except GetTimeoutError:
+                if self._pid:  # else it has not started yet, or starts again
+                    self._console.print("the supervisor is silent: killing it; Ray restarts it")
+                    try:
+                        kill_process(self._pid, self._node_id)
+                    except OSError as error:  # it may still answer: the cluster serves without it
+                        self._console.print(f"the supervisor cannot be killed ({error}): trying again")
+                    else:
+                        self._pid = 0
+            except RayActorError:
+                self._pid = 0  # Ray restarts it
+            except RayError as error:
+                raise UnavailableError(
+                    f"Ray is gone ({type(error).__name__}): see {self._record.ray_folder}"
+                ) from error
+            stopping.wait(_POLL_S)
+
+    def _show(self, state: Any) -> None:
+        """Prints what is new. Raises what the supervisor failed with."""
+        if state.pid != self._pid:
+            self._pid, self._node_id, self._num_shown = state.pid, state.node_id, 0
+        fresh = state.num_reports - self._num_shown
+        for line in state.reports[-fresh:] if fresh else ():
+            self._console.print(line)
+        self._num_shown = state.num_reports
+        if state.phase == "failed":
+            raise _Failed(state.error)
+        endpoint = f"{self._config.orchestrator.host}:{state.port}"
+        if state.phase == "running" and endpoint != self._record.endpoint:
+            self._record = self._record.serving(endpoint)
+            self._record.save()
+            self._console.print(f"ready: clients may connect to {endpoint}; Ctrl-C ends the cluster")
+
+
+class _Failed(BatonError):
+    """The supervisor gave up; the text is its reason."""
+
+
+@contextlib.contextmanager
+def _ray(config: ClusterConfig, console: Console) -> Iterator[ClusterRecord]:
+    """A connection to Ray, and the record of the cluster; in the end both are gone, with a Ray that was started."""
+    prepare_ray_environment()
+    folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
+    pid = os.getpid()
+    record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
+    record.save()  # before there is anything to find
+    try:
+        import ray
+
+        console.print("starting Ray" if folder else f"joining Ray at {config.ray.address}")
+        record = ClusterRecord(config.name, pid, record.launcher_started, _connect(config, folder), folder)
+        record.save()
+        yield record
+    finally:
+        import ray
+
+        ray.shutdown()
+        if folder:
+            kill_ray(folder)  # what Ray itself forgets, if its start failed
+        record.remove()
+
+
+def _connect(config: ClusterConfig, folder: str) -> str:
+    """Starts Ray in that folder, or joins the configured one; returns its address."""
+    import ray
+
+    if config.ray.address:
+        require_reachable(config.ray.address)
+    options: dict[str, Any] = {"namespace": config.name, "configure_logging": False, "log_to_driver": False}
+    if folder:
+        options |= {
+            "num_cpus": os.cpu_count(),
+            "resources": {"baton_prefill": _SPARE, "baton_generate": _SPARE},
+            "object_store_memory": config.ray.object_store_mib * 2**20,
+            "include_dashboard": False,
+            "_temp_dir": folder,
+        }
+    try:
+        context: Any = ray.init(config.ray.address or "local", **options)
+    except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+        where = config.ray.address or "this machine"
+        reason = str(error).strip().splitlines()[0]
+        raise UnavailableError(f"Ray on {where} cannot be reached: {reason}: check ray.address") from error
+    return str(context.address_info["address"])
+
+
+@contextlib.contextmanager
+def _interrupts(stopping: threading.Event) -> Iterator[None]:
+    """SIGINT and SIGTERM ask to stop; while stopping, again and again, without effect."""
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        stopping.set()
+
+    before = {each: signal.signal(each, ask) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,169 @@
+"""A cluster of one's own: `baton serve` as a child process, from its first line to the last of its processes.
+
+For whoever needs a served cluster for a while: the demo, benchmarks. The child has a session of its own, so that Ctrl-C
+at the terminal reaches its owner alone, who ends it. Runs on the owner's loop.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import uuid
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from baton.endless import tell_failure
+from baton.errors import BatonError, ConfigError, UnavailableError
+from deploy.commands.record import ClusterRecord, kill_ray, load_record
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_END_S = 90.0
+_LAST_LINES_S = 5.0
+_CONFIG_STATUS = 2
+_PREFIX = "baton: "
+_READY = "ready: "
+
+
+@dataclass(frozen=True)
+class OwnCluster:
+    """A cluster that serves."""
+
+    name: str
+    target: str
+    """host:port of its orchestrator."""
+    ray_address: str
+    """host:port of its Ray, which another cluster may join."""
+
+
+@contextlib.asynccontextmanager
+async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
+    """Brings up a cluster on a free port, under a name that starts with `purpose`; on leaving, however that is, nothing
+    of it is left. `options` are those of `baton serve`; `report` is called with each line that it says meanwhile.
+
+    Raises ConfigError or UnavailableError with the reason when the cluster does not come up.
+    """
+    name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+    fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0")
+    command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=DEVNULL, stdout=DEVNULL, stderr=PIPE, start_new_session=True
+    )
+    child = _Child(process, name, report)
+    try:
+        record = await child.ready()
+        yield OwnCluster(name, record.endpoint, record.ray_address)
+    finally:
+        await _to_the_end(child.end())
+
+
+async def until_signal(work: Coroutine[Any, Any, int]) -> int:
+    """What the work returns. The first signal that asks this process to end cancels the work instead: then 128 and the
+    signal's number; what the work does about it is not disturbed by further ones."""
+    task = asyncio.create_task(work)
+    caught: list[int] = []
+
+    def catch(number: int) -> None:
+        if not caught:
+            task.cancel()
+        caught.append(number)
+
+    for each in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(each, catch, each)
+    await asyncio.wait({task})
+    return 128 + caught[0] if caught and task.cancelled() else task.result()
+
+
+class _Child:
+    """The process, and what is known of its cluster."""
+
+    def __init__(self, process: Process, name: str, report: Callable[[str], None]) -> None:
+        self._process = process
+        self._name = name
+        self._report = report
+        self._record: ClusterRecord | None = None
+        self._serves = asyncio.Event()
+        self._last_line = ""
+        self._following = asyncio.create_task(self._follow())
+
+    async def ready(self) -> ClusterRecord:
+        """Returns when clients may connect."""
+        serving = asyncio.create_task(self._serves.wait())
+        try:
+            await asyncio.wait((serving, self._following), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serving.cancel()
+        if not self._serves.is_set():
+            await self._following  # raises what it could not read
+            raise self._failure(await self._process.wait())
+        assert self._record is not None
+        return self._record
+
+    async def end(self) -> None:
+        """Ends it with all that it started; what it leaves, interrupted half-way through its start, is killed."""
+        self._report = _ignore
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGINT)
+        try:
+            await asyncio.wait_for(self._process.wait(), _END_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        await asyncio.wait({self._following}, timeout=_LAST_LINES_S)  # what is left may hold its end of the pipe open
+        if self._record is not None:
+            if self._record.ray_folder:
+                await asyncio.to_thread(kill_ray, self._record.ray_folder)
+            self._record.remove()
+        self._following.cancel()
+        await asyncio.gather(self._following, return_exceptions=True)
+
+    async def _follow(self) -> None:
+        """Read what the child says to its end: one that is not read stands still when the pipe is full. A line that
+        cannot be passed on is an error of the start; later, it is logged."""
+        while line := await self._next_line():
+            try:
+                self._take(line.decode(errors="replace").strip() or self._last_line)
+            except Exception as error:
+                if not self._serves.is_set():
+                    raise
+                tell_failure(f"a line of cluster {self._name} is lost", error)
+
+    async def _next_line(self) -> bytes:
+        """Return the next line, or a remark in place of one beyond asyncio's limit; empty at the end."""
+        assert self._process.stderr is not None
+        try:
+            return await self._process.stderr.readline()
+        except ValueError:
+            return b"a line that was too long\n"
+
+    def _take(self, line: str) -> None:
+        """Pass a line on; the cluster's record changes before the line that tells of it."""
+        self._last_line = line
+        self._report(line)
+        self._record = load_record(self._name) or self._record
+        if line.startswith(_READY):
+            self._serves.set()
+
+    def _failure(self, status: int) -> BatonError:
+        reason = self._last_line.removeprefix(_PREFIX) or f"`baton serve` ended with status {status}"
+        return ConfigError(reason) if status == _CONFIG_STATUS else UnavailableError(reason)
+
+
+def _ignore(line: str) -> None:
+    pass
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Awaits what must not be left half done; a cancellation meanwhile is raised after it."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled

@@ -1,0 +1,109 @@
+"""`baton serve`, `baton status` and `baton stop`: their command lines, and what the short ones do."""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+from deploy.commands.admin_channel import add_key_option, given_key
+from deploy.commands.inspection import add_config_options
+
+_STOP_S = 90.0
+_POLL_S = 0.1
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `serve`, `status` and `stop` commands."""
+    serve = commands.add_parser(
+        "serve",
+        help="bring up a cluster on Ray and serve clients over gRPC, until Ctrl-C",
+        description="Starts Ray on this machine, or joins a running one; starts prefill groups, generation groups and "
+        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs; all workers run on one host.",
+    )
+    serve.add_argument(
+        "--address",
+        default="",
+        help="host:port of a running Ray whose nodes declare the resources baton_prefill and baton_generate, one of "
+        "them for each worker, all on the host that worker_host is an address of; default: start one here",
+    )
+    add_config_options(serve)
+    serve.set_defaults(run=run_serve)
+    for name, run, text in (
+        ("status", run_status, "show a running cluster's groups, queue and slots"),
+        ("stop", run_stop, "end a cluster, also one whose launcher was killed"),
+    ):
+        parser = commands.add_parser(name, help=text, description=text.capitalize() + ".")
+        parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+        parser.set_defaults(run=run)
+        if run is run_status:
+            add_key_option(parser)
+
+
+def run_serve(args: argparse.Namespace) -> int:
+    """Runs `baton serve`."""
+    # Imported here, as below: --help is answered without pydantic, grpc or ray.
+    from deploy.commands.serve import serve
+
+    return serve(args)
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Runs `baton status`: 0 when the cluster serves, 1 when it does not."""
+    from deploy.commands.status import show_status
+
+    return show_status(args.name, given_key(args))
+
+
+def run_stop(args: argparse.Namespace) -> int:
+    """Runs `baton stop`; returns when everything is gone."""
+    from deploy.commands.record import kill_ray, load_record
+
+    record = load_record(args.name)
+    if record is None:
+        print(f"cluster {args.name}: not running")
+        return 0
+    if record.launcher_lives:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(record.launcher_pid, signal.SIGTERM)
+        deadline, pause = time.monotonic() + _STOP_S, threading.Event()
+        while record.launcher_lives:
+            if time.monotonic() > deadline:
+                print(f"cluster {args.name}: launcher {record.launcher_pid} does not end: kill it", file=sys.stderr)
+                return 1
+            pause.wait(_POLL_S)
+        if load_record(args.name) is None:
+            print(f"cluster {args.name}: stopped")
+            return 0
+    if record.ray_folder:
+        num_killed = kill_ray(record.ray_folder)
+        print(f"cluster {args.name}: its launcher is gone; killed {num_killed} processes that it left")
+    else:
+        _end_on(record.ray_address, args.name)
+        print(f"cluster {args.name}: its launcher is gone; ended what it left on Ray at {record.ray_address}")
+    record.remove()
+    return 0
+
+
+def _end_on(address: str, name: str) -> None:
+    """Ends the cluster of that name on a Ray that goes on; nothing to do when that Ray is gone."""
+    from baton.errors import UnavailableError
+    from deploy.commands.record import require_reachable
+    from deploy.config.worker import prepare_ray_environment
+
+    try:
+        require_reachable(address)
+    except UnavailableError:
+        return
+    prepare_ray_environment()
+    import ray
+
+    from deploy.ray_cluster.supervisor import end_supervisor
+
+    ray.init(address, namespace=name, configure_logging=False, log_to_driver=False)
+    try:
+        end_supervisor(name)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,121 @@
+"""What `baton status` shows of a running cluster: whether it serves, what it predicts by, groups and slots."""
+
+from collections.abc import Iterator
+
+import grpc
+from rich.console import Console
+from rich.table import Table
+
+from baton.proto_types import cluster_state_from_proto
+from baton.results import ClusterState, GroupState
+from baton.v1 import orchestrator_pb2, planning_pb2
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from baton.v1.planning_pb2_grpc import PlanningStub
+from deploy.commands.keyed_channel import keyed
+from deploy.commands.record import load_record
+
+_ANSWER_S = 5.0
+
+
+def show_status(name: str, api_key: str | None = None) -> int:
+    """Shows the cluster of that name, asked with that key; 0 when it serves, 1 when it does not, or does not say."""
+    record = load_record(name)
+    if record is None or not record.endpoint:
+        print(f"cluster {name}: {'not running' if record is None else 'starting'}")
+        return 1
+    with grpc.insecure_channel(record.endpoint) as connection:
+        channel = keyed(connection, api_key)
+        try:
+            request = orchestrator_pb2.GetClusterStateRequest()
+            state = cluster_state_from_proto(OrchestratorStub(channel).GetClusterState(request, timeout=_ANSWER_S))
+            predictions = list(_predictions(PlanningStub(channel)))
+        except grpc.RpcError as error:
+            asks_for_key = error.code() is grpc.StatusCode.UNAUTHENTICATED
+            remedy = "; give a key by --api-key-env" if asks_for_key else ""
+            print(f"cluster {name}: {record.endpoint} does not answer ({error.code().name}{remedy})")
+            return 1
+    queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
+    print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
+    for line in (*_health(state), *predictions, *_processors(state)):
+        print(line)
+    if state.metrics_endpoint:
+        print(f"metrics on http://{state.metrics_endpoint}/metrics")
+    console = Console()
+    console.print(groups_table(state))
+    console.print(slots_table(state))
+    return 1 if state.why_not_serving else 0
+
+
+def groups_table(state: ClusterState) -> Table:
+    """One row a group."""
+    table = Table("group", "ready", "epoch", "requests", "leaked", "preempted", "endpoints", box=None)
+    for group in state.groups:
+        counts = (group.epoch, group.num_requests, group.num_leaked, group.num_preemptions)
+        table.add_row(group.name, readiness(group), *(str(count) for count in counts), " ".join(group.endpoints))
+    return table
+
+
+def slots_table(state: ClusterState) -> Table:
+    """Two rows a generation group, its slots and its KV memory, with the policy that keeps it: the states together are
+    all. One row a prefill group,
+    the KV of earlier prompts on its node."""
+    table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", box=None)
+    for group in state.groups:
+        if group.role != "generate":
+            continue
+        slots = (group.num_slots, group.num_free, group.num_leased, group.num_active, group.num_quarantined)
+        table.add_row(group.name, "slots", *(str(count) for count in slots), "")
+        kv = group.kv
+        parts = (kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined)
+        mib = (kv.num_bytes, *parts, group.num_bytes_held)
+        table.add_row(_policy(group), "KV, MiB", *(f"{num_bytes / 2**20:.1f}" for num_bytes in mib))
+    for group in state.groups:
+        if group.prefixes.max_bytes:
+            most, held = group.prefixes.max_bytes, group.prefixes.num_bytes
+            all_mib, free_mib, held_mib = (f"{num_bytes / 2**20:.1f}" for num_bytes in (most, most - held, held))
+            table.add_row(group.name, "prefixes, MiB", all_mib, free_mib, "", "", "", held_mib)
+    return table
+
+
+def _policy(group: GroupState) -> str:
+    return f"{group.residency} (approximate)" if group.is_approximate else ""
+
+
+def readiness(group: GroupState) -> str:
+    """One word: whether a group gets work, and why not."""
+    if group.is_drained:
+        return "draining" if group.num_requests else "drained"
+    if group.is_broken:
+        return "broken"
+    return "yes" if group.is_ready else "no"
+
+
+def _health(state: ClusterState) -> Iterator[str]:
+    yield from (f"not serving: {why}" for why in state.why_not_serving)
+    yield from (f"degraded: {why}" for why in state.why_degraded)
+    if state.num_degraded:
+        yield f"prefills without a prefill group so far, though there are some: {state.num_degraded}"
+
+
+def _processors(state: ClusterState) -> Iterator[str]:
+    """Yield a line for each kind of processor: the groups that have workers there, and the kernels that they use."""
+    for processor in dict.fromkeys(each for group in state.groups for each in group.processors):
+        groups = ", ".join(group.name for group in state.groups if processor in group.processors)
+        yield f"{groups} on {processor}"
+
+
+def _predictions(planning: PlanningStub) -> Iterator[str]:
+    """What is predicted by, and whether that was measured."""
+    chains = planning.GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
+    origin = f"measured, from {chains.path}" if chains.is_measured else "nominal rates: `baton calibrate` measures them"
+    yield f"predictions by calibration {chains.fingerprint}: {origin}"
+    try:
+        steps = planning.GetStepTimes(planning_pb2.GetStepTimesRequest(), timeout=_ANSWER_S)
+    except grpc.RpcError as error:
+        if error.code() is not grpc.StatusCode.FAILED_PRECONDITION:
+            raise
+        yield "no predictions of generation steps"
+        return
+    nominal = "nominal rates: `baton calibrate --generate` measures them"
+    origin = f"measured, from {steps.path}" if steps.is_measured else nominal
+    yield f"predictions of generation steps by table {steps.fingerprint}: {origin}"

@@ -1,0 +1,1 @@
+"""Defines the configuration of a cluster and of one worker, and reads it from files and options."""

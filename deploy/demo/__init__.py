@@ -1,0 +1,1 @@
+"""Shows a cluster at work (`make demo`)."""

@@ -1,0 +1,117 @@
+"""The demo's requests on the screen: one whose text appears as it comes, or many as the rows of a table that fills."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Column, Table
+from rich.text import Text
+
+from baton.results import ClusterState
+from baton.streams import AsyncStream
+from deploy.commands.generate import describe
+from deploy.commands.timeline import draw_timeline
+
+_REFRESHES_A_SECOND = 8
+_TAIL = 60
+"""Characters of a running text that are shown, where there is room."""
+
+
+class DemoRequest:
+    """A request that runs. Followed by one task; drawn from any thread."""
+
+    def __init__(self, asked: str, stream: AsyncStream) -> None:
+        self.asked = asked
+        self.text = ""
+        self._stream = stream
+        self.token_ns: list[int] = []
+        """When each token was made, on the server."""
+
+    @property
+    def num_tokens(self) -> int:
+        """So far."""
+        return len(self.token_ns)
+
+    @property
+    def first_token_s(self) -> float:
+        """Seconds on the server until the first token; 0 before the end."""
+        timings = self._stream.timings
+        return (timings.time_to_first_token_s or 0.0) if timings is not None else 0.0
+
+    @property
+    def pace(self) -> str:
+        """How many tokens there are, and how fast they came after the first."""
+        num_after_first = len(self.token_ns) - 1
+        if num_after_first < 1:
+            return f"{self.num_tokens} tokens"
+        return (
+            f"{self.num_tokens} tokens, {num_after_first / (self.token_ns[-1] - self.token_ns[0]) * 1e9:.1f} a second"
+        )
+
+    async def follow(self) -> AsyncIterator[str]:
+        """The text, as it comes."""
+        async for event in self._stream:
+            if event.token is not None:
+                self.token_ns.append(event.unix_ns)
+            self.text += event.text
+            yield event.text
+
+    async def finish(self) -> None:
+        """Follows it to its end."""
+        async for _ in self.follow():
+            pass
+
+    async def show(self, console: Console) -> None:
+        """Prints the text as it comes, then what it took."""
+        async for text in self.follow():
+            console.print(text, end="", markup=False, soft_wrap=True)
+        console.print()
+        console.print(describe(self._stream.output), style="dim")
+
+    def draw_timeline(self, console: Console) -> None:
+        """Draws the way that it took; after its end."""
+        output = self._stream.output
+        assert output.finish is not None and output.usage is not None and output.timings is not None
+        draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
+
+
+async def show_all(requests: Sequence[DemoRequest], console: Console) -> None:
+    """Follows all to their ends: a terminal shows the latest of each text meanwhile; then all are printed. The first
+    failure ends the others and is raised."""
+    tasks = [asyncio.create_task(request.finish()) for request in requests]
+    rate, table = _REFRESHES_A_SECOND, partial(_running_table, requests)
+    with Live(console=console, refresh_per_second=rate, transient=True, get_renderable=table):
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    for request in requests:
+        console.print(Text.assemble((request.asked, "bold"), (f"  {request.pace}", "dim")))
+        console.print(" ".join(request.text.split()), markup=False, soft_wrap=True)
+    num_tokens = sum(request.num_tokens for request in requests)
+    elapsed_s = (max(each.token_ns[-1] for each in requests) - min(each.token_ns[0] for each in requests)) / 1e9
+    console.print(
+        f"together {num_tokens} tokens in {elapsed_s:.2f} s, {num_tokens / elapsed_s:.0f} a second", style="dim"
+    )
+
+
+def group_table(state: ClusterState) -> Table:
+    """One row a group."""
+    table = Table("group", "ready", "slots", "free", "leaked", box=None)
+    for group in state.groups:
+        counts = (group.num_slots, group.num_free, group.num_leaked)
+        table.add_row(group.name, "yes" if group.is_ready else "no", *(str(count) for count in counts))
+    return table
+
+
+def _running_table(requests: Sequence[DemoRequest]) -> Table:
+    """One line a row, so that the table's height stays."""
+    table = Table("asked", Column("tokens", justify="right"), Column("the latest", no_wrap=True), box=None)
+    for request in requests:
+        latest = " ".join(request.text.split())[-_TAIL:]
+        table.add_row(Text(request.asked), str(request.num_tokens), Text(latest))
+    return table

@@ -1,0 +1,237 @@
+"""`baton plan`: how long must a generation step take, how many tokens a second is that, and what fits into memory?
+
+No cluster and no model's weights: it asks the roofline (`planning.study.roofline`). With `--hardware here` this machine
+is measured first (`deploy.machine.probe`); only then is torch needed, or for a MODEL that is a folder.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from deploy.options import numbers as option_values
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from planning.study.chips import Chip
+    from planning.study.roofline import ServedModel
+
+HARDWARE = ("tpu-v5e", "a100", "h100", "h200")
+DEFAULT_HARDWARE = "h100"
+DEFAULT_BATCHES = "1,8,16,32,64,256"
+DEFAULT_CONTEXTS = "1k,4k,8k,32k"
+MAX_BATCH = 2**16
+MAX_TOKENS = 2**24
+_MARKS = {"kv": "k", "weights": "w", "compute": "c", "calls": "o"}
+
+_DESCRIPTION = """\
+Predicts generation: the time of one step (one token for each row of the batch), tokens a second, and what fits. After
+the roofline of "How To Scale Your Model", part 7:
+
+  step = batch * KV bytes / bandwidth + max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
+
+By an accelerator's data sheet that is a lower bound. --hardware here measures this machine with the decoder itself, a
+few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
+
+MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
+file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
+
+_EXAMPLES = """\
+examples:
+  baton plan llama-3.1-8b --hardware H100 --context 8k
+  baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
+  baton plan smollm2-135m --hardware here --threads 2
+  baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One batch at one context length."""
+
+    batch: int
+    context: int
+    kv_bytes: float
+    total_bytes: float
+    """With the weights."""
+    fits: bool
+    step_s: float
+    attention_s: float
+    linear_s: float
+    other_s: float
+    bound: str
+    """kv, weights, compute, or calls: the largest part."""
+    tokens_s: float
+    """All rows together."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that is printed."""
+
+    title: str
+    model: "ServedModel"
+    chip: "Chip"
+    num_chips: int
+    critical_batch: float
+    largest_batch: dict[int, int]
+    """By context length."""
+    cells: tuple[Cell, ...]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `plan` command."""
+    parser = commands.add_parser(
+        "plan",
+        help="predict generation: step time, tokens a second, and what fits, by batch and context",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
+    parser.add_argument(
+        "--batch", default=DEFAULT_BATCHES, metavar="N,N,...", help=f"rows of a step (default: {DEFAULT_BATCHES})"
+    )
+    parser.add_argument(
+        "--context", default=DEFAULT_CONTEXTS, metavar="N,N,...", help=f"tokens of a row (default: {DEFAULT_CONTEXTS})"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps as a PNG; needs the extra 'plot'")
+    _add_model(parser)
+    _add_hardware(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
+    group.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
+    group.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
+    group.add_argument(
+        "--shape",
+        metavar="FIELD=N,...",
+        help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab; and gated=0,"
+        " tied=1 (one matrix for embedding and head), experts=16, active_experts=2",
+    )
+    group.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
+    group.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
+
+
+def _add_hardware(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("hardware")
+    group.add_argument(
+        "--hardware",
+        default=DEFAULT_HARDWARE,
+        metavar="NAME",
+        help=f"{', '.join(HARDWARE)}, or here: this machine, measured (default: {DEFAULT_HARDWARE})",
+    )
+    group.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
+    group.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    # Imported here, as below: --help and mistyped options are answered without numpy.
+    from rich.console import Console
+
+    plan = make_plan(args)
+    if args.json:
+        print(json.dumps(asdict(plan)))
+    else:
+        console = Console(highlight=False)
+        console.print(f"[bold]{plan.title}[/]", soft_wrap=True)
+        console.print(summary(plan), "")
+        console.print(
+            cells_table(plan, "step, ms", lambda cell: f"{_short(cell.step_s * 1e3)}{_MARKS[cell.bound]}"), ""
+        )
+        console.print(cells_table(plan, "tokens/s, all rows", lambda cell: _short(cell.tokens_s)), "")
+        console.print("(in brackets: does not fit)  largest part: k KV, w weights, c computing, o other", style="dim")
+    if args.plot is not None:
+        from deploy.forecasts.plan_plot import draw
+
+        draw(plan, args.plot)
+    return 0
+
+
+def make_plan(args: argparse.Namespace) -> Plan:
+    """What the options ask for. Raises InvalidArgumentError, ConfigError, ModelError; blocks to measure `here`."""
+    from deploy.forecasts.plan_options import find_chip, find_model, find_num_chips
+    from planning.study.roofline import critical_batch, largest_batch
+
+    batches = option_values.counts("--batch", args.batch, MAX_BATCH)
+    contexts = option_values.counts("--context", args.context, MAX_TOKENS)
+    num_chips = find_num_chips(args)
+    named = find_model(args)
+    hardware, chip = find_chip(args, named.shape)
+    return Plan(
+        title=f"{named.name}, {named.formats}, on {num_chips} x {hardware}",
+        model=named.model,
+        chip=chip,
+        num_chips=num_chips,
+        critical_batch=critical_batch(named.model, chip),
+        largest_batch={context: largest_batch(named.model, chip, context, num_chips) for context in contexts},
+        cells=tuple(_cell(named.model, chip, num_chips, (batch, at)) for at in contexts for batch in batches),
+    )
+
+
+def _cell(model: "ServedModel", chip: "Chip", num_chips: int, size: tuple[int, int]) -> Cell:
+    from planning.study.roofline import step_time
+
+    batch, context = size
+    step = step_time(model, chip, batch=batch, context=context, num_chips=num_chips)
+    kv_bytes = batch * model.kv_bytes(context)
+    return Cell(
+        batch=batch,
+        context=context,
+        kv_bytes=kv_bytes,
+        total_bytes=kv_bytes + model.all_weight_bytes,
+        fits=kv_bytes + model.all_weight_bytes <= chip.memory_bytes * num_chips,
+        step_s=step.total_s,
+        attention_s=step.attention_s,
+        linear_s=step.linear_s,
+        other_s=step.other_s,
+        bound=step.bound,
+        tokens_s=batch / step.total_s,
+    )
+
+
+def summary(plan: Plan) -> "Table":
+    """What does not depend on batch and context."""
+    from rich.table import Table
+
+    model = plan.model
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    memory = plan.chip.memory_bytes * plan.num_chips
+    weights = f"{model.num_params / 1e9:.4g}e9, {_gb(model.all_weight_bytes)} GB of {_gb(memory)} GB"
+    if model.all_weight_bytes > memory:
+        weights += ": they do not fit"
+    table.add_row("parameters", weights)
+    table.add_row("KV of a token", f"{model.kv_token_bytes / 1e3:.4g} kB")
+    table.add_row("critical batch", f"{plan.critical_batch:.0f} rows: from there on matrices are bound by compute")
+    table.add_row("each", str(plan.chip))
+    return table
+
+
+def cells_table(plan: Plan, title: str, show: Callable[[Cell], str]) -> "Table":
+    """A line a context length, a column a batch."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for heading in ("context", "KV, GB", "most rows", *sorted({f"{cell.batch}" for cell in plan.cells}, key=int)):
+        table.add_column(heading, justify="right")
+    for context, largest in plan.largest_batch.items():
+        cells = [cell for cell in plan.cells if cell.context == context]
+        shown = [show(cell) if cell.fits else f"[dim]({show(cell)})[/]" for cell in cells]
+        table.add_row(str(context), _gb(plan.model.kv_bytes(context)), str(largest), *shown)
+    return table
+
+
+def _gb(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.4g}"
+
+
+def _short(value: float) -> str:
+    """Four digits, without an exponent."""
+    return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}".rstrip(".")

@@ -1,0 +1,157 @@
+"""What the options of `baton plan` say of model and hardware."""
+
+import argparse
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from deploy.options import numbers as option_values
+
+if TYPE_CHECKING:
+    from planning.model_shape import ModelShape
+    from planning.study.chips import Chip
+    from planning.study.roofline import Mixture, ServedModel
+
+HERE = "here"
+MAX_CHIPS = 2**14
+_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model as it was asked for."""
+
+    name: str
+    formats: str
+    """Of weights and KV, in words."""
+    model: "ServedModel"
+    shape: "ModelShape | None"
+    """None when only its size was given."""
+
+
+def find_num_chips(args: argparse.Namespace) -> int:
+    """Raises InvalidArgumentError."""
+    return option_values.count("--chips", args.chips, MAX_CHIPS)
+
+
+def find_model(args: argparse.Namespace) -> NamedModel:
+    """The model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError, ModelError."""
+    given = [
+        name for name, value in (("MODEL", args.model), ("--shape", args.shape), ("--params", args.params)) if value
+    ]
+    if len(given) != 1:
+        ways = "MODEL (a name or a folder), --shape, or --params with --kv-per-token"
+        raise InvalidArgumentError(f"{' and '.join(given) or 'no model'} given: give one of {ways}")
+    if (args.params is None) != (args.kv_per_token is None):
+        raise InvalidArgumentError("--params and --kv-per-token describe a model together: give both")
+    if args.params:
+        return _sized(args)
+    return _shaped(args) if args.shape else _named(args)
+
+
+def find_chip(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
+    """The hardware's name and numbers; measures this machine when that is asked for, with matrices of `shape`. Raises
+    InvalidArgumentError, ConfigError."""
+    from planning.study.chips import chip_of
+
+    if args.hardware.lower() == HERE:
+        return _measured(args, shape)
+    if args.threads is not None:
+        raise InvalidArgumentError("--threads is of this machine: add --hardware here, or leave it out")
+    chip = chip_of(args.hardware)
+    if args.dtype != "bfloat16":
+        raise InvalidArgumentError(
+            f"--dtype = {args.dtype!r}: {args.hardware} is known by its bfloat16 rate only: use bfloat16, or measure"
+            " with --hardware here"
+        )
+    return args.hardware.lower(), chip
+
+
+def _measured(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
+    if shape is None:
+        raise InvalidArgumentError("--hardware here measures with the model's matrices: give MODEL or --shape")
+    from rich.console import Console
+
+    from deploy.config.worker import use_threads
+    from deploy.machine.doctor import inspect_machine
+    from deploy.machine.probe import measure
+
+    threads = use_threads(0) if args.threads is None else option_values.count("--threads", args.threads, 4096)
+    console = Console(stderr=True)
+    with console.status("measuring this machine"):
+        memory_bytes = inspect_machine().available_bytes
+        measured = measure(shape, args.dtype, threads, memory_bytes, quantization=args.weights or "none")
+    if measured.doubt:
+        console.print(f"baton: {measured.doubt}", soft_wrap=True)
+    return f"this machine, measured with {threads} thread{'s' if threads > 1 else ''}", measured.chip
+
+
+def _sized(args: argparse.Namespace) -> NamedModel:
+    from planning.study.roofline import ServedModel
+
+    model = ServedModel(
+        num_params=option_values.positive("--params", args.params),
+        kv_token_bytes=option_values.positive("--kv-per-token", args.kv_per_token),
+        weight_bytes=_bytes(args, "weights"),
+    )
+    return NamedModel(f"{model.num_params / 1e9:g}e9 parameters", f"{args.weights or args.dtype} weights", model, None)
+
+
+def _shaped(args: argparse.Namespace) -> NamedModel:
+    from planning.model_shape import shape_from
+    from planning.study.roofline import Mixture
+
+    fields = option_values.assignments("--shape", args.shape)
+    tied = bool(fields.pop("tied", 0))
+    mixture = Mixture(fields.pop("experts", 1), fields.pop("active_experts", 1))
+    flags = {"gated": bool(fields["gated"])} if "gated" in fields else {}
+    shape = shape_from({**fields, "dtype_bytes": _DTYPE_BYTES[args.dtype], **flags}, "--shape")
+    return _serve(args, "a model", shape, tied=tied, mixture=mixture)
+
+
+def _named(args: argparse.Namespace) -> NamedModel:
+    from planning.model_shape import SHAPES, TIED
+
+    if args.model in SHAPES:
+        shape = replace(SHAPES[args.model], dtype_bytes=_DTYPE_BYTES[args.dtype])
+        return _serve(args, args.model, shape, tied=args.model in TIED)
+    return _from_folder(args)
+
+
+def _from_folder(args: argparse.Namespace) -> NamedModel:
+    from planning.model_shape import SHAPES
+
+    path = Path(args.model).expanduser()
+    if not path.exists():
+        known = ", ".join(SHAPES)
+        raise InvalidArgumentError(
+            f"MODEL = {args.model!r} is neither there nor known: give a folder with config.json, a .gguf file, or one"
+            f" of {known}"
+        )
+    from rich.console import Console
+
+    from baton.paths import cache_folder
+    from deploy.machine.calibrations import nominal_calibration
+    from deploy.machine.model_folder import resolve_folder
+    from modeling.checkpoints.weights import load_config
+
+    folder = resolve_folder(str(path), cache_folder(), Console(stderr=True))
+    config, shape = load_config(folder), nominal_calibration(folder, args.dtype, 1).shape
+    named = _serve(args, folder.name or str(folder), shape, tied=config.tie_embeddings)
+    return replace(named, model=replace(named.model, windows=config.windows))
+
+
+def _serve(
+    args: argparse.Namespace, name: str, shape: "ModelShape", *, tied: bool, mixture: "Mixture | None" = None
+) -> NamedModel:
+    from planning.study.roofline import served
+
+    model = served(shape, tied=tied, weight_bytes=_bytes(args, "weights"), kv_bytes=_bytes(args, "kv"), mixture=mixture)
+    formats = f"{args.weights or args.dtype} weights, {args.kv or args.dtype} KV"
+    return NamedModel(name, formats, model, shape)
+
+
+def _bytes(args: argparse.Namespace, what: str) -> int:
+    """Of an element: the one format besides the dtype's is int8."""
+    return 1 if getattr(args, what) else _DTYPE_BYTES[args.dtype]

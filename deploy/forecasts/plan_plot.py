@@ -1,0 +1,66 @@
+"""The plot of `baton plan`: step time and tokens a second, against context for each batch, and the other way round."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from deploy.forecasts.plan import Cell, Plan
+
+
+def draw(plan: "Plan", path: Path) -> None:
+    """Writes a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or for a path
+    that cannot be written to."""
+    if path.suffix != ".png":
+        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
+    figure = Figure(figsize=(11.0, 8.0), layout="constrained")
+    panels = figure.subplots(2, 2, sharex="col", sharey="row")
+    _curves(panels[0, 0], plan.cells, "context", "batch", lambda cell: cell.step_s * 1e3)
+    _curves(panels[0, 1], plan.cells, "batch", "context", lambda cell: cell.step_s * 1e3)
+    _curves(panels[1, 0], plan.cells, "context", "batch", lambda cell: cell.tokens_s)
+    _curves(panels[1, 1], plan.cells, "batch", "context", lambda cell: cell.tokens_s)
+    panels[1, 1].axvline(plan.critical_batch, color="0.6", linestyle=":", label="critical batch")
+    sizes = (sorted({cell.context for cell in plan.cells}), sorted({cell.batch for cell in plan.cells}))
+    for panel in panels.flat:
+        panel.set(xscale="log", yscale="log")
+        panel.grid(visible=True, alpha=0.3)
+        panel.legend(fontsize="x-small")
+    for panel, ticks in zip(panels[1], sizes, strict=True):
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.minorticks_off()
+    panels[0, 0].set_ylabel("step, ms (predicted)")
+    panels[1, 0].set_ylabel("tokens/s, all rows (predicted)")
+    panels[1, 0].set_xlabel("tokens of context; dotted: does not fit")
+    panels[1, 1].set_xlabel("batch")
+    figure.suptitle(plan.title, fontsize="medium")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(
+            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
+        ) from error
+
+
+def _curves(panel: "Axes", cells: "Sequence[Cell]", along: str, each: str, value: "Callable[[Cell], float]") -> None:
+    """A curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
+    for at, number in enumerate(sorted({getattr(cell, each) for cell in cells})):
+        curve = [cell for cell in cells if getattr(cell, each) == number]
+        fitting = [cell for cell in curve if cell.fits]
+        colour = f"C{at % 10}"
+        panel.plot([getattr(cell, along) for cell in curve], [value(cell) for cell in curve], ":", color=colour)
+        panel.plot(
+            [getattr(cell, along) for cell in fitting],
+            [value(cell) for cell in fitting],
+            "-",
+            color=colour,
+            marker=".",
+            label=f"{each} {number}",
+        )

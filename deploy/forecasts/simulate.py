@@ -1,0 +1,260 @@
+"""`baton simulate`: what would the time to the first token be, with more ranks, other links, another model?
+
+No cluster, no model and no torch: it asks the cost model (`planning`), which docs/kv_runahead.md explains and
+benchmarks.simulate_paper holds against the KV-Runahead paper.
+"""
+
+import argparse
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from baton.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from planning.cost_model import CostModel
+    from planning.model_shape import ModelShape
+    from planning.study.comparison import Comparison
+
+MODELS = (
+    "llama-7b", "llama-7b-gqa8", "llama-7b-mqa", "llama-13b", "llama-30b", "falcon-1b", "falcon-7b", "llama-3.1-8b",
+    "smollm2-135m",
+)  # fmt: skip
+HARDWARE = ("a100-eager", "h100-flash", "cpu-core", "cpu-core-fp32")
+PROTOCOLS = ("paper", "paper-overlapped", "store-and-forward", "baton")
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_HARDWARE = "h100-flash"
+MAX_TOKENS = 2**21
+MAX_RANKS = 64
+_ENOUGH_MARGIN = 0.03
+
+_DESCRIPTION = """\
+Predicts the time to the first token of one prompt on an idle prefill group, for several context lengths and numbers of
+ranks, and what other ways to divide a prompt would take on the same ranks. A prediction, not a measurement; Baton
+itself runs on CPUs only.
+
+  KVR-E, -S, -P   a KV-Runahead chain with even, searched, and interpolated chunks
+  TSP             sequence parallel with an all-gather in each layer; dense or causal attention kernels
+  zigzag          ring attention with balanced chunks and causal kernels
+  bound           perfect balance, no communication, every layer whole (a chain cuts the last one short)
+  TTFT*           the KV-Runahead paper's bound, TTFT(1) / 2 (1/n + 1/n^2), from a dense single process"""
+
+_EXAMPLES = """\
+examples:
+  baton simulate                                              Llama-3.1-8B on H100s, 2 to 8 ranks
+  baton simulate --link-gb-s 1 --ranks 4 --contexts 8k        slow links: most tokens go to the last rank
+  baton simulate --model llama-7b --hardware a100-eager --protocol paper --ranks 4,8 --plot paper.png
+  baton simulate --calibration this-machine.json --ranks 2 --contexts 512,2k,6000"""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `simulate` command."""
+    parser = commands.add_parser(
+        "simulate",
+        help="predict the time to the first token for other ranks, links, models and hardware",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help="ranks of the group (default: 2,4,8)")
+    parser.add_argument(
+        "--contexts",
+        default="1k,2k,4k,8k,16k,32k",
+        metavar="N,N,...",
+        help="uncached prompt tokens; k is 1024 (default: 1k to 32k)",
+    )
+    parser.add_argument("--cached", default="0", metavar="N", help="tokens before them that are cached (default: 0)")
+    parser.add_argument(
+        "--protocol",
+        default="baton",
+        metavar="NAME",
+        help=f"how the chain works: {', '.join(PROTOCOLS)} (default: baton, what Baton does)",
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'plot'")
+    _add_machine(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_machine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model and machine")
+    group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {DEFAULT_MODEL})")
+    group.add_argument(
+        "--shape",
+        metavar="FIELD=N,...",
+        help="a model by its numbers: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab;"
+        " and gated=0 for a plain feed-forward part, dtype_bytes (default: 2)",
+    )
+    group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})")
+    group.add_argument("--linear-tflop-s", metavar="X", help="rate of the matrices, in place of the hardware's")
+    group.add_argument("--attention-tflop-s", metavar="X", help="rate of attention, in place of the hardware's")
+    group.add_argument("--link-gb-s", metavar="X", help="bandwidth from rank to rank, 1e9 bytes a second")
+    group.add_argument("--link-us", metavar="X", help="latency of a message from rank to rank, microseconds")
+    group.add_argument(
+        "--push-gb-s", metavar="X", help="bandwidth from each rank to the generation group (default: not counted)"
+    )
+    group.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="measured numbers, in place of --model and --hardware"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    # Imported here, as below: --help and mistyped options are answered without numpy.
+    from rich.console import Console
+
+    from planning.cost_model import PROTOCOLS as KNOWN
+    from planning.study.comparison import compare
+
+    if args.protocol not in KNOWN:
+        raise InvalidArgumentError(f"--protocol = {args.protocol!r} is unknown: use one of {', '.join(PROTOCOLS)}")
+    ranks = _counts("--ranks", args.ranks, MAX_RANKS)
+    contexts = _counts("--contexts", args.contexts, MAX_TOKENS)
+    cached = 0 if args.cached == "0" else _count("--cached", args.cached, MAX_TOKENS)
+    name, cost = machine(args)
+    protocol = KNOWN[args.protocol]
+    by_ranks = {n: [compare(tokens, n, cost, protocol, cached=cached) for tokens in contexts] for n in ranks}
+    console = Console()
+    title = f"{name}, protocol {args.protocol}" + (f", {cached} tokens cached" if cached else "")
+    for num_ranks, rows in by_ranks.items():
+        console.print(times_table(f"{title}: {num_ranks} ranks", rows))
+    console.print(ranks_table(by_ranks))
+    if args.plot is not None:
+        from deploy.forecasts.simulate_plot import draw
+
+        draw(title, by_ranks, args.plot)
+    return 0
+
+
+def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
+    """What the options say of model and hardware: a line of text, and the costs."""
+    from planning.cost_model import Link
+
+    _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
+    _refuse_both(args, "shape", ("model",))
+    name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
+    link, push = cost.link, cost.push
+    if args.link_gb_s is not None:
+        link = dataclasses.replace(link, bandwidth=_positive("--link-gb-s", args.link_gb_s) * 1e9)
+    if args.link_us is not None:
+        link = dataclasses.replace(link, latency_s=_number("--link-us", args.link_us) / 1e6)
+    if args.push_gb_s is not None:
+        push = Link(link.latency_s, _positive("--push-gb-s", args.push_gb_s) * 1e9)
+    text = f"{name}, links {link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:.3g} us"
+    return text, dataclasses.replace(cost, link=link, push=push)
+
+
+def times_table(title: str, rows: "list[Comparison]") -> "Table":
+    """One line a context length; the least of the real schemes is marked."""
+    headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
+    table = _table(title, headings.split("|"))
+    for row in rows:
+        times = (row.single, row.kvr_e, row.kvr_s, row.kvr_p, row.tsp_dense, row.tsp_causal, row.zigzag_ring)
+        shown = [f"[bold green]{_seconds(each)}[/]" if each <= min(times) else _seconds(each) for each in times]
+        table.add_row(str(row.num_tokens), *shown, _seconds(row.bound), _seconds(row.paper_bound))
+    return table
+
+
+def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
+    """KVR-S by number of ranks, how many are enough, and what each rank takes of the prompt."""
+    from planning.study.comparison import enough_ranks
+
+    headings = ["tokens", "1 rank", *(f"{n} ranks" for n in by_ranks), "enough", "KVR-S takes, % of the tokens"]
+    table = _table(f"KVR-S by ranks; enough: the fewest within {_ENOUGH_MARGIN:.0%} of the least", headings)
+    for rows in zip(*by_ranks.values(), strict=True):
+        times = [rows[0].single, *(row.kvr_s for row in rows)]
+        enough = enough_ranks(list(rows), _ENOUGH_MARGIN)
+        table.add_row(str(rows[0].num_tokens), *map(_seconds, times), str(enough), _shares(rows[-1]))
+    return table
+
+
+def _table(title: str, headings: list[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=f"{title}; seconds", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def _shares(row: "Comparison") -> str:
+    """Percent of the prompt, by rank."""
+    shares = [100 * chunk / row.num_tokens for chunk in row.chunks]
+    return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
+
+
+def _calibrated(path: Path) -> "tuple[str, CostModel]":
+    from planning.calibration import load
+
+    calibration = load(path)
+    return f"{calibration.model} on {calibration.hardware}", calibration.cost
+
+
+def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
+    from planning.hardware import derive, hardware_of
+    from planning.model_shape import shape_of
+
+    name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
+    hardware = hardware_of(name)
+    if args.linear_tflop_s is not None:
+        rate = _positive("--linear-tflop-s", args.linear_tflop_s) * 1e12
+        hardware = dataclasses.replace(hardware, linear_flops=rate)
+    if args.attention_tflop_s is not None:
+        rate = _positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
+        hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
+    shape = _shape(args.shape) if args.shape else shape_of(model)
+    return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
+
+
+def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
+    """No option is ignored in silence."""
+    for other in others:
+        if getattr(args, option) is not None and getattr(args, other) is not None:
+            raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")
+
+
+def _shape(text: str) -> "ModelShape":
+    from planning.model_shape import shape_from
+
+    fields: dict[str, Any] = {}
+    for assignment in text.split(","):
+        field, equals, value = (part.strip() for part in assignment.partition("="))
+        if not equals or not value.isdigit():
+            raise InvalidArgumentError(f"--shape: {assignment!r} is no FIELD=NUMBER: write for example num_layers=32")
+        fields[field] = bool(int(value)) if field == "gated" else int(value)
+    return shape_from(fields, "--shape")
+
+
+def _counts(option: str, text: str, most: int) -> list[int]:
+    return sorted({_count(option, part, most) for part in text.split(",")})
+
+
+def _count(option: str, text: str, most: int) -> int:
+    """A whole number, `k` for 1024 times it."""
+    digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= most:
+        raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: use whole numbers from 1 to {most}")
+    return int(digits) * factor
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number of at least 0")
+    return value
+
+
+def _positive(option: str, text: str) -> float:
+    value = _number(option, text)
+    if not value:
+        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number above 0")
+    return value
+
+
+def _seconds(value: float) -> str:
+    """Four digits, and no fewer than four decimals below 1."""
+    return f"{value:.4f}" if value < 1 else f"{value:.4g}"

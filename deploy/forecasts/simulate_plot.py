@@ -1,0 +1,60 @@
+"""The plot of `baton simulate`: time to the first token over context length, a column for each number of ranks;
+above in seconds, below as multiples of KVR-S."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from baton.errors import ConfigError, InvalidArgumentError
+from planning.study.comparison import Comparison
+
+_CURVES = (
+    ("single", "1 rank", "0.6", "-"),
+    ("tsp_dense", "TSP dense", "tab:red", "-"),
+    ("tsp_causal", "TSP causal", "tab:orange", "-"),
+    ("zigzag_ring", "zigzag ring", "tab:purple", "-"),
+    ("kvr_e", "KVR-E", "tab:cyan", "-"),
+    ("kvr_s", "KVR-S", "tab:blue", "-"),
+    ("kvr_p", "KVR-P", "black", ":"),
+    ("bound", "bound", "0.3", "--"),
+    ("paper_bound", "TTFT*", "tab:green", "--"),
+)
+"""Field of Comparison, label, colour, line style."""
+
+
+def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
+    """Writes a PNG. Raises ConfigError without matplotlib or for a path that cannot be written to."""
+    if path.suffix != ".png":
+        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
+    figure = Figure(figsize=(4.6 * len(by_ranks), 7.0), layout="constrained")
+    panels = figure.subplots(2, len(by_ranks), sharex=True, sharey="row", squeeze=False)
+    for column, (num_ranks, rows) in enumerate(by_ranks.items()):
+        tokens = [row.num_tokens for row in rows]
+        for field, label, colour, style in _CURVES:
+            seconds = [getattr(row, field) for row in rows]
+            ratios = [value / row.kvr_s for value, row in zip(seconds, rows, strict=True)]
+            for panel, values in ((panels[0, column], seconds), (panels[1, column], ratios)):
+                panel.plot(tokens, values, style, color=colour, label=label, marker=".", linewidth=1.4)
+        panels[0, column].set(title=f"{num_ranks} ranks", yscale="log")
+        panels[1, column].set(xlabel="prompt tokens", xscale="log", ylim=(0, 3))
+        panels[1, column].set_xticks(tokens, [_short(n) for n in tokens])
+        panels[1, column].minorticks_off()
+    for panel in panels.flat:
+        panel.grid(visible=True, alpha=0.3)
+    panels[0, 0].set_ylabel("time to first token, s (predicted)")
+    panels[1, 0].set_ylabel("times that of KVR-S")
+    panels[0, -1].legend(fontsize="small")
+    figure.suptitle(title, fontsize="medium")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(
+            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
+        ) from error
+
+
+def _short(num_tokens: int) -> str:
+    return f"{num_tokens // 1024}k" if num_tokens % 1024 == 0 else str(num_tokens)

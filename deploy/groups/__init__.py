@@ -1,0 +1,1 @@
+"""Starts, watches, replaces and ends the workers of groups, wherever they run."""

@@ -1,0 +1,59 @@
+"""The lives of one chain's links: each is an epoch, in which all ranks meet at a store that outlives them."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from baton.errors import UnavailableError
+from baton.ids import MAX_EPOCH, Epoch
+from baton.v1 import prefill_pb2
+from deploy.groups.worker import Worker
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+
+class ChainLinks:
+    """Gives the ranks of one group new links. Owned by the group; used on its loop."""
+
+    def __init__(self, host: str, timeout_s: float) -> None:
+        self.epoch = Epoch(0)
+        """The present life's number; 0 before the first."""
+        self._host = host
+        self._timeout_s = timeout_s
+        self._store: TCPStore | None = None
+
+    def skip_to(self, epoch: int) -> None:
+        """Let the next life come after `epoch`, which a rank has reached under an earlier supervisor, or by somebody
+        else's call. Raises UnavailableError when no epoch comes after it: that rank can only be replaced."""
+        if epoch >= MAX_EPOCH:
+            raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
+        self.epoch = Epoch(max(self.epoch, epoch))
+
+    async def renew(self, ranks: Sequence[Worker]) -> None:
+        """Starts the next epoch; returns when all ranks have met. Raises grpc.aio.AioRpcError of the first that has
+        not."""
+        if self._store is None:
+            self._store = await asyncio.to_thread(_make_store, self._host)
+        self.epoch = Epoch(self.epoch + 1)
+        joins = (self._join(rank, len(ranks), worker, self._store.port) for rank, worker in enumerate(ranks))
+        for outcome in await asyncio.gather(*joins, return_exceptions=True):
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _join(self, rank: int, num_ranks: int, worker: Worker, port: int) -> None:
+        request = prefill_pb2.StartEpochRequest(
+            epoch=self.epoch,
+            rank=rank,
+            num_ranks=num_ranks,
+            store=f"{self._host}:{port}",
+            timeout_s=self._timeout_s,
+        )
+        await worker.prefill.StartEpoch(request, timeout=2 * self._timeout_s)
+
+
+def _make_store(host: str) -> "TCPStore":
+    """Where ranks meet. torch is imported here, in a thread, because only the store needs it in this process."""
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False)

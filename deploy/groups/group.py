@@ -1,0 +1,367 @@
+"""One group's supervisor: starts its workers, watches them, replaces the dead, and gives a chain new links.
+
+A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows. Two kinds
+are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its neighbours'
+links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that its links
+broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a group's
+supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at again after
+a pause (baton.endless).
+
+Runs on the supervisor's asyncio loop, in one task for each group.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import grpc
+
+from baton.clock import Clock
+from baton.endless import Pauses, describe, repeat, tell_end, tell_failure
+from baton.errors import BatonError, UnavailableError, VersionMismatchError
+from baton.types import KernelChoice
+from baton.v1 import generate_pb2, prefill_pb2
+from deploy.config.worker import WorkerConfig
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.restarts import Backoff, Restarts
+from deploy.groups.spawner import Room, Spawner, WorkerHandle
+from deploy.groups.worker import Worker, WorkerStatus
+from modeling.kernels.native import choice_path
+from transport.proto_types import kernels_from_proto
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """How workers are watched."""
+
+    interval_s: float
+    """Seconds between two heartbeats, and for an answer to one."""
+    dead_after_s: float
+    """Seconds without an answered heartbeat after which a worker is killed and replaced."""
+
+
+@dataclass
+class Agreement:
+    """What all workers of a cluster must have in common: the version, the KV layout of those that load the same model
+    folder, and the kernels of those that run on the same kind of processor. Set by the first that is asked."""
+
+    version: str = ""
+    told_by: str = ""
+    layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """By model folder: the fingerprint, and who told it."""
+    kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
+    """By kind of processor: the kernels, and who told them."""
+
+    def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
+        """Raises VersionMismatchError for a worker that is not like those before it."""
+        if not self.told_by:
+            self.version, self.told_by = status.version, config.name
+        layout, told_by = self.layouts.setdefault(config.model_folder, (status.layout_fingerprint, config.name))
+        told_by = self.told_by if status.version != self.version else told_by
+        if (status.version, status.layout_fingerprint) != (self.version, layout):
+            raise VersionMismatchError(
+                f"workers differ in version or KV layout: {told_by} has {self.version}, layout {layout}; "
+                f"{config.name} has {status.version}, layout {status.layout_fingerprint}: "
+                "run one version and model everywhere"
+            )
+        self._check_kernels(config, kernels_from_proto(status.kernels))
+
+    def _check_kernels(self, config: WorkerConfig, choice: KernelChoice) -> None:
+        agreed, told_by = self.kernels.setdefault(choice.processor, (choice, config.name))
+        if choice != agreed:
+            raise VersionMismatchError(
+                f"workers on {choice.processor} differ in kernels: {told_by} has {agreed}; {config.name} has {choice}: "
+                f"install a C++ compiler on all nodes or none, and give all the same {choice_path().name} in "
+                f"{choice_path().parent}"
+            )
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the groups of one cluster share."""
+
+    spawner: Spawner
+    heartbeat: Heartbeat
+    clock: Clock
+    report: Callable[[str], None]
+    """Takes one line for the user about what goes on."""
+    changed: Callable[[], None] = lambda: None
+    """Called when a group became ready, or ceased to be."""
+    agreement: Agreement = field(default_factory=Agreement)
+    backoff: Backoff = field(default_factory=Backoff)
+    room: Room | None = None
+    """Where workers need a place; None: they need none."""
+
+
+class WorkerGroup:
+    """Workers that serve together or not at all: a chain's ranks, or one generation engine. Used once."""
+
+    def __init__(
+        self, name: str, configs: Sequence[WorkerConfig], surroundings: Surroundings, links: ChainLinks | None = None
+    ) -> None:
+        """`links`: for a chain."""
+        self.name = name
+        self.links = links
+        self.workers: dict[int, Worker] = {}
+        """By rank, in their present lives; a group that never started has none."""
+        self.prefix_store = ""
+        """That its workers share with those of the same node, as they said when they started; empty: they have none."""
+        self.layout_fingerprint = ""
+        """Of its KV, as its workers said when they started."""
+        self.residency = ""
+        """The policy of a generation engine, likewise."""
+        self.is_approximate = False
+        """Whether that attends to less than all tokens."""
+        self._kernels: dict[int, KernelChoice] = {}
+        """Of each rank, as it said when it started."""
+        self._configs = tuple(configs)
+        self._around = surroundings
+        self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
+        self._missing: dict[int, WorkerConfig] = {}
+        """Workers whose process has ended and whose next life has not begun, by rank."""
+        self._ready = asyncio.Event()
+        self._look = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    @property
+    def ready(self) -> bool:
+        """All workers serve and, in a chain, have links; as far as the supervisor knows."""
+        return self._ready.is_set()
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Of the workers in rank order."""
+        return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
+
+    @property
+    def processors(self) -> tuple[str, ...]:
+        """The kinds of processor that the workers run on, in rank order, each with the kernels in use there."""
+        choices = (self._kernels[rank] for rank in sorted(self._kernels))
+        return tuple(dict.fromkeys(f"{choice.processor}: {choice}" for choice in choices))
+
+    async def until_ready(self) -> None:
+        """Returns when the group is ready."""
+        await self._ready.wait()
+
+    def suspect(self) -> None:
+        """Something failed: the supervisor looks at the workers now, not at the next heartbeat, and `until_ready`
+        waits for what it finds."""
+        self._set_ready(False)
+        self._look.set()
+
+    async def start(self) -> None:
+        """Returns when the group is ready; from then on it is watched. Raises the first failure; `close` cleans up."""
+        if self._around.room is not None:
+            await self._around.room.reserve(self.name, len(self._configs))
+        started = await asyncio.gather(*(self._spawn(config) for config in self._configs), return_exceptions=True)
+        for failure in started:
+            if isinstance(failure, BaseException):
+                raise failure
+        if self.links is not None:
+            await self._link(self.links)
+        self._set_ready(True)
+        supervising = asyncio.create_task(self._supervise())
+        supervising.add_done_callback(self._tell_end)
+        self._keep(supervising)
+
+    async def close(self) -> None:
+        """Ends the supervision, then the workers, and gives their place back: also what an earlier supervisor left, if
+        the group was not started. Idempotent."""
+        self._closing = True
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._set_ready(False)
+        await asyncio.gather(*(worker.close() for worker in self.workers.values()))
+        if self._around.room is not None:
+            await self._around.room.release(self.name)
+        self.workers.clear()
+
+    async def _spawn(self, config: WorkerConfig) -> None:
+        handle = await self._around.spawner.start(config)
+        worker = Worker(handle)
+        self.workers[config.rank] = worker
+        self._keep(asyncio.create_task(self._wake_at_end(handle)))
+        try:
+            await self._check(worker)
+        except BaseException:
+            handle.kill()  # then it counts as ended, and is replaced again
+            raise
+        self._restarts[config.rank].began()
+        self._around.report(f"{worker.name} serves on {handle.endpoint}")
+
+    async def _check(self, worker: Worker) -> None:
+        """The new worker answers, and is like the others."""
+        try:
+            status = await worker.status(self._around.heartbeat.dead_after_s)
+        except grpc.aio.AioRpcError as error:
+            where = f"{worker.name} at {worker.handle.endpoint}"
+            raise UnavailableError(f"{where} does not answer ({error.code()})") from error
+        self._around.agreement.check(worker.handle.config, status)
+        self.layout_fingerprint = status.layout_fingerprint
+        self._kernels[worker.handle.config.rank] = kernels_from_proto(status.kernels)
+        if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
+            self.links.skip_to(status.epoch)
+        if isinstance(status, generate_pb2.GenerationStatus):
+            self.residency, self.is_approximate = status.residency, status.is_approximate
+        self.prefix_store = status.prefix_store
+
+    async def _wake_at_end(self, handle: WorkerHandle) -> None:
+        """Let the supervisor look when the worker's process is gone. A wait that fails wakes it, too, and leaves the
+        rest to the heartbeats."""
+        try:
+            await handle.wait()
+        except Exception as error:  # noqa: BLE001 - told with its traceback
+            tell_failure(f"{handle.config.name}: its end cannot be waited for", error, self._around.report)
+        self._look.set()
+
+    def _tell_end(self, supervising: asyncio.Task[None]) -> None:
+        if not self._closing:
+            tell_end(f"the supervision of {self.name}", self._around.report)(supervising)
+
+    def _keep(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _set_ready(self, ready: bool) -> None:
+        if ready == self.ready:
+            return
+        if ready:
+            self._ready.set()
+        else:
+            self._ready.clear()
+        self._around.changed()
+
+    async def _supervise(self) -> None:
+        """Look after the workers until this task is cancelled. A pause is never longer than a worker may be silent."""
+        heartbeat = self._around.heartbeat
+        pauses = Pauses(heartbeat.interval_s, heartbeat.dead_after_s)
+        await repeat(f"the supervision of {self.name}", self._turn, pauses, self._around.report)
+
+    async def _turn(self) -> None:
+        """Wait until a heartbeat is due or something failed, then repair what is amiss. What a worker refuses or leaves
+        unanswered is tried again at the next heartbeat."""
+        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+            await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
+        self._look.clear()
+        try:
+            await self._repair()
+        except (BatonError, grpc.aio.AioRpcError) as error:
+            self._set_ready(False)
+            logger.warning("supervision of %s: %s; trying again", self.name, error)
+        except BaseException:  # a cancelled call's error included
+            self._set_ready(False)
+            raise
+
+    async def _repair(self) -> None:
+        """Hear all workers, replace those that ended, link a chain anew if need be; the group is ready afterwards,
+        unless a worker is missing or silent."""
+        broken = await self._hear_all()
+        replaced = await self._replace_ended()
+        if self._missing:
+            return
+        if self.links is not None and (broken or replaced):
+            self._set_ready(False)
+            if any(worker.is_silent for worker in self.workers.values()):
+                return  # the others would wait for it in vain: it answers soon, or is killed
+            await self._link(self.links)
+        self._set_ready(True)
+
+    async def _hear_all(self) -> bool:
+        """One heartbeat to every worker; kills those that are silent or hang. Returns whether a rank's links are
+        broken. Raises the first failure once all have been heard."""
+        hearing = (self._hear(worker) for worker in self.workers.values())
+        heard = await asyncio.gather(*hearing, return_exceptions=True)
+        for outcome in heard:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return any(heard)
+
+    async def _hear(self, worker: Worker) -> bool:
+        if worker.handle.ended:  # its channel may be closed already: a replacement failed
+            return False
+        asked_s = self._around.clock.now_s()
+        try:
+            status = await worker.status(self._around.heartbeat.interval_s)
+        except grpc.aio.AioRpcError as error:
+            silent_s = self._around.clock.now_s() - worker.unanswered(asked_s)
+            if silent_s > self._around.heartbeat.dead_after_s:
+                await self._kill(worker, f"has been silent for {silent_s:.1f} s ({error.code()})")
+            return False
+        worker.answered()
+        if not isinstance(status, prefill_pb2.PrefillStatus):
+            return False
+        if status.stall:
+            await self._kill(worker, f"hangs ({status.stall})")
+            return False
+        has_moved = await self._has_moved(worker, status.epoch)
+        # A group that could not be linked is tried again; so is a rank that a replaced supervisor left without links.
+        return bool(status.epoch_error) or has_moved or not self.ready
+
+    async def _has_moved(self, worker: Worker, epoch: int) -> bool:
+        """Return whether a rank is in another epoch than its group, as somebody else's StartEpoch makes it; the next
+        epoch comes after both. A rank in the last epoch of all is killed."""
+        assert self.links is not None
+        if epoch == self.links.epoch:
+            return False
+        try:
+            self.links.skip_to(epoch)
+        except UnavailableError as error:
+            await self._kill(worker, f"cannot be linked ({error})")
+            return False
+        return True
+
+    async def _kill(self, worker: Worker, why: str) -> None:
+        """Returns when its process is gone."""
+        if not worker.handle.ended:
+            logger.warning("%s %s: killing it", worker.name, why)
+            worker.handle.kill()
+            await worker.handle.wait()
+
+    async def _replace_ended(self) -> bool:
+        """Starts a new life for every worker whose process has ended, if it may begin yet; returns whether one did."""
+        for rank, worker in self.workers.items():
+            if worker.handle.ended and rank not in self._missing:
+                self._set_ready(False)
+                self._missing[rank] = worker.handle.config
+                self._report_end(rank, f"{worker.name} ended with {await self._how_it_ended(worker)}")
+        due = [config for rank, config in self._missing.items() if self._restarts[rank].is_due]
+        replaced = await asyncio.gather(*(self._replace(config) for config in due))
+        return any(replaced)
+
+    async def _how_it_ended(self, worker: Worker) -> str:
+        """How a process ended that is gone: a word for the report, also where nobody can tell."""
+        try:
+            return await worker.handle.wait()
+        except Exception as error:  # noqa: BLE001 - told with its traceback
+            tell_failure(f"{worker.name} ended, and how cannot be told", error)
+            return describe(error)
+
+    async def _replace(self, config: WorkerConfig) -> bool:
+        """Close what is left of the worker's former life, and begin a new one. Returns whether that has begun; whatever
+        prevented it, it is tried again after the worker's pause."""
+        try:
+            await self.workers[config.rank].close()
+            await self._spawn(config)
+        except Exception as error:  # noqa: BLE001 - told with its traceback where it was not foreseen
+            if not isinstance(error, BatonError):
+                tell_failure(f"{config.name} could not be replaced", error)
+            self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")
+            return False
+        del self._missing[config.rank]
+        return True
+
+    def _report_end(self, rank: int, what: str) -> None:
+        restarts = self._restarts[rank]
+        delay_s = restarts.ended()
+        pause = f", {restarts.num_ends} times in a row: next try in {delay_s:g} s" if delay_s else ": replacing it"
+        self._around.report(what + pause)
+
+    async def _link(self, links: ChainLinks) -> None:
+        await links.renew([self.workers[rank] for rank in sorted(self.workers)])
+        self._around.report(f"{self.name}, epoch {links.epoch}: {len(self.workers)} ranks linked")

@@ -1,0 +1,105 @@
+"""Workers as child processes: started, awaited, killed; and never left behind.
+
+Parent and child speak two lines: the parent writes the WorkerConfig as JSON to the child's standard input and keeps
+the pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. End of
+input tells the child to leave, so a killed parent takes its children along.
+
+Runs on the parent's asyncio loop.
+"""
+
+import asyncio
+import contextlib
+import json
+import signal
+import sys
+from dataclasses import dataclass
+
+from baton.errors import BatonError, UnavailableError
+from deploy.config.worker import WorkerConfig
+
+CLOSE_GRACE_S = 5.0
+"""Seconds that a worker has for leaving by itself."""
+
+
+class WorkerStartError(BatonError):
+    """A worker refused to start; the text is the worker's own one line."""
+
+
+@dataclass
+class WorkerProcess:
+    """A running, ready worker. Implements WorkerHandle."""
+
+    config: WorkerConfig
+    endpoint: str
+    """host:port of the worker's gRPC server."""
+    process: asyncio.subprocess.Process
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def ended(self) -> bool:
+        return self.process.returncode is not None
+
+    async def wait(self) -> str:
+        return f"status {await self.process.wait()}"
+
+    def kill(self) -> None:
+        """SIGKILL, which also ends a stopped process."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.send_signal(signal.SIGKILL)
+
+    async def close(self) -> None:
+        """Ends its input."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        try:
+            await asyncio.wait_for(self.process.wait(), CLOSE_GRACE_S)
+        except TimeoutError:
+            self.kill()
+            await self.process.wait()
+
+
+class ProcessSpawner:
+    """Makes workers that are children of this process. Implements Spawner.
+
+    `start_timeout_s`: seconds until a worker must serve. `module`: what a worker's process runs.
+    """
+
+    def __init__(self, start_timeout_s: float, module: str = "deploy.groups.worker_process") -> None:
+        self._timeout_s = start_timeout_s
+        self._module = module
+
+    async def start(self, config: WorkerConfig) -> WorkerProcess:
+        """Starts `python -m deploy.groups.worker_process` and waits until it serves."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            port = await asyncio.wait_for(_greet(process, config), self._timeout_s)
+        except BaseException as error:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            if isinstance(error, TimeoutError):
+                reason = f"{config.name} did not start within {self._timeout_s:g} s: raise start_timeout_s"
+                raise UnavailableError(reason) from error
+            raise
+        return WorkerProcess(config, f"{config.host}:{port}", process)
+
+
+async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> int:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with contextlib.suppress(ConnectionError):  # a worker that died at once is reported below
+        process.stdin.write(config.to_json().encode() + b"\n")
+        await process.stdin.drain()
+    line = await process.stdout.readline()
+    if not line:
+        status = await process.wait()
+        raise UnavailableError(f"{config.name} ended with status {status} before it served: see its output")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise WorkerStartError(f"{config.name}: {answer['error']}")
+    return int(answer["port"])

@@ -1,0 +1,55 @@
+"""A worker together with the gRPC channel and stubs to talk to it. Used on the supervisor's loop."""
+
+import grpc
+
+from baton.v1 import generate_pb2, prefill_pb2
+from baton.v1.generate_pb2_grpc import GenerationGroupStub
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from deploy.groups.spawner import WorkerHandle
+from transport.channel import make_channel
+
+WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
+
+
+class Worker:
+    """One life of one worker; its replacement is another Worker."""
+
+    def __init__(self, handle: WorkerHandle) -> None:
+        self.handle = handle
+        self._silent_since_s: float | None = None
+        self._channel: grpc.aio.Channel = make_channel(handle.endpoint)
+        self.prefill = PrefillRankStub(self._channel)
+        self.generation = GenerationGroupStub(self._channel)
+        self.kv = KvReceiverStub(self._channel)
+
+    @property
+    def name(self) -> str:
+        return self.handle.config.name
+
+    @property
+    def is_silent(self) -> bool:
+        """It left the last heartbeat unanswered."""
+        return self._silent_since_s is not None
+
+    def answered(self) -> None:
+        """It answered a heartbeat."""
+        self._silent_since_s = None
+
+    def unanswered(self, asked_s: float) -> float:
+        """It left a heartbeat of that time (monotonic) unanswered. Returns the time of the first since its last answer:
+        time in which nobody asked is no silence."""
+        if self._silent_since_s is None:
+            self._silent_since_s = asked_s
+        return self._silent_since_s
+
+    async def status(self, timeout_s: float) -> WorkerStatus:
+        """One heartbeat. Raises grpc.aio.AioRpcError when there is no answer within `timeout_s` seconds."""
+        if self.handle.config.role == "prefill":
+            return await self.prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
+        return await self.generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
+
+    async def close(self) -> None:
+        """Closes the channel and ends the worker."""
+        await self._channel.close()
+        await self.handle.close()

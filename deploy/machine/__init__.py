@@ -1,0 +1,1 @@
+"""Examines this machine: its model folders, calibrations, limits and rates."""

@@ -1,0 +1,251 @@
+"""Looks at this machine before anything is started: can the configured cluster run here, and what would help?
+
+Each check is a function from the configuration to a finding, and changes nothing. `baton doctor` shows all findings;
+`baton serve` refuses to start on a failed one. Runs on the launcher's main thread.
+"""
+
+import enum
+import importlib.metadata
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton import __version__
+from baton.errors import BatonError, ConfigError
+from deploy.config.cluster import ClusterConfig
+from deploy.config.worker import use_threads
+from modeling.kernels import native
+
+GIB = 2**30
+_BYTES = {"bfloat16": 2, "float32": 4}
+_PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
+CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
+"""Residency policies that go by what `baton prepare` found."""
+WORKER_BYTES = GIB // 2
+"""What a worker takes besides weights and KV: torch and the process itself, from above."""
+
+
+class Verdict(enum.Enum):
+    """What a finding means for the cluster."""
+
+    OK = "ok"
+    WARNING = "warning"
+    """It runs, and could run better."""
+    FAILED = "failed"
+    """It cannot run like this."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check saw."""
+
+    name: str
+    verdict: Verdict
+    text: str
+    """One line: what is there and, unless all is well, the remedy."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks need to know of a machine; `inspect_machine` fills it."""
+
+    cores: frozenset[int]
+    """That this process may use."""
+    available_bytes: int
+    """Of memory."""
+    shm_bytes: int
+    """Free in /dev/shm."""
+    compiler: str | None
+    """Path of a C++ compiler."""
+
+
+def inspect_machine() -> Machine:
+    """This machine, now."""
+    pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return Machine(frozenset(cores), _available_bytes() or pages, shm, native.find_compiler())
+
+
+def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
+    """All findings; `folder` is the resolved model's. A cluster on another Ray is not judged by this machine's size."""
+    local = not config.ray.address
+    checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
+    if local:
+        checks += [
+            lambda: check_selection(config),
+            lambda: check_cores(config, machine),
+            lambda: check_memory(config, folder, machine),
+            lambda: check_shm(config, machine),
+        ]
+    checks += [lambda: check_compiler(machine), lambda: check_port(config)]
+    return [check() for check in checks]
+
+
+def require(findings: Sequence[Finding]) -> None:
+    """Raises ConfigError with the first failed finding, if there is one."""
+    for finding in findings:
+        if finding.verdict is Verdict.FAILED:
+            raise ConfigError(f"{finding.name}: {finding.text}")
+
+
+def versions() -> Finding:
+    """What is installed."""
+    found = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
+    return Finding("versions", Verdict.OK, ", ".join([f"baton {__version__}", *found]))
+
+
+def check_model(config: ClusterConfig, folder: Path) -> Finding:
+    """The folder holds what is needed."""
+    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
+    if not any(folder.glob("*.safetensors")):
+        missing.append("*.safetensors")
+    if missing:
+        return Finding("model", Verdict.FAILED, f"{folder} lacks {', '.join(missing)}: set model.name to a whole model")
+    size = weight_bytes(folder, config.model.dtype) / GIB
+    return Finding("model", Verdict.OK, f"{folder}, {size:.2f} GiB as {config.model.dtype}")
+
+
+def check_selection(config: ClusterConfig) -> Finding:
+    """A policy that chooses keys finds what `baton prepare` wrote; whether it is this model's, the workers see."""
+    from modeling.sparse.selection_file import prepared_path  # takes torch along
+
+    section = config.generate
+    if section.residency not in CHOOSING:
+        return Finding("selection", Verdict.OK, f"residency {section.residency} needs none")
+    path = Path(section.selection_file)
+    if section.selection_file and not path.is_file():
+        return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
+    if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
+        text = (
+            f"residency {section.residency} chooses keys, and nothing was prepared: run `baton prepare` with this model"
+        )
+        return Finding("selection", Verdict.FAILED, f"{text}, dtype and quantization, or set generate.selection_file")
+    return Finding(
+        "selection", Verdict.OK, str(path) if section.selection_file else f"in {prepared_path('any').parent}"
+    )
+
+
+def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
+    """Pinned cores exist."""
+    pinned = {core for cores in (*config.prefill.cores, *config.generate.cores) for core in cores}
+    pinned |= set(config.orchestrator.cores)
+    absent = sorted(pinned - machine.cores)
+    if absent:
+        text = f"pinned to {absent}, and there are {sorted(machine.cores)}: change the sections' cores"
+        return Finding("cores", Verdict.FAILED, text)
+    num_workers, num_cores = config.num_workers, len(machine.cores)
+    if num_workers > num_cores:
+        text = f"{num_cores} for {num_workers} workers: they take turns; fewer ranks may be as fast"
+        return Finding("cores", Verdict.WARNING, text)
+    return Finding("cores", Verdict.OK, f"{num_cores} for {num_workers} workers")
+
+
+def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
+    """Every worker's weights fit, together; better with the KV that generation groups are to hold."""
+    needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
+    text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
+    if needed > machine.available_bytes:
+        remedy = "use fewer ranks or groups, a smaller model, or bfloat16"
+        return Finding("memory", Verdict.FAILED, f"{text}: {remedy}")
+    kv_bytes = config.generate.num_groups * config.generate.kv_memory_bytes
+    if needed + kv_bytes > machine.available_bytes:
+        text = f"{text} and {kv_bytes / GIB:.1f} GiB for KV: lower generate.kv_memory_bytes"
+        return Finding("memory", Verdict.WARNING, text)
+    return Finding("memory", Verdict.OK, text)
+
+
+def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
+    """Ray's object store fits into /dev/shm."""
+    free, needed = machine.shm_bytes // 2**20, config.ray.object_store_mib
+    text = f"{free} MiB free, {needed} MiB for Ray's object store"
+    if free < needed:
+        return Finding("/dev/shm", Verdict.FAILED, f"{text}: enlarge it (docker: --shm-size), or free some")
+    return Finding("/dev/shm", Verdict.OK, text)
+
+
+def check_compiler(machine: Machine) -> Finding:
+    """A compiler is welcome, not needed."""
+    if machine.compiler is None:
+        return Finding(
+            "compiler", Verdict.WARNING, "no C++ compiler: prefill attention is torch's, several times slower"
+        )
+    return Finding("compiler", Verdict.OK, machine.compiler)
+
+
+def check_port(config: ClusterConfig) -> Finding:
+    """The orchestrator's ports are free: for clients and, if they are wanted, for metrics."""
+    section = config.orchestrator
+    fields = ("port", "metrics_port") if section.metrics_port > 0 else ("port",)
+    for field in fields:
+        port: int = getattr(section, field)
+        if (why := _why_taken(section.host, port)) is not None:
+            remedy = f"set orchestrator.host and orchestrator.{field}; port 0 takes any free one"
+            return Finding("port", Verdict.FAILED, f"{section.host}:{port} cannot be listened on ({why}): {remedy}")
+    found = " and ".join(f"{section.host}:{getattr(section, field)}" for field in fields)
+    return Finding("port", Verdict.OK, f"{found} {'is' if len(fields) == 1 else 'are'} free")
+
+
+def _why_taken(host: str, port: int) -> str | None:
+    """None when somebody may listen there."""
+    try:
+        address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0], socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gRPC does: a closed port is free
+            probe.bind(address[4])
+    except OSError as error:
+        return str(error.strerror)
+    return None
+
+
+def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
+    """What generation is bound by here, for the configured model and threads: what `baton plan --hardware here` goes
+    by. No check of `baton serve`: it takes seconds, and all of these threads."""
+    from deploy.machine.calibrations import nominal_calibration  # takes torch along, as the next does
+    from deploy.machine.probe import measure
+
+    num_threads = use_threads(config.generate.num_threads)
+    model = config.model
+    try:
+        shape = nominal_calibration(folder, model.dtype, num_threads).shape
+        measured = measure(shape, model.dtype, num_threads, machine.available_bytes, quantization=model.quantization)
+    except BatonError as error:
+        return Finding("rates", Verdict.WARNING, f"not measured: {error}")
+    text = f"{measured.chip} ({num_threads} thread{'s' if num_threads > 1 else ''})"
+    if measured.doubt:
+        return Finding("rates", Verdict.WARNING, f"{text}; {measured.doubt}")
+    return Finding("rates", Verdict.OK, text)
+
+
+def weight_bytes(folder: Path, dtype: str) -> int:
+    """Bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad file."""
+    return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * _BYTES[dtype]
+
+
+def _num_elements(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"model file {path} is no safetensors file: download or convert the model anew") from error
+    total = 0
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            elements = 1
+            for size in tensor["shape"]:
+                elements *= size
+            total += elements
+    return total
+
+
+def _available_bytes() -> int:
+    """MemAvailable, which counts what caches would give back; 0 where there is no /proc."""
+    path = Path("/proc/meminfo")
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

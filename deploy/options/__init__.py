@@ -1,0 +1,1 @@
+"""Reads command-line options that several commands share."""

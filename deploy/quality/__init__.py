@@ -1,0 +1,1 @@
+"""Fits how sparse policies choose keys, and measures what that costs (`baton prepare`, `baton evaluate`)."""

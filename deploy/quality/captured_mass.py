@@ -1,0 +1,100 @@
+"""How much attention a selection would keep: what `baton prepare` judges bases by, without a step of generation.
+
+A softmax over all keys gives each a weight; what lies on the chosen keys is the *captured mass*, and what does not is
+missing from the layer's output. Computed from one run over a text: queries at some positions, all earlier keys.
+
+Legend: Q queries looked at, S keys, N query heads, G kv heads, J = N / G, H head dim, R columns of a basis.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from modeling.forward.selection import Selection
+from modeling.sparse.bases import Basis, LayerSample
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Means over layers that select, queries and heads."""
+
+    mass: float
+    """Part of the softmax's weight on the chosen keys."""
+    share: float
+    """Chosen keys, as a part of the row's."""
+
+
+@dataclass(frozen=True)
+class Guess:
+    """One way to choose keys."""
+
+    basis: Basis | None
+    """None: by true scores, the best that so many keys can do."""
+    lookahead: int
+    selection: Selection
+
+
+def captured(
+    samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
+) -> list[Captured]:
+    """What each guess captures of the attention of the queries at `positions_Q`, in the guesses' order; `windows`: of
+    all layers."""
+    found = torch.zeros(len(guesses), 2, dtype=torch.float64)
+    num_layers = 0
+    for sample in samples:
+        seen_QS = _seen(positions_Q, len(sample.k_TGH), windows[sample.layer])
+        q_QNH = sample.q_TNH[positions_Q].float() * sample.q_TNH.shape[-1] ** -0.5
+        scores_GJQS = _scores(q_QNH, sample.k_TGH.float()).masked_fill_(~seen_QS, -torch.inf)
+        true_GQS, weights_GQS = closeness(scores_GJQS), scores_GJQS.softmax(-1).mean(1)
+        for number, guess in enumerate(guesses):
+            close_GQS = true_GQS if guess.basis is None else _guessed(sample, guess, guess.basis, positions_Q, seen_QS)
+            chosen_GQS = choose(close_GQS, positions_Q, seen_QS, guess.selection)
+            mass = (weights_GQS * chosen_GQS).sum(-1).mean()
+            share = (chosen_GQS.sum(-1) / seen_QS.sum(-1)).mean()
+            found[number] += torch.stack([mass, share])
+        num_layers += 1
+    return [Captured(mass, share) for mass, share in (found / num_layers).tolist()]
+
+
+def closeness(scores_GJQS: Tensor) -> Tensor:
+    """`[G, Q, S]`: how far below a query head's best key a key is, for that of the J heads for which it is least."""
+    return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
+
+
+def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
+    """Which keys a selection takes, as a mask `[G, Q, S]`: the rule of modeling.forward.selection, for many queries at
+    once."""
+    num_seen_Q = seen_QS.sum(-1)
+    num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
+    most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)
+    num_Q = num_close_Q.minimum(most_Q).clamp_(min=1)
+    best_GQS = close_GQS.sort(dim=-1, descending=True, stable=True).indices
+    ranks_S = torch.arange(close_GQS.shape[-1])
+    is_best_GQS = (ranks_S < num_Q.unsqueeze(1)).expand(close_GQS.shape)
+    chosen_GQS = torch.zeros(close_GQS.shape, dtype=torch.bool).scatter_(-1, best_GQS, is_best_GQS)
+    always_QS = (ranks_S < selection.num_first) | (ranks_S > positions_Q.unsqueeze(1) - selection.num_last)
+    return (chosen_GQS | always_QS) & seen_QS
+
+
+def _guessed(sample: LayerSample, guess: Guess, basis: Basis, positions_Q: Tensor, seen_QS: Tensor) -> Tensor:
+    q_TNH = sample.early_TNH if guess.lookahead else sample.q_TNH
+    q_QNR = basis.queries(sample.layer, q_TNH[positions_Q])
+    scores_GJQS = _scores(q_QNR, basis.keys(sample.layer, sample.k_TGH))
+    return closeness(scores_GJQS.masked_fill_(~seen_QS, -torch.inf))
+
+
+def _scores(q_QNX: Tensor, k_SGX: Tensor) -> Tensor:
+    """`[G, J, Q, S]`, over whatever columns both have."""
+    num_queries, num_heads, num_columns = q_QNX.shape
+    num_kv_heads = k_SGX.shape[1]
+    q_QGJX = q_QNX.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, num_columns)
+    q_GJQX = q_QGJX.permute(1, 2, 0, 3)
+    return q_GJQX @ k_SGX.permute(1, 2, 0).unsqueeze(1)
+
+
+def _seen(positions_Q: Tensor, num_keys: int, window: int | None) -> Tensor:
+    at_S = torch.arange(num_keys)
+    seen_QS = at_S <= positions_Q.unsqueeze(1)
+    return seen_QS if window is None else seen_QS & (at_S > positions_Q.unsqueeze(1) - window)

@@ -1,0 +1,343 @@
+"""`baton evaluate`: what do residency policies cost in quality, and what do they save?
+
+No cluster: one process reads natural text through each policy, as a generation group would (`deploy.quality.reading`).
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from baton.paths import cache_folder
+from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
+from deploy.options import numbers as option_values
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+DEFAULT_POLICIES = "device,oracle,window,infinigen"
+DEFAULT_CONTEXTS = "4096"
+DEFAULT_ROWS = 6
+DEFAULT_STEPS = 512
+MAX_TOKENS = 2**24
+MAX_ROWS = 2**10
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "infinigen": ("budget", "alpha"),
+    "infinigen_int4": ("budget", "alpha"),
+    "oracle": ("budget", "alpha"),
+    "window": ("budget",),
+    "h2o": ("budget",),
+}
+"""What of --budget and --alpha means something to a policy."""
+_BASED = ("infinigen", "infinigen_int4")
+"""Policies that take the basis that `baton prepare` wrote; the first can evict."""
+_POOLED = "infinigen"
+"""The policy that may keep less than it was given."""
+_PREPARED = (*_BASED, "oracle", "window", "h2o")
+"""Policies that go by what it wrote."""
+
+_DESCRIPTION = """\
+Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
+is a passage of a text: its context is prefilled once, by full attention, and pushed to each policy; what follows is fed
+token by token, all rows in one batch, and each step is asked for the token that truly comes next.
+
+  perplexity    of the true tokens; cost: by what part it is above full attention's, with its standard error
+  same choice   part of the steps whose likeliest token is full attention's
+  keys          mean part of a row's keys attended to, in layers that choose
+  KV read       bytes of KV that attention reads, as a part of full attention's
+  home          memory where KV lives between steps, likewise
+  link, device  counted, as it would be beside a device: KV that crosses to it, and its memory, what keys are chosen by
+                included; here all of it is the CPU's memory
+  mass          true attention's weight on the keys attended to (--mass)
+  needles       facts told early in the context, asked for after --steps tokens of other text (--needles)
+
+Policies that choose keys go by what `baton prepare` found for the model; --budget and --alpha vary how many, and
+NAME:BUDGET in --policies one policy's alone: to compare policies at the same bytes. With --pool, infinigen is read as
+well with so large a part of each row's tokens kept, by each way to evict the others."""
+
+_EXAMPLES = """\
+examples:
+  baton evaluate --text emma.txt persuasion.txt
+  baton evaluate --text emma.txt --budget 0.02,0.05,0.1,0.2 --mass 32 --plot quality.png
+  baton evaluate --text emma.txt --policies device,infinigen --pool 0.8
+  baton evaluate --text emma.txt --policies device,infinigen,window:0.23,h2o:0.23
+  baton evaluate --text emma.txt --policies device,int4,infinigen,infinigen_int4
+  baton evaluate ./Llama-3.1-8B --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A policy, and how many keys it chooses where that is not as prepared."""
+
+    policy: str
+    budget: float | None = None
+    """So large a part of a row's tokens, whatever their keys' scores are."""
+    alpha: float | None = None
+    """Keys that come this close to the best score."""
+    selection: Path | None = None
+    """What `baton prepare` wrote; None: where it wrote for the model."""
+    pool: float | None = None
+    """So large a part of a row's tokens is kept; None: all are."""
+    eviction: str | None = None
+    """Who goes, where they are not."""
+
+    def __str__(self) -> str:
+        parts = [self.policy]
+        if self.selection is not None:
+            parts.append(self.selection.stem)
+        if self.budget is not None:
+            parts.append(f"{self.budget:g}")
+        if self.alpha is not None:
+            parts.append(f"alpha {self.alpha:g}")
+        if self.pool is not None:
+            parts.append(f"pool {self.pool:g} {self.eviction}")
+        return " ".join(parts)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is read."""
+
+    contexts: tuple[int, ...]
+    num_rows: int
+    num_steps: int
+    mass_every: int
+    """Steps from one at which keys are weighed to the next; 0: never."""
+    has_needles: bool
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One setting at one context length."""
+
+    context: int
+    policy: str
+    setting: str
+    """With the policy's name."""
+    budget: float | None
+    alpha: float | None
+    selection: str | None
+    pool: float | None
+    eviction: str | None
+    is_exact: bool
+    perplexity: float
+    cost: float
+    """By what part that is above full attention's."""
+    cost_error: float | None
+    """Its standard error, over rows; None for one row."""
+    same_choice: float
+    """Part of the steps that choose as full attention does."""
+    picked_share: float | None
+    """Of a row's tokens, in layers that choose; None where none does."""
+    kv_share: float
+    """KV bytes that attention read, of full attention's."""
+    link_share: float
+    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, of the same."""
+    home_share: float
+    """Memory in which KV lives between steps, of what full attention's takes."""
+    device_share: float
+    """Memory that counts as the device's, what the policy chooses by included, of the same."""
+    mass: float | None
+    """Of true attention, on the picked keys; None where it was not asked for."""
+    num_found: int | None
+    """Needles found; None where they were not asked for."""
+    step_ms: float
+    """Median."""
+    chunks: tuple[float, ...]
+    """Perplexity of consecutive parts of the steps."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """All that is printed."""
+
+    title: str
+    num_rows: int
+    num_steps: int
+    cells: tuple[Cell, ...]
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `evaluate` command."""
+    parser = commands.add_parser(
+        "evaluate",
+        help="measure what residency policies cost in quality, beside full attention",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="name, folder, or GGUF file")
+    parser.add_argument(
+        "--text", required=True, nargs="+", type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
+    )
+    parser.add_argument(
+        "--policies",
+        default=DEFAULT_POLICIES,
+        metavar="NAME[:BUDGET],...",
+        help=f"(default: {DEFAULT_POLICIES})",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG; needs the extra 'plot'")
+    _add_size(parser)
+    _add_choice(parser)
+    _add_model(parser)
+    parser.set_defaults(run=run)
+
+
+def _add_size(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is read")
+    group.add_argument(
+        "--context", default=DEFAULT_CONTEXTS, metavar="N,N,...", help=f"tokens (default: {DEFAULT_CONTEXTS})"
+    )
+    group.add_argument(
+        "--rows", default=str(DEFAULT_ROWS), metavar="N", help=f"passages in a batch (default: {DEFAULT_ROWS})"
+    )
+    group.add_argument(
+        "--steps", default=str(DEFAULT_STEPS), metavar="N", help=f"tokens asked for (default: {DEFAULT_STEPS})"
+    )
+    group.add_argument("--mass", default="0", metavar="N", help="weigh the keys attended to at every Nth step; slow")
+    group.add_argument("--needles", action="store_true", help="ask for facts as well: a second reading")
+
+
+def _add_choice(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how keys are chosen")
+    group.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
+    group.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
+    group.add_argument("--pool", metavar="X,X,...", help="so large a part of a row's tokens is kept (infinigen)")
+    group.add_argument(
+        "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
+    )
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
+    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
+    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    size, settings = find_size(args), find_settings(args)
+    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    from rich.console import Console
+
+    from deploy.quality.plots import draw, require_plots
+    from deploy.quality.reading import evaluate
+
+    if args.plot is not None:
+        require_plots(args.plot)  # before minutes of reading
+    evaluation = evaluate(args, size, settings, Console(stderr=True, highlight=False))
+    if args.json:
+        print(json.dumps(dataclasses.asdict(evaluation)))
+    else:
+        console = Console(highlight=False)
+        console.print(f"[bold]{evaluation.title}[/]", soft_wrap=True)
+        console.print(quality_table(evaluation.cells, evaluation.num_rows), "")
+        console.print(bytes_table(evaluation.cells))
+    if args.plot is not None:
+        draw(evaluation, args.plot)
+    return 0
+
+
+def find_size(args: argparse.Namespace) -> Size:
+    """Raises InvalidArgumentError."""
+    option_values.check_threads(args.threads)
+    return Size(
+        contexts=tuple(option_values.counts("--context", args.context, MAX_TOKENS)),
+        num_rows=option_values.count("--rows", args.rows, MAX_ROWS),
+        num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
+        mass_every=0 if args.mass == "0" else option_values.count("--mass", args.mass, MAX_TOKENS),
+        has_needles=args.needles,
+    )
+
+
+def find_settings(args: argparse.Namespace) -> list[Setting]:
+    """Each policy with the budget that is its own, or else with all the sizes that mean something to it, and once if
+    none does. Raises InvalidArgumentError."""
+    named = dict.fromkeys(name.strip() for name in args.policies.split(","))
+    sizes: list[dict[str, float]] = []
+    if args.budget is not None:
+        sizes += [{"budget": budget} for budget in _numbers("--budget", args.budget, 1.0)]
+    if args.alpha is not None:
+        sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
+    files: list[Path | None] = list(args.selection or [None])
+    pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
+    if pools and not any(name.partition(":")[0] == _POOLED for name in named):
+        raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
+    settings = []
+    for name in named:
+        policy, has_own, own = name.partition(":")
+        meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
+        if has_own:
+            meant = [{"budget": _own_budget(policy, own)}]
+        # to the others, several files would say the same
+        used = files if policy in _BASED else files[:1] if policy in _PREPARED else [None]
+        for path, size in itertools.product(used, meant):
+            whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
+            kept = itertools.product(pools, EVICTIONS) if policy == _POOLED else ()
+            settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
+    return list(dict.fromkeys(settings))
+
+
+def _own_budget(policy: str, text: str) -> float:
+    """The number behind a policy's name."""
+    if "budget" not in _SIZES.get(policy, ()):
+        raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
+    (budget,) = _numbers("--policies", text, 1.0)
+    return budget
+
+
+def _numbers(option: str, text: str, most: float) -> list[float]:
+    """Numbers above 0 joined by commas, ascending, each once."""
+    numbers = sorted({option_values.positive(option, part.strip()) for part in text.split(",")})
+    if numbers[-1] > most:
+        raise InvalidArgumentError(f"{option}: {numbers[-1]:g} is out of range: use numbers above 0, up to {most:g}")
+    return numbers
+
+
+def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
+    """A line a cell: what it costs."""
+    table = _table("quality", ["perplexity", "cost, %", "same choice", "mass", "needles"])
+    for cell in cells:
+        error = "" if cell.cost_error is None else f" +- {100 * cell.cost_error:.1f}"
+        table.add_row(
+            str(cell.context),
+            cell.setting,
+            f"{cell.perplexity:.2f}",
+            f"{100 * cell.cost:+.1f}{error}",
+            f"{cell.same_choice:.3f}",
+            "-" if cell.mass is None else f"{cell.mass:.3f}",
+            "-" if cell.num_found is None else f"{cell.num_found} of {num_rows}",
+        )
+    return table
+
+
+def bytes_table(cells: Sequence[Cell]) -> "Table":
+    """A line a cell: what it takes."""
+    table = _table(
+        "what is read and held, % of full attention's", ["keys", "KV read", "link", "home", "device", "step, ms"]
+    )
+    for cell in cells:
+        parts = (cell.picked_share, cell.kv_share, cell.link_share, cell.home_share, cell.device_share)
+        shown = ("-" if part is None else f"{100 * part:.1f}" for part in parts)
+        table.add_row(str(cell.context), cell.setting, *shown, f"{cell.step_ms:.0f}")
+    return table
+
+
+def _table(title: str, headings: list[str]) -> "Table":
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    table.add_column("context", justify="right")
+    table.add_column("policy")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table

@@ -1,0 +1,260 @@
+"""The work of `baton prepare`: fit bases, judge them, tune a selection, keep what is best. Blocks for a minute or more.
+
+passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
+passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
+others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
+"""
+
+import argparse
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from baton.errors import ConfigError, InvalidArgumentError, ModelError
+from deploy.config.worker import use_threads
+from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.quality.captured_mass import Captured, Guess, captured
+from deploy.quality.metrics import perplexity, relative_cost
+from deploy.quality.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.prepare import Wanted
+from deploy.quality.reading import Teller
+from deploy.quality.selection_tuning import Found, Measured, tune
+from deploy.quality.texts import Texts
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.infinigen import InfinigenResidency
+from generate_workers.residency.sparse.selective import require_selective
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.kv.buffers import OUT_OF_MEMORY
+from modeling.kv.memory import PagedMemory
+from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
+from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
+from text.tokenizer import Tokenizer
+
+_FITTED_TOKENS = 2048
+"""At most: bases are fitted to the beginning of the first passage."""
+_LEAST_TOKENS = 64
+_NUM_JUDGED = 64
+"""Queries, evenly over the second half of the second passage."""
+_JUDGED_SHARE = 0.05
+"""Of the keys, chosen by score where bases are compared: as many by each."""
+_MASS_EVERY = 16
+"""Steps from one at which the final selection's keys are weighed to the next."""
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A basis, and the part of the softmax's weight that it captures with the same number of keys as the others."""
+
+    basis: Basis
+    own_mass: float
+    """By the layer's own queries."""
+    early_mass: float
+    """By queries that were predicted a layer early."""
+    is_best: bool
+    """Of its number of columns, at the lookahead asked for."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that is printed."""
+
+    title: str
+    judged: tuple[Judged, ...]
+    judged_share: float
+    """Of the keys, that were chosen where bases were compared, those always chosen included."""
+    best_mass: float
+    """That so many keys can capture."""
+    full_perplexity: float
+    found: tuple[Found, ...]
+    """What is kept comes first."""
+    path: Path
+
+
+def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
+    """Does it all, and writes the file. Raises InvalidArgumentError, ConfigError, ModelError."""
+    folder = resolve_folder(args.model, args.cache, console)
+    prepare_kernels(console)
+    torch.set_num_threads(use_threads(args.threads))
+    decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
+    require_fit(decoder, wanted)
+    passages = Texts(Tokenizer.load(folder), [args.text], wanted.num_rows).passages(wanted.context, wanted.num_steps)
+    teller = Teller(console)
+    fitted = passages[0].token_ids[: min(wanted.context, _FITTED_TOKENS)]
+    judging = passages[1].token_ids[: wanted.context]
+    bases = fit(decoder, fitted, wanted, teller)
+    judged, oracle = judge(decoder, judging, bases, wanted, teller)
+    reader = Reader(decoder, passages[2:], wanted.lookahead, teller)
+    found = select([each.basis for each in judged if each.is_best], wanted, reader)
+    reading = reader.read(found[0].basis, found[0].selection, _MASS_EVERY)
+    prepared = PreparedSelection(
+        basis=found[0].basis,
+        selection=found[0].selection,
+        lookahead=wanted.lookahead,
+        fingerprint=decoder.layout.model_fingerprint,
+        text_hash=hashlib.blake2b(repr(fitted).encode(), digest_size=8).hexdigest(),
+        captured_mass=reading.mass,
+        picked_share=reading.picked_share,
+        perplexity_cost=found[0].measured.cost,
+    )
+    path = args.output or prepared_path(prepared.fingerprint)
+    save_prepared(prepared, path)
+    weights = "" if args.quantization == "none" else f", {args.quantization} weights"
+    title = f"{args.model}, {args.dtype}{weights}; {wanted.num_rows} passages of {args.text.name}"
+    return Outcome(title, judged, oracle.share, oracle.mass, reader.full_perplexity, tuple(found), path)
+
+
+@torch.inference_mode()
+def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, teller: Teller) -> list[Basis]:
+    """A basis of each kind, with as many columns as the largest ratio asks for."""
+    kinds = [BasisKind(name) for name in wanted.kinds]
+    num_columns = _num_columns(decoder, wanted)[-1]
+    context = wanted.reach or decoder.config.max_position
+    with teller.task("fitting bases", _num_sampled(decoder)) as done:
+        samples = _counted(sample_layers(decoder, token_ids), done)
+        return list(fit_bases(decoder, samples, kinds, num_columns=num_columns, context=context).values())
+
+
+@torch.inference_mode()
+def judge(
+    decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, teller: Teller
+) -> tuple[tuple[Judged, ...], Captured]:
+    """Each basis with each number of columns, by what it captures of a text's attention; and what true scores do."""
+    selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
+    narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
+    guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
+    positions_Q = torch.linspace(len(token_ids) // 2, len(token_ids) - 1, _NUM_JUDGED).long()
+    with teller.task("judging bases", _num_sampled(decoder)) as done:
+        samples = _counted(sample_layers(decoder, token_ids), done)
+        guessed = [Guess(None, 0, selection), *guesses]
+        oracle, *found = captured(samples, guessed, positions_Q, decoder.config.windows)
+    masses = [(own.mass, early.mass) for own, early in zip(found[::2], found[1::2], strict=True)]
+    best: dict[int, float] = {}
+    for basis, mass in zip(narrowed, masses, strict=True):
+        best[basis.num_columns] = max(best.get(basis.num_columns, 0.0), mass[wanted.lookahead])
+    judged = [
+        Judged(basis, *mass, is_best=mass[wanted.lookahead] == best[basis.num_columns])
+        for basis, mass in zip(narrowed, masses, strict=True)
+    ]
+    return tuple(judged), oracle
+
+
+def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Found]:
+    """Selections by these bases: found by search, what reads least first; or the one given by hand, where it costs
+    least first. Raises ConfigError."""
+    if wanted.by_hand is None:
+        fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
+        return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
+    selection = Selection(*wanted.by_hand, wanted.num_first, wanted.num_last, wanted.free_keys)
+    found = [Found(basis, selection, reader.measure(basis, selection)) for basis in bases]
+    return sorted(found, key=lambda each: each.measured.cost)
+
+
+class Reader:
+    """Reads the same passages through one policy after another."""
+
+    def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, teller: Teller) -> None:
+        """Prefills the passages, and reads them with all keys. Raises ConfigError when there is no memory."""
+        self._decoder = decoder
+        self._lookahead = lookahead
+        self._teller = teller
+        self._shape = shape_for(decoder, passages)
+        num_tokens = sum(passage.num_context for passage in passages)
+        try:
+            with teller.task("prefill", num_tokens) as done:
+                contexts = [prefill(decoder, each.token_ids[: each.num_context], done) for each in passages]
+        except OUT_OF_MEMORY as error:
+            remedy = "use fewer --rows, or a shorter --context"
+            raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
+        self._contexts = [Context(*each) for each in zip(passages, contexts, strict=True)]
+        self._full = self._read(DeviceResidency(self._shape, PagedMemory), "all keys", 0)
+
+    @property
+    def full_perplexity(self) -> float:
+        """With all keys."""
+        return perplexity(self._full.losses_BM)
+
+    def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
+        """By the policy, with what is to be tried. `mass_every`: as `deploy.quality.passages.read` has it."""
+        fingerprint = self._shape.layout.model_fingerprint
+        prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
+        residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)
+        return self._read(residency, _name(basis, selection), mass_every)
+
+    def measure(self, basis: Basis, selection: Selection) -> Measured:
+        """As `deploy.quality.selection_tuning` asks for it."""
+        reading = self.read(basis, selection)
+        cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
+        layout = self._shape.layout
+        # a partial key, in bf16, is kept for each key in the layers that choose
+        choosing_share = (layout.num_layers - NUM_WHOLE_LAYERS) / layout.num_layers
+        partial_share = choosing_share * 2 * layout.num_kv_heads * basis.num_columns / layout.row_bytes
+        measured = Measured(
+            cost=cost,
+            cost_error=cost_error,
+            picked_share=reading.picked_share or 0.0,
+            read_share=reading.num_kv_bytes / reading.num_full_bytes + partial_share,
+        )
+        self._teller.tell(f"{_name(basis, selection)}: reads {measured.read_share:.1%}, perplexity {cost:+.2%}")
+        return measured
+
+    def _read(self, residency: Residency, name: str, mass_every: int) -> Reading:
+        with (
+            contextlib.closing(residency),
+            PassageRows.opened(self._decoder, residency, self._contexts) as rows,
+            self._teller.task(name, rows.num_steps_left) as done,
+        ):
+            return read(rows, mass_every, lambda: done(1))
+
+
+def require_fit(decoder: Decoder, wanted: Wanted) -> None:
+    """What would else fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    config = decoder.config
+    if config.num_layers <= NUM_WHOLE_LAYERS:
+        raise ModelError(
+            f"the model has {config.num_layers} layers, and the first {NUM_WHOLE_LAYERS} attend to all keys: there is"
+            " nothing to choose; use residency device"
+        )
+    if wanted.context < _LEAST_TOKENS:
+        raise InvalidArgumentError(f"--context {wanted.context} is too short to fit to: use at least {_LEAST_TOKENS}")
+    needed = wanted.context + wanted.num_steps + 1
+    if needed > config.max_position:
+        raise InvalidArgumentError(
+            f"--context {wanted.context} and --steps {wanted.num_steps} are beyond the {config.max_position} tokens"
+            " that the model takes: shorten one of them"
+        )
+    fitted = min(wanted.context, _FITTED_TOKENS)
+    if wanted.reach and not fitted <= wanted.reach <= config.max_position:
+        raise InvalidArgumentError(
+            f"--reach {wanted.reach} is out of range: use at least the {fitted} tokens that bases are fitted to, and at"
+            f" most the {config.max_position} that the model takes"
+        )
+    require_selective("infinigen", KvShape(decoder.layout, config.windows, 1, needed), decoder.device)
+
+
+def _name(basis: Basis, selection: Selection) -> str:
+    return f"{basis.kind.value} {basis.num_columns}, alpha {selection.alpha:g}, most {selection.most_share:.0%}"
+
+
+def _num_columns(decoder: Decoder, wanted: Wanted) -> list[int]:
+    """Of the ratios, ascending, each once."""
+    return sorted({max(1, round(ratio * decoder.config.head_dim)) for ratio in wanted.ratios})
+
+
+def _num_sampled(decoder: Decoder) -> int:
+    return decoder.config.num_layers - NUM_WHOLE_LAYERS
+
+
+def _counted(samples: Iterable[LayerSample], done: Callable[[int], None]) -> Iterator[LayerSample]:
+    """The same; `done` hears of each when the next is asked for."""
+    for sample in samples:
+        yield sample
+        done(1)

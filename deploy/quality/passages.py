@@ -1,0 +1,206 @@
+"""How good is a residency policy? Natural text, read through policy and decoder as a generation step runs them.
+
+A row is a passage: a context, whose KV full attention made and a push brought into the policy's memory, the same bytes
+for every policy; and what truly follows, one token a step, all rows in one batch. Each step says how likely it found
+the token that comes next, and which it would have chosen: teacher-forced, so that every policy is asked the same.
+Runs on the thread that calls it, and draws nothing at random.
+
+Legend: B rows, M steps, V vocabulary, D hidden.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.ids import SlotId
+from baton.types import TokenRange
+from deploy.quality.metrics import PicksMeter
+from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
+
+_CHUNK_TOKENS = 1024
+"""Of a context that are prefilled at once."""
+_UNTIMED_STEPS = 3
+"""At the beginning of a run, whose time does not count: memory is touched for the first time."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Consecutive tokens of a text: a context, and what follows."""
+
+    token_ids: tuple[int, ...]
+    num_context: int
+    """Tokens that are prefilled; each later one but the last is fed in a step, and asked for in the step before."""
+
+    def __post_init__(self) -> None:
+        assert self.num_context >= 1, "a row needs a context"
+        assert self.num_steps >= 1, "a passage of one step has two tokens behind its context"
+
+    @property
+    def num_steps(self) -> int:
+        """Tokens to ask for: all behind the context but its first, which prefill would have chosen."""
+        return len(self.token_ids) - self.num_context - 1
+
+
+@dataclass(frozen=True)
+class Context:
+    """A passage, and the KV of its context."""
+
+    passage: Passage
+    kv: KvBuffer
+    """By full attention; of the context's tokens at least."""
+
+
+@dataclass(frozen=True)
+class StepScore:
+    """What one step says of the tokens that come next."""
+
+    losses_B: Tensor
+    """Negative log likelihoods of the true ones, natural logarithm, float64."""
+    choices_B: Tensor
+    """The likeliest tokens."""
+    duration_s: float
+    """Of decoder, policy, logits and choice."""
+    num_kv_bytes: int
+    """That attention read, by the policy's account."""
+    num_link_bytes: int
+    """Copied between host and device, by the policy's account."""
+    num_full_bytes: int
+    """That attention to all tokens reads."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """All steps of one policy over the same passages."""
+
+    losses_BM: Tensor
+    """As StepScore's."""
+    choices_BM: Tensor
+    step_s: float
+    """Median time of a step: of those that nobody watched, and that were not the first."""
+    num_kv_bytes: int
+    """Over all steps, as StepScore's; so are the next two."""
+    num_link_bytes: int
+    num_full_bytes: int
+    held: KvBytes
+    """Memory of all rows, after the last step."""
+    picked_share: float | None
+    """Mean part of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
+    mass: float | None
+    """Mean part of true attention's weight on those keys, where that was watched."""
+
+
+def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
+    """The KV of `token_ids` by full attention, chunk by chunk; `done` hears of each how many tokens it had. Raises what
+    is in OUT_OF_MEMORY."""
+    kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)), decoder.device)
+    with torch.inference_mode():
+        for chunk in kv.tokens.split(_CHUNK_TOKENS):
+            decoder.forward(token_ids[chunk.start : chunk.end], [BufferSpan(kv, chunk)])
+            if done is not None:
+                done(len(chunk))
+    return kv
+
+
+def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
+    """What a policy needs to know to hold a row for each passage."""
+    longest = max(len(passage.token_ids) for passage in passages)
+    return KvShape(decoder.layout, decoder.config.windows, len(passages), longest)
+
+
+class PassageRows:
+    """Rows that read their passages through a policy, a token a step. Make one with `opened`."""
+
+    def __init__(
+        self, decoder: Decoder, residency: Residency, passages: Sequence[Passage], rows: Sequence[RowKv]
+    ) -> None:
+        self._decoder = decoder
+        self._residency = residency
+        self._passages = passages
+        self._rows = rows
+        self._shape = shape_for(decoder, passages)
+        self._num_steps = 0
+
+    @classmethod
+    @contextmanager
+    def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
+        """Pushes each context's KV to a row of the policy, which has no other; releases the rows in the end."""
+        with ExitStack() as claims:
+            rows: list[RowKv] = []
+            for slot, context in enumerate(contexts):
+                tokens = TokenRange(0, context.passage.num_context)
+                row = residency.open(SlotId(slot), len(tokens), len(context.passage.token_ids))
+                claims.callback(row.release)
+                for layer in range(decoder.layout.num_layers):
+                    row.write(layer, tokens, context.kv.export(layer, tokens))
+                rows.append(row)
+            yield cls(decoder, residency, [context.passage for context in contexts], rows)
+
+    @property
+    def num_steps_left(self) -> int:
+        """Until the first passage ends."""
+        return min(passage.num_steps for passage in self._passages) - self._num_steps
+
+    @property
+    def held(self) -> KvBytes:
+        """Memory of all rows."""
+        return sum((row.num_bytes for row in self._rows), KvBytes())
+
+    @torch.inference_mode()
+    def step(self, meter: PicksMeter | None = None) -> StepScore:
+        """Feeds every row its next token; `meter` watches what the policy picks."""
+        assert self.num_steps_left, "a passage has ended"
+        places = [passage.num_context + self._num_steps for passage in self._passages]
+        spans = [(SlotId(slot), TokenRange(at, at + 1)) for slot, at in enumerate(places)]
+        link_bytes = self._residency.num_link_bytes
+        start_s = time.perf_counter()
+        with self._residency.step(spans) as step:
+            turns = meter.watch(step) if meter else step.turns
+            hidden_BD = self._decoder.forward(self._tokens(places), step.spans, turns)
+            num_kv_bytes = step.num_bytes_read
+        logits_BV = self._decoder.logits(hidden_BD)
+        choices_B = logits_BV.argmax(-1)
+        duration_s = time.perf_counter() - start_s
+        self._num_steps += 1
+        true_B = torch.tensor(self._tokens([at + 1 for at in places]), device=logits_BV.device)
+        return StepScore(
+            losses_B=torch.nn.functional.cross_entropy(logits_BV.double(), true_B, reduction="none").cpu(),
+            choices_B=choices_B.cpu(),
+            duration_s=duration_s,
+            num_kv_bytes=num_kv_bytes,
+            num_link_bytes=self._residency.num_link_bytes - link_bytes,
+            num_full_bytes=self._shape.bytes_read(tokens for _, tokens in spans),
+        )
+
+    def _tokens(self, places: Sequence[int]) -> list[int]:
+        return [passage.token_ids[at] for passage, at in zip(self._passages, places, strict=True)]
+
+
+def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
+    """Reads to the end of the first passage; `done` hears of each step. `mass_every`: at every so many steps, what
+    weight true attention has on the keys that were picked is found out, which is slow; 0: never."""
+    meter, scores, times = PicksMeter(), [], []
+    for number in range(rows.num_steps_left):
+        meter.weighs = bool(mass_every) and number % mass_every == 0
+        scores.append(rows.step(meter))
+        if number >= _UNTIMED_STEPS and not meter.weighs:
+            times.append(scores[-1].duration_s)
+        if done is not None:
+            done()
+    return Reading(
+        losses_BM=torch.stack([score.losses_B for score in scores], 1),
+        choices_BM=torch.stack([score.choices_B for score in scores], 1),
+        step_s=statistics.median(times or [score.duration_s for score in scores]),
+        num_kv_bytes=sum(score.num_kv_bytes for score in scores),
+        num_link_bytes=sum(score.num_link_bytes for score in scores),
+        num_full_bytes=sum(score.num_full_bytes for score in scores),
+        held=rows.held,
+        picked_share=meter.picked_share,
+        mass=meter.mass,
+    )

@@ -1,0 +1,100 @@
+"""The plot of `baton evaluate`, a column for each context length, after the InfiniGen paper (Lee et al., OSDI 2024).
+
+Above what quality costs against the KV that is read, its figures 11 and 19, and how often the choice is full
+attention's; below how perplexity goes on as the text does, its figure 12, each policy at about the same size; and how
+much of true attention lies on the keys that are read, where that was weighed.
+"""
+
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError
+from deploy.quality.evaluate import Cell, Evaluation
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_ROW_INCHES = 3.4
+_TITLE_CHARACTERS = 70
+"""In a line, for each column."""
+_PERCENTS = (5, 10, 20, 50, 100)
+_Curves = dict[str, list[Cell]]
+"""By what is compared: cells of one policy and file, along the KV that they read."""
+
+
+def require_plots(path: Path) -> None:
+    """Raises InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
+    if path.suffix != ".png":
+        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
+
+
+def draw(evaluation: Evaluation, path: Path) -> None:
+    """Writes a PNG. Raises as `require_plots`, and ConfigError for a path that cannot be written to."""
+    require_plots(path)
+    from matplotlib.figure import Figure
+
+    contexts = sorted({cell.context for cell in evaluation.cells})
+    has_mass = any(cell.mass is not None for cell in evaluation.cells)
+    num_panels = 4 if has_mass else 3
+    figure = Figure(figsize=(5.4 * len(contexts), _ROW_INCHES * num_panels), layout="constrained")
+    panels = figure.subplots(num_panels, len(contexts), sharey="row", squeeze=False)
+    for column, context in enumerate(contexts):
+        curves = _curves([cell for cell in evaluation.cells if cell.context == context])
+        _over_bytes(panels[0, column], curves, lambda cell: 100 * cell.cost)
+        _over_bytes(panels[1, column], curves, lambda cell: cell.same_choice)
+        _over_text(panels[2, column], curves, evaluation.num_steps)
+        if has_mass:
+            _over_bytes(panels[3, column], curves, lambda cell: cell.mass)
+        panels[0, column].set_title(f"{context} tokens of context")
+        panels[0, column].axhline(0, color="0.6", linewidth=0.8)
+    names = ("perplexity above full attention's, %", "part of steps that choose alike", "perplexity")
+    for panel, name in zip(panels[:, 0], (*names, "true attention on the keys read"), strict=False):
+        panel.set_ylabel(name)
+    for panel in panels.flat:
+        panel.grid(visible=True, alpha=0.3)
+    panels[0, -1].legend(fontsize="small")
+    figure.suptitle(textwrap.fill(evaluation.title, _TITLE_CHARACTERS * len(contexts)), fontsize="medium")
+    try:
+        figure.savefig(path, format="png", dpi=120)
+    except OSError as error:
+        raise ConfigError(
+            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
+        ) from error
+
+
+def _curves(cells: Sequence[Cell]) -> _Curves:
+    curves: _Curves = {}
+    for cell in sorted(cells, key=lambda cell: cell.kv_share):
+        label = cell.policy if cell.selection is None else f"{cell.policy} {cell.selection}"
+        label += "" if cell.pool is None else f" pool {cell.pool:g} {cell.eviction}"
+        curves.setdefault(label, []).append(cell)
+    return dict(sorted(curves.items()))  # a policy has its colour in all panels, whatever it reads
+
+
+def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | None]) -> None:
+    """A curve for each policy; those that were not asked have none."""
+    for at, (label, cells) in enumerate(curves.items()):
+        points = [(100 * cell.kv_share, number) for cell in cells if (number := value(cell)) is not None]
+        if points:
+            panel.plot(*zip(*points, strict=True), marker="o", color=f"C{at % 10}", label=label)
+    panel.set(xscale="log", xlabel="KV read, % of full attention's")
+    panel.set_xticks(_PERCENTS, [str(percent) for percent in _PERCENTS])
+    panel.minorticks_off()
+
+
+def _over_text(panel: "Axes", curves: _Curves, num_steps: int) -> None:
+    """Of each policy, the cell that reads about as much KV as the first approximate one."""
+    approximate = [cells[0].kv_share for cells in curves.values() if not cells[0].is_exact]
+    target = approximate[0] if approximate else 1.0
+    for at, (label, cells) in enumerate(curves.items()):
+        cell = min(cells, key=lambda cell: abs(cell.kv_share - target))
+        ends = [num_steps * (chunk + 1) / len(cell.chunks) for chunk in range(len(cell.chunks))]
+        panel.plot(ends, cell.chunks, marker=".", color=f"C{at % 10}", label=f"{label}, {100 * cell.kv_share:.0f} %")
+    panel.set(xlabel="tokens behind the context")
+    panel.legend(fontsize="x-small", title="KV read", title_fontsize="x-small")

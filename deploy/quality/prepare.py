@@ -1,0 +1,272 @@
+"""`baton prepare`: finds out how a model's keys can be chosen by a part of their columns, for residency `infinigen`.
+
+No cluster: one process runs the model over a text (`deploy.quality.fitting`). docs/infinigen.md says what is fitted.
+"""
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from baton.errors import InvalidArgumentError
+from baton.paths import cache_folder
+from deploy.config.worker import DTYPES, QUANTIZATIONS
+from deploy.options import numbers as option_values
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from deploy.quality.fitting import Outcome
+
+KINDS = ("columns", "columns_q", "skew", "skew_q", "centred")
+DEFAULT_RATIOS = "0.2,0.3"
+DEFAULT_CONTEXT = "4096"
+DEFAULT_ROWS = 7
+DEFAULT_STEPS = 128
+DEFAULT_COST = "0.02"
+DEFAULT_MOST_SHARE = "0.2"
+NUM_FIRST = 4
+NUM_LAST = 16
+FREE_KEYS = 256
+MAX_TOKENS = 2**24
+MAX_ROWS = 2**10
+
+_DESCRIPTION = """\
+Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
+keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
+generation with residency `infinigen` (`infinigen_int4`, `window`, `oracle`, `h2o`) goes by it.
+
+The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
+capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection
+that is tried. Text of the kind that is to be served is best; some 100,000 characters are enough for the defaults.
+
+The best of all --kinds is taken at each ratio, and of these what reads least and costs at most --cost, even if it cost
+a standard error more. `baton evaluate` on another text says what it is worth."""
+
+_EXAMPLES = """\
+examples:
+  baton prepare smollm2-135m --text persuasion.txt.gz
+  baton prepare ./Llama-3.1-8B --text book.txt --cost 0.01 --context 8k --rows 5
+  baton prepare smollm2-135m --text persuasion.txt.gz --ratios 0.3 --alpha 5 --most-share 0.1   (by hand)"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the options ask for."""
+
+    kinds: tuple[str, ...]
+    ratios: tuple[float, ...]
+    """Columns kept, as a part of the head's."""
+    reach: int
+    """Positions below which bases shall hold; 0: the model's context."""
+    lookahead: int
+    context: int
+    """Tokens of each passage before the steps."""
+    num_rows: int
+    """Passages, the one that is fitted to included."""
+    num_steps: int
+    most_cost: float
+    """That perplexity may rise, as a part."""
+    by_hand: tuple[float, float] | None
+    """alpha and most_share; None: to be found."""
+    num_first: int
+    num_last: int
+    free_keys: int
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the `prepare` command."""
+    parser = commands.add_parser(
+        "prepare",
+        help="find how a model's keys can be chosen, for generation that reads some of them",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
+    parser.add_argument(
+        "--text", required=True, type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="(default: where workers look for the model's)")
+    parser.add_argument(
+        "--cost", default=DEFAULT_COST, metavar="X", help=f"rise of perplexity, as a part (default: {DEFAULT_COST})"
+    )
+    parser.add_argument(
+        "--lookahead",
+        type=int,
+        choices=(0, 1),
+        default=0,
+        help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys could be fetched"
+        " meanwhile (1; the paper), which nothing does yet (default: 0)",
+    )
+    _add_bases(parser)
+    _add_selection(parser)
+    _add_text(parser)
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
+    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
+    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")
+    parser.set_defaults(run=run)
+
+
+def _add_bases(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("bases to try")
+    group.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")
+    group.add_argument(
+        "--ratios", default=DEFAULT_RATIOS, metavar="X,...", help=f"columns kept, as a part (default: {DEFAULT_RATIOS})"
+    )
+    group.add_argument(
+        "--reach", metavar="N", help="tokens of a request that they shall hold for (default: the model's context)"
+    )
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("how keys are chosen (--alpha: instead of a search)")
+    group.add_argument("--alpha", metavar="X", help="keys whose score comes this close to the best; inf: all")
+    group.add_argument(
+        "--most-share", metavar="X", help=f"keys at most, as a part; with --alpha (default: {DEFAULT_MOST_SHARE})"
+    )
+    group.add_argument(
+        "--first",
+        type=int,
+        default=NUM_FIRST,
+        metavar="N",
+        help=f"first tokens of a row, always chosen (default: {NUM_FIRST})",
+    )
+    group.add_argument(
+        "--last",
+        type=int,
+        default=NUM_LAST,
+        metavar="N",
+        help=f"latest tokens, always chosen (default: {NUM_LAST})",
+    )
+    group.add_argument(
+        "--free-keys",
+        type=int,
+        default=FREE_KEYS,
+        metavar="N",
+        help=f"any row may choose so many, however few its share would be (default: {FREE_KEYS})",
+    )
+
+
+def _add_text(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what is read")
+    group.add_argument(
+        "--context", default=DEFAULT_CONTEXT, metavar="N", help=f"tokens of a passage (default: {DEFAULT_CONTEXT})"
+    )
+    group.add_argument(
+        "--rows", default=str(DEFAULT_ROWS), metavar="N", help=f"passages, at least 3 (default: {DEFAULT_ROWS})"
+    )
+    group.add_argument(
+        "--steps", default=str(DEFAULT_STEPS), metavar="N", help=f"tokens asked for (default: {DEFAULT_STEPS})"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the command; returns the exit status."""
+    wanted = find_wanted(args)
+    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    from rich.console import Console
+
+    from deploy.quality.fitting import prepare
+
+    outcome = prepare(args, wanted, Console(stderr=True, highlight=False))
+    console = Console(highlight=False)
+    console.print(f"[bold]{outcome.title}[/]", soft_wrap=True)
+    console.print(bases_table(outcome), "")
+    console.print(selections_table(outcome), "")
+    console.print(f"written to {outcome.path}", soft_wrap=True)
+    return 0
+
+
+def find_wanted(args: argparse.Namespace) -> Wanted:
+    """Raises InvalidArgumentError."""
+    option_values.check_threads(args.threads)
+    if args.output is not None and args.output.is_dir():
+        raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
+    kinds = tuple(dict.fromkeys(name.strip() for name in args.kinds.split(",")))
+    for kind in kinds:
+        if kind not in KINDS:
+            raise InvalidArgumentError(f"--kinds: {kind!r} is unknown: use some of {', '.join(KINDS)}")
+    num_rows = option_values.count("--rows", args.rows, MAX_ROWS)
+    if num_rows < 3:
+        raise InvalidArgumentError(f"--rows {num_rows} leaves nothing to judge by: use at least 3")
+    if args.first < 0:
+        raise InvalidArgumentError(f"--first {args.first} is out of range: use 0 or more")
+    if args.last < 1:
+        raise InvalidArgumentError(f"--last {args.last} leaves out the token itself: use 1 or more")
+    if args.free_keys < 1:
+        raise InvalidArgumentError(f"--free-keys {args.free_keys} leaves no key to choose: use 1 or more")
+    return Wanted(
+        kinds=kinds,
+        ratios=tuple(sorted({_part("--ratios", each) for each in args.ratios.split(",")})),
+        reach=0 if args.reach is None else option_values.count("--reach", args.reach, MAX_TOKENS),
+        lookahead=args.lookahead,
+        context=option_values.count("--context", args.context, MAX_TOKENS),
+        num_rows=num_rows,
+        num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
+        most_cost=option_values.positive("--cost", args.cost),
+        by_hand=_by_hand(args),
+        num_first=args.first,
+        num_last=args.last,
+        free_keys=args.free_keys,
+    )
+
+
+def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
+    if args.alpha is None:
+        if args.most_share is not None:
+            raise InvalidArgumentError("--most-share bounds what --alpha chooses: give both, or neither for a search")
+        return None
+    alpha = math.inf if args.alpha == "inf" else option_values.positive("--alpha", args.alpha)
+    return alpha, _part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
+
+
+def _part(option: str, text: str) -> float:
+    value = option_values.positive(option, text.strip())
+    if value > 1:
+        raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
+    return value
+
+
+def bases_table(outcome: "Outcome") -> "Table":
+    """A line a basis: what it captures."""
+    from rich.table import Table
+
+    share = f"attention captured by {outcome.judged_share:.1%} of the keys"
+    table = Table(title=share, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("basis")
+    for heading in ("columns", "own queries", "predicted"):
+        table.add_column(heading, justify="right")
+    table.add_row("true scores", "all", f"{outcome.best_mass:.4f}", "")
+    for judged in outcome.judged:
+        name, columns = judged.basis.kind.value, str(judged.basis.num_columns)
+        mark = "  best" if judged.is_best else ""
+        table.add_row(name, columns, f"{judged.own_mass:.4f}", f"{judged.early_mass:.4f}{mark}")
+    return table
+
+
+def selections_table(outcome: "Outcome") -> "Table":
+    """A line a selection within the cost: what it reads; the first is taken."""
+    from rich.table import Table
+
+    title = f"selections, beside full attention's perplexity of {outcome.full_perplexity:.2f}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    table.add_column("basis")
+    for heading in ("columns", "alpha", "most", "keys", "KV read", "perplexity"):
+        table.add_column(heading, justify="right")
+    for found in outcome.found:
+        measured, selection = found.measured, found.selection
+        error = "" if math.isnan(measured.cost_error) else f" +- {measured.cost_error:.2%}"
+        table.add_row(
+            found.basis.kind.value,
+            str(found.basis.num_columns),
+            f"{selection.alpha:g}",
+            f"{selection.most_share:.0%}",
+            f"{measured.picked_share:.1%}",
+            f"{measured.read_share:.1%}",
+            f"{measured.cost:+.2%}{error}",
+        )
+    return table

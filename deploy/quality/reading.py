@@ -1,0 +1,243 @@
+"""The work of `baton evaluate`: every setting reads the same passages, in this process. Blocks for minutes."""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+
+from baton.errors import ConfigError, InvalidArgumentError
+from deploy.config.worker import use_threads
+from deploy.machine.doctor import inspect_machine
+from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.quality.evaluate import Cell, Evaluation, Setting, Size
+from deploy.quality.metrics import agreement, perplexities, perplexity, relative_cost
+from deploy.quality.passages import Context, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.texts import Texts
+from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.h2o import H2oResidency
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
+from generate_workers.residency.sparse.pool import PoolSize, eviction_named
+from generate_workers.residency.sparse.selective import require_selective
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import OUT_OF_MEMORY
+from modeling.kv.memory import PagedMemory
+from modeling.sparse.selection_file import PreparedSelection
+from text.tokenizer import Tokenizer
+
+_FULL = Setting("device")
+"""Full attention, which the others are compared with."""
+_NUM_CHUNKS = 8
+"""Of the steps, whose perplexities are told apart."""
+_NEEDLE_TOKENS = 64
+"""More than a fact, its question and its answer take."""
+
+
+@dataclass(frozen=True)
+class VariedSource(SelectionSource):
+    """What was prepared, but for how many keys are chosen."""
+
+    budget: float | None = None
+    alpha: float | None = None
+
+    def load(self) -> PreparedSelection:
+        """Raises ModelError when nothing was prepared for this model."""
+        prepared = super().load()
+        selection = prepared.selection
+        if self.budget is not None:
+            selection = dataclasses.replace(selection, alpha=math.inf, most_share=self.budget, free_keys=1)
+        if self.alpha is not None:
+            selection = dataclasses.replace(selection, alpha=self.alpha)
+        return dataclasses.replace(prepared, selection=selection)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What is read at one context length."""
+
+    plain: list[Context]
+    facts: list[Context]
+    """Of needles; none where they are not asked for."""
+    answers: list[int]
+    """Tokens of each needle's answer."""
+
+
+@dataclass(frozen=True)
+class Readings:
+    """One setting's, of all material of one length."""
+
+    plain: Reading
+    is_exact: bool
+    num_found: int | None
+
+
+class Teller:
+    """Says on a console how far the work has come: bars on a terminal, lines as cells are done."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+
+    @contextlib.contextmanager
+    def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
+        """What it yields takes how much was done. Drawn then only: a thread that draws would take part in what is
+        timed."""
+        columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+        is_off = not self._console.is_terminal
+        with Progress(*columns, console=self._console, transient=True, auto_refresh=False, disable=is_off) as progress:
+            task = progress.add_task("", total=total)
+
+            def advance(amount: int) -> None:
+                progress.advance(task, amount)
+                progress.refresh()
+
+            yield advance
+
+    def tell(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(f"  {text}", style="dim", soft_wrap=True)
+
+
+def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
+    """Reads everything. Raises InvalidArgumentError, ConfigError, ModelError."""
+    folder = resolve_folder(args.model, args.cache, console)
+    prepare_kernels(console)
+    num_threads = use_threads(args.threads)
+    torch.set_num_threads(num_threads)
+    decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
+    _check(decoder, size, settings)
+    texts = Texts(Tokenizer.load(folder), args.text, size.num_rows)
+    teller = Teller(console)
+    cells = []
+    for context in size.contexts:
+        material = gather(decoder, texts, context, size, teller)
+        full = read_all(decoder, _FULL, material, size, teller)
+        for setting in settings:
+            found = full if setting == _FULL else read_all(decoder, setting, material, size, teller)
+            cells.append(_cell(context, setting, found, full.plain))
+            teller.tell(f"{context} {setting}: perplexity {cells[-1].perplexity:.2f}, {cells[-1].cost:+.2%}")
+    weights = "" if args.quantization == "none" else f", {args.quantization} weights"
+    threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
+    names = ", ".join(path.name for path in args.text)
+    title = f"{args.model}, {args.dtype}{weights}, {threads}; {size.num_rows} rows of {names}, {size.num_steps} steps"
+    return Evaluation(title, size.num_rows, size.num_steps, tuple(cells))
+
+
+def gather(decoder: Decoder, texts: Texts, context: int, size: Size, teller: Teller) -> Material:
+    """Prefills all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
+    is no memory."""
+    passages = texts.passages(context, size.num_steps)
+    needles = texts.needles(context, size.num_steps) if size.has_needles else []
+    wanted = [*passages, *(needle.passage for needle in needles)]
+    with teller.task(f"prefill of {context} tokens", len(wanted) * context) as done:
+        try:
+            made = [Context(each, prefill(decoder, each.token_ids[:context], done)) for each in wanted]
+        except OUT_OF_MEMORY as error:
+            raise ConfigError(
+                f"memory for {len(wanted)} rows of {context} tokens cannot be had: use fewer --rows"
+            ) from error
+    return Material(made[: len(passages)], made[len(passages) :], [needle.num_answer for needle in needles])
+
+
+def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, teller: Teller) -> Readings:
+    """Reads the passages as one batch, then the needles as one."""
+    plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, teller)
+    if not material.facts:
+        return Readings(plain, is_exact, None)
+    facts, _ = _read(decoder, setting, material.facts, 0, teller)
+    return Readings(plain, is_exact, num_found(facts.choices_BM, material))
+
+
+def num_found(choices_BM: Tensor, material: Material) -> int:
+    """Needles whose whole answer was chosen."""
+    answers = zip(choices_BM.tolist(), material.facts, material.answers, strict=True)
+    return sum(choices[-length:] == list(fact.passage.token_ids[-length:]) for choices, fact, length in answers)
+
+
+def _read(
+    decoder: Decoder, setting: Setting, contexts: Sequence[Context], mass_every: int, teller: Teller
+) -> tuple[Reading, bool]:
+    """And whether the policy is exact."""
+    shape = shape_for(decoder, [context.passage for context in contexts])
+    with (
+        _residency(decoder, setting, shape) as residency,
+        PassageRows.opened(decoder, residency, contexts) as rows,
+        teller.task(str(setting), rows.num_steps_left) as done,
+    ):
+        return read(rows, mass_every, lambda: done(1)), residency.is_exact
+
+
+@contextlib.contextmanager
+def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Iterator[Residency]:
+    with contextlib.closing(_make(decoder, setting, shape)) as residency:
+        yield residency
+
+
+def _make(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
+    if setting.policy == "h2o" and setting.budget is not None:
+        require_selective(setting.policy, shape, decoder.device)
+        return H2oResidency(shape, PagedMemory, decoder, HeavyBudget.halved(setting.budget))
+    pool = None
+    if setting.pool is not None:
+        assert setting.eviction is not None
+        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), eviction_named(setting.eviction))
+    source = VariedSource(decoder, setting.selection, pool, setting.budget, setting.alpha)
+    return make_residency(setting.policy, shape, decoder.device, source)
+
+
+def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cell:
+    reading = found.plain
+    cost, cost_error = relative_cost(reading.losses_BM, full.losses_BM)
+    chunks = perplexities(reading.losses_BM, max(reading.losses_BM.shape[1] // _NUM_CHUNKS, 1))
+    return Cell(
+        context=context,
+        policy=setting.policy,
+        setting=str(setting),
+        budget=setting.budget,
+        alpha=setting.alpha,
+        selection=None if setting.selection is None else setting.selection.stem,
+        pool=setting.pool,
+        eviction=setting.eviction,
+        is_exact=found.is_exact,
+        perplexity=perplexity(reading.losses_BM),
+        cost=cost,
+        cost_error=None if math.isnan(cost_error) else cost_error,
+        same_choice=agreement(reading.choices_BM, full.choices_BM),
+        picked_share=reading.picked_share,
+        kv_share=reading.num_kv_bytes / reading.num_full_bytes,
+        link_share=reading.num_link_bytes / reading.num_full_bytes,
+        home_share=reading.held.home / full.held.home,
+        device_share=reading.held.device / full.held.home,
+        mass=reading.mass,
+        num_found=found.num_found,
+        step_ms=1e3 * reading.step_s,
+        chunks=tuple(chunks),
+    )
+
+
+def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
+    """What would else fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    needed, limit = size.contexts[-1] + size.num_steps + 1, decoder.config.max_position
+    needed += _NEEDLE_TOKENS if size.has_needles else 0
+    if needed > limit:
+        raise InvalidArgumentError(
+            f"--context {size.contexts[-1]} and --steps {size.num_steps} are beyond the {limit} tokens that the model"
+            " takes: shorten one of them"
+        )
+    shortest = size.contexts[0] + size.num_steps + 1  # a part of it must be a pool, too
+    for setting, num_tokens in itertools.product(settings, {shortest, needed}):
+        with _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)):
+            pass
+    copies = 4 if size.has_needles else 2  # contexts, and the rows that read them
+    kv_bytes = copies * size.num_rows * needed * decoder.layout.token_bytes
+    if kv_bytes > (available := inspect_machine().available_bytes):
+        needs, has = f"{kv_bytes / 1e9:.1f} GB", f"{available / 1e9:.1f} GB"
+        raise ConfigError(f"KV of {size.num_rows} rows takes {needs}, and {has} are free: use fewer --rows")

@@ -1,0 +1,98 @@
+"""How few keys are enough: the search behind `baton prepare`, by what reading text through the policy costs.
+
+A selection has two bounds: alpha, how close to the best score a key must come, and most_share, how many keys a row may
+choose by score. Both cost perplexity and save bytes, the more, the tighter they are. So the tightest cap that may do
+without alpha is found by bisection; for it, and for the next looser one, the least alpha. Of what keeps within the
+allowed cost, that which reads least is best. Caps that rows of the length at hand do not feel, for they are below the
+keys that any row may choose, are not tried: longer rows would.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from baton.errors import ConfigError
+from modeling.forward.selection import Selection
+from modeling.sparse.bases import Basis
+
+ALPHAS = (2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 10.0, math.inf)
+CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What reading some text through a policy told, beside full attention on the same text."""
+
+    cost: float
+    """By what part perplexity is above full attention's."""
+    cost_error: float
+    """Its standard error over passages; NaN for one passage."""
+    picked_share: float
+    """Mean part of a row's keys that were attended to, in layers that choose."""
+    read_share: float
+    """Bytes of KV and partial keys that attention and choosing read, of the KV that full attention reads."""
+
+    @property
+    def likely_cost(self) -> float:
+        """The cost, if it were a standard error worse."""
+        return self.cost + (0.0 if math.isnan(self.cost_error) else self.cost_error)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A way to choose keys, and what it costs."""
+
+    basis: Basis
+    selection: Selection
+    measured: Measured
+
+
+Measure = Callable[[Basis, Selection], Measured]
+
+
+def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Found]:
+    """For each basis and cap the least alpha that costs at most `most_cost`, a part of perplexity, even if it were a
+    standard error worse, with the keys that `fixed` always or freely chooses; what reads least comes first. `context`:
+    tokens that rows have at least, when they are measured. Raises ConfigError when nothing keeps within."""
+    tries: list[Found] = []
+    caps = [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
+
+    def attempt(basis: Basis, selection: Selection) -> Measured:
+        tries.append(Found(basis, selection, measure(basis, selection)))
+        return tries[-1].measured
+
+    found = [each for basis in bases for each in _tightest(basis, fixed, caps, most_cost, attempt)]
+    if not found:
+        least = min(each.measured.likely_cost for each in tries)
+        raise ConfigError(
+            f"--cost {most_cost:g} is less than the {least:.4f} that even the most generous choice may cost here:"
+            " allow more, use larger --ratios, or more --rows and --steps to tell it more exactly"
+        )
+    return sorted(found, key=lambda each: each.measured.read_share)
+
+
+def _tightest(
+    basis: Basis, fixed: Selection, caps: Sequence[float], most_cost: float, measure: Measure
+) -> Iterator[Found]:
+    def find(selections: Sequence[Selection]) -> Found | None:
+        """The first of them, from tight to loose, that keeps within."""
+        found: Found | None = None
+        low, high = 0, len(selections)  # below low they cost too much, from high on they do not
+        while low < high:
+            middle = (low + high) // 2
+            measured = measure(basis, selections[middle])
+            if measured.likely_cost <= most_cost:
+                found, high = Found(basis, selections[middle], measured), middle
+            else:
+                low = middle + 1
+        return found
+
+    capped = find([replace(fixed, alpha=math.inf, most_share=cap) for cap in caps])
+    if capped is None:
+        return
+    yield capped
+    first = caps.index(capped.selection.most_share)
+    for cap in caps[first : first + 2]:
+        by_alpha = find([replace(fixed, alpha=alpha, most_share=cap) for alpha in ALPHAS[:-1]])
+        if by_alpha is not None:
+            yield by_alpha

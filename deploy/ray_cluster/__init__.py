@@ -1,0 +1,1 @@
+"""Runs supervisor, orchestrator and workers as Ray actors."""

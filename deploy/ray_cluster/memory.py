@@ -1,0 +1,49 @@
+"""What a supervisor's next life has to know, in Ray's key-value store, which lives as long as that Ray does: operators'
+orders, where clients find the orchestrator, and what groups said that may all have left since.
+
+Orders are written before they are carried out, so that a group that was to leave does not come back with a new
+supervisor; the next orchestrator hears of them from the supervisor.
+"""
+
+import json
+from dataclasses import dataclass
+
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
+
+from orchestrator.membership.members import Orders
+
+_KEY = "baton-supervisor"
+_SETS = ("drained", "leaving", "stand_ins")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one cluster."""
+
+    orders: Orders
+    ports: tuple[int, int | None] | None = None
+    """The orchestrator's and its metrics', as it got them; None before it has served."""
+    layout_fingerprint: str = ""
+    """Of the KV of groups that were there when this was kept."""
+
+    def save(self, namespace: str) -> None:
+        """Replaces what was kept for the cluster of that namespace."""
+        orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
+        rest = {"ports": self.ports, "layout_fingerprint": self.layout_fingerprint}
+        fields = {**orders, "models": dict(self.orders.models), **rest}
+        _internal_kv_put(_KEY, json.dumps(fields), namespace=namespace)
+
+
+def load_memory(namespace: str) -> Memory | None:
+    """What an earlier supervisor of the cluster kept; None when its groups have never been up."""
+    text = _internal_kv_get(_KEY, namespace=namespace)
+    if text is None:
+        return None
+    fields = json.loads(text)
+    orders = Orders(**{name: frozenset(fields[name]) for name in _SETS}, models=fields["models"])
+    return Memory(orders, fields["ports"] and tuple(fields["ports"]), fields["layout_fingerprint"])
+
+
+def forget_memory(namespace: str) -> None:
+    """The cluster has ended. Harmless when nothing was kept."""
+    _internal_kv_del(_KEY, namespace=namespace)

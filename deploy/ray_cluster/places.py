@@ -1,0 +1,87 @@
+"""Room on Ray: a placement group for each group of workers, and at once an error when no node can ever hold one.
+
+Used by the supervisor, on its loop.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from baton.errors import ConfigError
+from deploy.config.cluster import ClusterConfig
+from deploy.ray_cluster.spawner import SMALL_CPU, pool
+
+
+class RayRoom:
+    """A chain's room is on one node, an engine's anywhere. Implements Room."""
+
+    def __init__(self, timeout_s: float) -> None:
+        """Room that others have now is waited for, `timeout_s` seconds."""
+        self.places: dict[str, PlacementGroup] = {}
+        """By the group's name."""
+        self._timeout_s = timeout_s
+
+    async def reserve(self, group: str, num_workers: int) -> None:
+        place = _find(group)
+        if place is None:
+            check_room(node_resources(), {group: num_workers})
+            bundle = {"CPU": SMALL_CPU, _pool_of(group): 1.0}
+            place = ray.util.placement_group(
+                [bundle] * num_workers, strategy="STRICT_PACK", name=group, lifetime="detached"
+            )
+        self.places[group] = place
+        if not await asyncio.to_thread(place.wait, self._timeout_s):
+            await self.release(group)
+            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s")
+
+    async def release(self, group: str) -> None:
+        place = self.places.pop(group, None) or _find(group)
+        if place is not None:
+            await asyncio.to_thread(ray.util.remove_placement_group, place)
+
+
+def group_sizes(config: ClusterConfig) -> dict[str, int]:
+    """Workers of each group, by its name."""
+    sizes = {f"prefill-{index}": config.prefill.num_ranks for index in range(config.prefill.num_groups)}
+    return sizes | {f"generate-{index}": 1 for index in range(config.generate.num_groups)}
+
+
+def node_resources() -> list[Mapping[str, float]]:
+    """What each of Ray's nodes declares, whoever has it now."""
+    list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
+    return [node["Resources"] for node in list_nodes() if node["Alive"]]
+
+
+def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> None:
+    """Raises ConfigError when nodes with these resources, were they empty, could not hold all groups of these sizes.
+    Groups of one pool are equally large."""
+    for resource in {_pool_of(name) for name in sizes}:
+        groups = {name: size for name, size in sizes.items() if _pool_of(name) == resource}
+        room = sum(int(total.get(resource, 0)) // size for total in totals for size in {*groups.values()})
+        if len(groups) > room:
+            most = max((int(total.get(resource, 0)) for total in totals), default=0)
+            name = list(groups)[room]
+            raise _no_room(name, groups[name], f"it has {len(totals)} nodes, with {most} at most")
+
+
+def _find(group: str) -> PlacementGroup | None:
+    """Of this supervisor's namespace."""
+    try:
+        place: PlacementGroup = ray.util.get_placement_group(group)
+    except ValueError:
+        return None
+    return place
+
+
+def _pool_of(name: str) -> str:
+    return pool(name.partition("-")[0])
+
+
+def _no_room(name: str, size: int, why: str) -> ConfigError:
+    return ConfigError(
+        f"Ray has no room for {name} ({size} of {_pool_of(name)} on one node; {why}): "
+        "use fewer ranks or groups, or add nodes that declare that resource"
+    )

@@ -1,0 +1,169 @@
+"""Workers as Ray actors: detached, named, each on a bundle of its group's placement group; found again by name.
+
+A supervisor that was restarted asks for the same workers and gets those that still serve. Ray does not see that a
+process is stopped, so `kill` sends the signal itself, on the worker's own node. Runs on the supervisor's loop.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Coroutine, Mapping
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from baton.endless import describe, tell_failure
+from baton.errors import UnavailableError
+from deploy.config.worker import WorkerConfig
+from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
+from deploy.ray_cluster.worker import Served, WorkerActor
+
+SMALL_CPU = 0.01
+"""What a bundle asks of Ray's CPUs: cores are ours to divide, by the configuration."""
+_MAX_CALLS = 16
+_KILL_S = 30.0
+
+
+class RayWorker:
+    """A running, ready actor. Implements WorkerHandle."""
+
+    def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served) -> None:
+        self.config = config
+        self.endpoint = f"{config.host}:{served.port}"
+        self.pid = served.pid
+        self._node_id = served.node_id
+        self._actor = actor
+        self._end = ""
+        self._watch = asyncio.create_task(self._until_end())
+
+    @property
+    def ended(self) -> bool:
+        return bool(self._end)
+
+    async def wait(self) -> str:
+        await asyncio.shield(self._watch)
+        return self._end
+
+    def kill(self) -> None:
+        """SIGKILL on its node, which also ends a stopped process; then Ray need not restart it."""
+        if self.ended:
+            return
+        kill_process(self.pid, self._node_id)
+        ray.kill(self._actor)
+
+    async def close(self) -> None:
+        """Ends the server, then the process."""
+        if not self.ended:
+            with contextlib.suppress(RayError, TimeoutError):  # it is ended below, whatever it answers
+                await asyncio.wait_for(answer(self._actor.stop.remote()), CLOSE_GRACE_S)
+            ray.kill(self._actor)  # not by a signal: Ray would tell the user that a worker died
+            try:
+                await asyncio.wait_for(self.wait(), CLOSE_GRACE_S)
+            except TimeoutError:
+                self.kill()
+        await self.wait()
+
+    async def _until_end(self) -> None:
+        try:
+            await self._actor.live.remote()
+        except RayError as error:
+            self._end = type(error).__name__
+        except Exception as error:  # noqa: BLE001 - told; the spawner finds the worker again if it lives
+            tell_failure(f"{self.config.name} cannot be watched, and counts as ended", error)
+            self._end = describe(error)
+        else:
+            self._end = "its loop ended"
+
+
+class RaySpawner:
+    """Makes workers, or finds those that live. Implements Spawner."""
+
+    def __init__(self, namespace: str, start_timeout_s: float, places: Mapping[str, PlacementGroup]) -> None:
+        """`places`: the placement group of each group by name; a rank gets the bundle of its number."""
+        self._namespace = namespace
+        self._timeout_s = start_timeout_s
+        self._places = places
+
+    async def start(self, config: WorkerConfig) -> RayWorker:
+        """The actor of that name, if it lives and is like `config`; else a new one."""
+        actor = await self._find(config) or self._make(config)
+        try:
+            served: Served = await asyncio.wait_for(answer(actor.serve.remote()), self._timeout_s)
+        except BaseException as error:
+            ray.kill(actor)
+            if isinstance(error, TimeoutError | GetTimeoutError):
+                reason = f"{config.name} did not start within {self._timeout_s:g} s: raise supervision.start_timeout_s"
+                raise UnavailableError(reason) from error
+            if isinstance(error, RayError):
+                raise UnavailableError(f"{config.name} ended before it served: see Ray's logs") from error
+            raise
+        if served.error:
+            ray.kill(actor)
+            raise WorkerStartError(f"{config.name}: {served.error}")
+        return RayWorker(config, actor, served)
+
+    async def _find(self, config: WorkerConfig) -> "ActorHandle[Any] | None":
+        try:
+            actor = ray.get_actor(config.name, namespace=self._namespace)
+        except ValueError:
+            return None
+        try:
+            if await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S) == config:
+                return actor
+        except (RayError, TimeoutError):
+            pass  # dead, or stopped: a new one takes its place
+        ray.kill(actor)
+        return None
+
+    def _make(self, config: WorkerConfig) -> "ActorHandle[Any]":
+        group = f"{config.role}-{config.group}"
+        place = PlacementGroupSchedulingStrategy(self._places[group], placement_group_bundle_index=config.rank)
+        made: Any = ray.remote(WorkerActor).options(
+            name=config.name,
+            namespace=self._namespace,
+            lifetime="detached",
+            num_cpus=SMALL_CPU,
+            resources={pool(config.role): 1},
+            scheduling_strategy=place,
+            max_restarts=0,
+            max_concurrency=_MAX_CALLS,
+        )
+        try:
+            actor: ActorHandle[Any] = made.remote(config)
+        except ValueError as error:  # the name of an actor that is about to end
+            raise UnavailableError(f"{config.name}: its former life has not ended yet; trying again") from error
+        return actor
+
+
+def pool(role: str) -> str:
+    """The custom resource that nodes of a pool declare: one for each worker that they hold."""
+    return f"baton_{role}"
+
+
+def answer(reference: Any) -> Coroutine[Any, Any, Any]:
+    """An actor's answer, as asyncio's functions want it."""
+
+    async def awaited() -> Any:
+        return await reference
+
+    return awaited()
+
+
+def kill_process(pid: int, node_id: str) -> None:
+    """SIGKILL to a process on that node; harmless when it is gone. Blocks for other nodes, up to half a minute."""
+    if node_id == ray.get_runtime_context().get_node_id():
+        _kill(pid)
+        return
+    there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    with contextlib.suppress(RayError):  # a node that is gone took the process along
+        ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(pid), timeout=_KILL_S)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,237 @@
+"""The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
+
+It outlives its launcher and is restarted by Ray; a new life adopts what the last one left, ends what operators had sent
+away, and links the chains anew. Its loop has a thread of its own, started with the actor, so that a restart needs
+nobody's call.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import ray
+from ray.exceptions import RayError
+
+from baton.clock import SystemClock
+from baton.endless import tell_failure
+from baton.errors import BatonError
+from baton.results import ModelInfo
+from baton.types import KernelChoice
+from deploy.config.cluster import ClusterConfig
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.cluster import Cluster
+from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.roster import Roster
+from deploy.machine.limits import tokens_of_slot
+from deploy.machine.model_folder import require_alike
+from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
+from deploy.ray_cluster.orchestrator import OrchestratorKeeper, OrchestratorPlan, end_orchestrator
+from deploy.ray_cluster.places import RayRoom, check_room, group_sizes, node_resources
+from deploy.ray_cluster.spawner import RaySpawner
+from orchestrator.membership.members import ClusterView, Orders
+
+logger = logging.getLogger(__name__)
+
+NAME = "supervisor"
+_STOP_S = 60.0
+_MAX_REPORTS = 100
+
+
+@dataclass(frozen=True)
+class SupervisorState:
+    """What the launcher shows. Replaced as a whole."""
+
+    pid: int
+    node_id: str
+    phase: str = "starting"
+    """starting, running, failed or stopped."""
+    reports: tuple[str, ...] = ()
+    """Lines for the user, the latest of this life."""
+    num_reports: int = 0
+    """Lines that there were so far, those no longer in `reports` included."""
+    error: str = ""
+    """Why it failed, in one line."""
+    port: int = 0
+    """The orchestrator's."""
+    pids: dict[str, int] = field(default_factory=dict)
+    """Of the workers, by name."""
+
+
+class SupervisorActor:
+    """Owns the cluster. Its methods run on the actor's threads, all else on the loop's thread."""
+
+    def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...] = ()) -> None:
+        """`kernels`: the launcher's choice, for its kind of processor."""
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        self._config = config
+        self._folder = folder
+        self._kernels = kernels
+        self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
+        self._room = RayRoom(config.supervision.start_timeout_s)
+        self._around = Surroundings(
+            RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
+            Heartbeat(config.supervision.heartbeat_s, config.supervision.dead_after_s),
+            SystemClock(),
+            self._report,
+            self._changed,
+            room=self._room,
+        )
+        self._sizes = group_sizes(config)
+        self._memory = Memory(Orders())
+        """As the next life will find it."""
+        self._cluster = Cluster([], [], self._around)
+        self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
+        self._max_tokens = config.generate.max_slot_tokens
+        self._keeper: OrchestratorKeeper | None = None
+        self._loop = asyncio.new_event_loop()
+        self._stopping = asyncio.Event()
+        self._thread = threading.Thread(target=self._main, name="supervisor", daemon=True)
+        self._thread.start()
+
+    def state(self) -> SupervisorState:
+        """How things stand. Its answer is the supervisor's heartbeat."""
+        pids = {
+            worker.name: worker.handle.pid for group in self._cluster.groups for worker in tuple(group.workers.values())
+        }
+        return replace(self._state, pids=pids)
+
+    def stop(self) -> None:
+        """Ends everything that was made; returns when it is gone."""
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(_STOP_S)
+
+    def _main(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._run())
+            self._state = replace(self._state, phase="stopped")
+        except Exception as error:  # the launcher shows it, whatever it is
+            logger.warning("the cluster failed", exc_info=not isinstance(error, BatonError))
+            text = str(error) if isinstance(error, BatonError) else f"supervisor: {error!r}: see Ray's logs"
+            self._state = replace(self._state, phase="failed", error=text)
+
+    async def _run(self) -> None:
+        serving = asyncio.create_task(self._serve())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        finally:
+            for task in (serving, stopping):
+                task.cancel()
+            await asyncio.gather(serving, stopping, return_exceptions=True)
+            if self._keeper is not None:
+                await self._keeper.close()
+            else:
+                await end_orchestrator(self._config.name, self._config.supervision.dead_after_s)
+            await self._roster.close()
+            await self._cluster.close()
+            for name in (*self._sizes, *self._memory.orders.stand_ins):  # of groups that were on their way, too
+                await self._room.release(name)
+
+    async def _serve(self) -> None:
+        before = load_memory(self._config.name)
+        if before is None:
+            await self._start_all()
+        else:
+            self._memory = before
+            await self._roster.adopt(before.orders)
+        if self._cluster.groups:  # else all have left: what the former life was told is still true
+            self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
+        self._memory.save(self._config.name)
+        around = self._around
+        keeper = OrchestratorKeeper(self._plan(), self._view, around.heartbeat, around.clock, report=self._report)
+        keeper.orders, keeper.follow = self._memory.orders, self._follow
+        keeper.ports = self._memory.ports or keeper.ports
+        self._keeper = keeper
+        await keeper.start()
+        self._memory = replace(self._memory, ports=keeper.ports)
+        self._memory.save(self._config.name)
+        port = keeper.ports[0]
+        self._report(f"orchestrator serves on {self._config.orchestrator.host}:{port}")
+        self._state = replace(self._state, phase="running", port=port)
+        await keeper.keep()
+
+    async def _start_all(self) -> None:
+        """The cluster's first life: all groups or none. Raises the first failure."""
+        check_room(node_resources(), self._sizes)
+        self._report(f"starting {self._config.num_workers} workers")
+        for name in self._sizes:
+            self._cluster.add(self._make_group(name, ""))
+        await self._cluster.start()
+
+    def _make_group(self, name: str, model: str) -> WorkerGroup:
+        """Implements deploy.groups.roster.MakeGroup."""
+        role, _, number = name.partition("-")
+        if model:
+            require_alike(Path(model), self._folder)
+        section = self._config.prefill if role == "prefill" else self._config.generate
+        like = int(number) % section.num_groups  # what stands in for a group has its cores
+        ranks = range(self._config.prefill.num_ranks if role == "prefill" else 1)
+        workers = (self._config.worker(Path(model) if model else self._folder, role, like, rank) for rank in ranks)
+        links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
+        return WorkerGroup(
+            name,
+            [replace(worker, group=int(number), kernels=self._kernels) for worker in workers],
+            self._around,
+            links if role == "prefill" else None,
+        )
+
+    def _follow(self, orders: Orders) -> Orders:
+        """With each heartbeat of the orchestrator: what operators want now. Returns what is kept of it."""
+        if orders != self._memory.orders:
+            memory = replace(self._memory, orders=orders)
+            try:
+                memory.save(self._config.name)
+            except Exception as error:  # noqa: BLE001 - told; the orders come again with the next heartbeat
+                tell_failure("orders are not kept, and wait for another try", error, self._report)
+                return self._memory.orders
+            self._memory = memory
+        self._roster.follow(orders)
+        return orders
+
+    def _plan(self) -> OrchestratorPlan:
+        from modeling.checkpoints.weights import load_config
+        from text.tokenizer import Tokenizer
+
+        model = load_config(self._folder)
+        self._max_tokens = tokens_of_slot(self._folder, self._config.generate.max_slot_tokens)
+        info = ModelInfo(
+            name=Path(self._config.model.name).name,
+            max_tokens=self._max_tokens,
+            vocab_size=model.vocab_size,
+            dtype=self._config.model.description,
+            has_chat_template=Tokenizer.load(self._folder).has_chat_template,
+            layout_fingerprint=self._memory.layout_fingerprint,
+        )
+        return OrchestratorPlan(self._config, self._folder, info, model.eos_token_ids)
+
+    def _view(self) -> ClusterView:
+        view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)
+        return replace(view, absent=self._roster.absent)
+
+    def _report(self, line: str) -> None:
+        logger.info("%s", line)
+        reports = (*self._state.reports, line)[-_MAX_REPORTS:]
+        self._state = replace(self._state, reports=reports, num_reports=self._state.num_reports + 1)
+
+    def _changed(self) -> None:
+        if self._keeper is not None:
+            self._keeper.tell()
+
+
+def end_supervisor(namespace: str) -> None:
+    """Stops the supervisor of that namespace, with all that it made. Harmless when there is none."""
+    try:
+        actor = ray.get_actor(NAME, namespace=namespace)
+    except ValueError:
+        return
+    with contextlib.suppress(RayError):  # it is killed next, whatever it answers
+        ray.get(actor.stop.remote(), timeout=_STOP_S)
+    ray.kill(actor)
+    forget_memory(namespace)

@@ -1,0 +1,60 @@
+"""A worker as a Ray actor: one process for one rank, which hosts the same server as a child process would.
+
+Runs on the actor's asyncio loop.
+"""
+
+import asyncio
+import logging
+import os
+from dataclasses import dataclass
+
+import ray
+
+from baton.errors import BatonError
+from deploy.config.worker import WorkerConfig
+from deploy.groups.hosting import Server, start_server
+
+
+@dataclass(frozen=True)
+class Served:
+    """How a worker answers its start."""
+
+    pid: int
+    node_id: str
+    port: int = 0
+    error: str = ""
+    """Why it cannot serve, in one line; empty when it does."""
+
+
+class WorkerActor:
+    """Hosts one worker's server. Called by its spawner only."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        logging.basicConfig(level=logging.WARNING)
+        self._config = config
+        self._server: Server | None = None
+        self._starting = asyncio.Lock()
+
+    async def serve(self) -> Served:
+        """Starts the server unless it runs already: a supervisor that was restarted asks again."""
+        pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
+        async with self._starting:
+            if self._server is None:
+                try:
+                    self._server = await start_server(self._config)
+                except BatonError as error:
+                    return Served(pid, node_id, error=str(error))
+            return Served(pid, node_id, port=self._server.port)
+
+    async def config(self) -> WorkerConfig:
+        """What it was told to be."""
+        return self._config
+
+    async def live(self) -> None:
+        """Never returns: the caller's reference fails when this process ends, and so tells of it."""
+        await asyncio.Event().wait()
+
+    async def stop(self) -> None:
+        """Ends the server and the engine; the process stays until it is killed."""
+        if self._server is not None:
+            await self._server.stop()

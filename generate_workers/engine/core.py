@@ -1,0 +1,400 @@
+"""The generation engine: continuous batching on a thread of its own.
+
+Step 8 of a request's way (DESIGN.md, section 4). A stream's life: `submit` (any thread) puts it into the inbox; between
+two steps it joins the batch, when its lease is committed or, without a lease, when a slot is free; every step runs one
+forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out, or
+once its KV is stored (`answer_saving`). When memory runs out meanwhile, young rows pause (`running`).
+
+A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
+for the first of them; when its KV is in place the others get a copy, and all draw their first tokens from one row of
+logits.
+
+`step` and everything below it run on the thread 'generate-engine' alone; what other threads share is in the StreamBook.
+"""
+
+import logging
+import threading
+from collections import deque
+from functools import partial
+
+from baton.clock import Clock
+from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
+from baton.types import FinishReason, SampledToken, TokenEvent
+from generate_workers.engine.batcher import Batcher, StepPlan
+from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
+from generate_workers.engine.inbox import StreamBook
+from generate_workers.engine.preemption import RunningRows
+from generate_workers.engine.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.step_bound import PrefillWork, StepBound
+from generate_workers.engine.step_runner import StepRunner
+from generate_workers.prefixes.answer_saving import Answer, AnswerSaver
+from generate_workers.residency.port import Residency, RowError
+from generate_workers.slots.leases import Seat, Standing
+from generate_workers.slots.table import SlotTable
+from modeling.forward.decoder import Decoder
+from modeling.prefix_store.store import Filled
+from text.tokenizer import Tokenizer
+
+__all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
+
+logger = logging.getLogger(__name__)
+
+
+class GenerationEngine:
+    """Owns the batch. Make it, `start` it, `submit` and `cancel` from any thread, `close` it."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        slots: SlotTable,
+        clock: Clock,
+        config: EngineConfig,
+        *,
+        saver: AnswerSaver | None = None,
+    ) -> None:
+        """`saver`: where answers are stored; the engine's from now on."""
+        self._saver = saver
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._slots = slots
+        self._clock = clock
+        self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
+        self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
+        slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
+
+        # The engine thread's own:
+        bound, work = StepBound(config.max_step_stretch), PrefillWork.of_model(decoder.config)
+        self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step, bound, work))
+        self._runner = StepRunner(decoder, self.residency)
+        self._waiting: deque[Stream] = deque()
+        self._leased: dict[Ticket, Stream] = {}
+        self._num_steps = 0
+        self._last_step: StepStats | None = None
+
+        self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
+
+    @property
+    def residency(self) -> Residency:
+        """The policy that keeps its rows' KV. Any thread may read its name, and whether it is exact."""
+        return self._slots.memory.residency
+
+    def start(self) -> None:
+        """Starts the engine's thread; once."""
+        self._thread.start()
+
+    @property
+    def thread_id(self) -> int:
+        """The system's, of the engine's thread, which has been started."""
+        assert self._thread.native_id is not None
+        return self._thread.native_id
+
+    def close(self) -> None:
+        """Ends every open stream with an error and stops the thread; blocks for the running step. Idempotent."""
+        self._book.close("the generation engine is shutting down: try another group")
+        if self._thread.is_alive():
+            self._thread.join()
+        else:
+            self._end_all()
+        if self._saver is not None:
+            self._saver.close()
+        self.residency.close()
+
+    def submit(
+        self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink = lambda filled: None
+    ) -> Ticket:
+        """Opens a stream; from then on `on_event` is called on the engine's thread, the last time for each choice with
+        a finish reason; after all that `on_filled`, once, if the request's answers are to be stored.
+
+        Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
+        LeaseExpiredError for a lease that does not hold, ResourceExhaustedError when too many requests wait for a slot,
+        UnavailableError when the engine is closed. Then nothing is opened, and a lease stays its owner's.
+        """
+        request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
+        self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
+        if request.lease_ref is not None:
+            leased = self._slots.leased_tokens(request.lease_ref)
+            if leased != request.num_tokens:
+                raise InvalidArgumentError(
+                    f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
+                )
+        return self._book.open(request, on_event, on_filled).ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Ends a stream between this step and the next, its lease or slots with it. Idempotent. Any thread."""
+        self._book.cancel(ticket)
+
+    def num_saving(self, ticket: Ticket) -> int:
+        """Choices of a stream that have ended and hold their slots until they are stored. Any thread."""
+        return self._book.num_saving(ticket)
+
+    def status(self) -> EngineStatus:
+        """What the engine holds and does now. Any thread. Raises UnavailableError when it has failed or is closed."""
+        self._book.check_open()
+        return EngineStatus(
+            ledger=self._slots.ledger(),
+            num_streams=len(self._book.streams()),
+            num_rows=len(self._running.rows),
+            num_steps=self._num_steps,
+            num_preemptions=self._running.num_preemptions,
+            num_preempted=len(self._running.waiting),
+            last_step=self._last_step,
+        )
+
+    def step(self) -> None:
+        """One turn: takes what came in, lets rows join and leave, then runs all rows that have tokens to run."""
+        started_s = self._clock.now_s()
+        self._take_messages()
+        self._slots.expire()
+        self._join_committed()
+        self._join_waiting()
+        plan = self._running.plan(self._give_up_saving)
+        kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
+        if plan and self._run_plan(plan):
+            self._last_step = StepStats(
+                num_decode_rows=plan.num_decode_rows,
+                num_prefill_tokens=plan.num_prefill_tokens,
+                duration_s=self._clock.now_s() - started_s,
+                num_kv_bytes=self._runner.num_kv_bytes - kv_bytes,
+                num_weight_bytes=self._runner.num_weight_bytes,
+                num_link_bytes=self._runner.num_link_bytes - link_bytes,
+            )
+            self._running.batcher.took(plan, self._last_step.duration_s)
+
+    def _run(self) -> None:
+        try:
+            while self._await_work():
+                self.step()
+        except Exception as error:
+            logger.exception("the generation engine failed")
+            self._book.close(f"the generation engine failed: {_one_line(error)}: restart the worker")
+        finally:
+            self._end_all()
+
+    def _await_work(self) -> bool:
+        """Returns when there is something to do; False when the engine is closed."""
+        if len(self._running.batcher) and not self._running.is_stalled:
+            return not self._book.close_reason
+        return self._book.await_work(self._slots.next_deadline_s, self._clock)
+
+    def _take_messages(self) -> None:
+        for row, filled in self._book.take_saved():
+            self._end_saving(row, filled)
+        came, cancelled = self._book.take()
+        for stream in came:
+            if stream.request.lease_ref is None:
+                self._waiting.append(stream)
+            else:
+                self._leased[stream.ticket] = stream
+        for stream in cancelled:
+            self._end(stream, FinishReason.CANCELLED)
+
+    def _join_committed(self) -> None:
+        """Streams whose lease is committed join; those whose lease has ended end."""
+        for stream in list(self._leased.values()):
+            ref = stream.request.lease_ref
+            assert ref is not None
+            standing = self._slots.standing(ref)
+            if standing is Standing.PENDING:
+                continue
+            if standing is Standing.RUNNING:  # not this stream's to end
+                del self._leased[stream.ticket]
+                self._end(stream, FinishReason.ERROR, f"slot {ref.slot} is another row's: reserve one")
+                continue
+            try:
+                seats = self._slots.activate(ref)
+            except LeaseError as error:
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            del self._leased[stream.ticket]
+            leader = self._join(stream, seats)
+            if leader is not None and leader.first is not None:
+                self._begin_pushed(leader)
+
+    def _begin_pushed(self, leader: Row) -> None:
+        """A stream's rows start from pushed KV, with the first tokens that came with it."""
+        rows = [leader, *leader.followers]
+        try:
+            self._running.fork(leader)
+        except Exception as error:
+            logger.exception("request %s: its choices cannot share their prompt", leader.stream.request.request_id)
+            self._end(leader.stream, FinishReason.ERROR, _one_line(error))
+            return
+        for row in rows:
+            assert row.first is not None
+            self._accept(row, row.first)
+
+    def _join_waiting(self) -> None:
+        """Streams without a lease take free slots, first come, first served, after rows that had to give theirs up."""
+        has_turn = self._resume()
+        while has_turn and self._waiting:
+            stream = self._waiting[0]
+            request = stream.request
+            occupy = partial(self._slots.occupy, request.num_tokens, request.capacity_tokens, request.params.n)
+            try:
+                seats = self._book.seat(stream, occupy)
+            except ResourceExhaustedError as error:
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            if seats is None:
+                return
+            self._waiting.popleft()
+            self._join(stream, seats)
+
+    def _resume(self) -> bool:
+        """Preempted rows come back; whether none waits. One for which there is no memory although nothing runs ends."""
+        while True:
+            try:
+                return self._running.resume()
+            except ResourceExhaustedError as error:
+                self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
+
+    def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
+        """The first choice's row, which joins the batch; the others follow it. None, and the stream ended, when rows
+        cannot be made."""
+        try:
+            rows = [
+                Row(stream, choice, seat, self._tokenizer, self._decoder.config) for choice, seat in enumerate(seats)
+            ]
+        except Exception as error:
+            logger.exception("request %s cannot join", stream.request.request_id)
+            for seat in seats:
+                self._slots.release(seat.ref)
+            self._end(stream, FinishReason.ERROR, _one_line(error))
+            return None
+        stream.rows, stream.has_rows = list(rows), True
+        self._running.add(rows, seats[0].num_cached)
+        return rows[0]
+
+    def _run_plan(self, plan: StepPlan) -> bool:
+        self._num_steps += 1
+        running = self._running
+        leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
+        rows = [row for leader in leaders for row in (leader, *leader.followers)]
+        try:
+            tokens = self._runner.run(plan, running.rows, rows)
+            running.batcher.ran(plan)
+            for leader in leaders:
+                running.fork(leader)
+        except Exception as error:
+            logger.exception("a step of %d rows failed", len(plan.spans))
+            failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
+            streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
+            for stream in streams.values():
+                self._end(stream, FinishReason.ERROR, _one_line(error))
+            return False
+        for row, token in zip(rows, tokens, strict=True):
+            self._accept(row, token)
+        return True
+
+    def _accept(self, row: Row, token: SampledToken) -> None:
+        """A row's next token: its event goes out. If it is the last, its slot is freed before, unless its KV is to be
+        stored: then once it is."""
+        stream = row.stream
+        if row not in stream.rows:  # the stream has ended with another of its choices' failure
+            return
+        try:
+            event = row.accept(token, self._clock.unix_ns())
+        except Exception as error:
+            logger.exception("request %s failed", stream.request.request_id)
+            self._end(stream, FinishReason.ERROR, _one_line(error))
+            return
+        if event.finish is None:
+            self._running.batcher.sampled(row.slot)
+        else:
+            stream.rows.remove(row)
+            if not self._save(row):
+                self._running.remove(row)
+            if stream.is_over:
+                self._book.forget(stream)
+        self._emit(stream, event)
+        if stream.is_over:
+            self._tell_filled(stream)
+
+    def _save(self, row: Row) -> bool:
+        """Whether the ended row's KV is on its way to the store; `_end_saving` frees its slot then."""
+        stream, naming = row.stream, row.stream.request.naming
+        if self._saver is None or naming is None or self._saver.is_busy:
+            return False
+        self._running.retire(row)
+        reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # nobody ran the last one
+        answer = stream.saving[row] = Answer(reader, token_ids, naming, partial(self._book.saved, row))
+        self._saver.save(answer)
+        return True
+
+    def _give_up_saving(self) -> bool:
+        """Rows that have ended leave unstored, for those that run; whether there were any."""
+        rows = [row for row in self._running.rows.values() if row in row.stream.saving]
+        for row in rows:
+            self._give_up(row)
+            self._end_saving(row, Filled())
+        return bool(rows)
+
+    def _give_up(self, row: Row) -> None:
+        assert self._saver is not None
+        self._saver.give_up(row.stream.saving[row])
+
+    def _end_saving(self, row: Row, filled: Filled) -> None:
+        stream = row.stream
+        if stream.saving.pop(row, None) is None:  # it was given up
+            return
+        self._running.remove(row)
+        stream.add_filled(filled)
+        if stream.is_over:
+            self._book.forget(stream)
+            self._tell_filled(stream)
+
+    def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
+        """Ends a stream in whatever stage it is, without another token."""
+        choices = stream.open_choices()
+        try:
+            self._leave(stream)
+        finally:
+            for choice, num_output in choices:
+                self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
+            self._tell_filled(stream)
+
+    def _leave(self, stream: Stream) -> None:
+        """Takes a stream out of whatever stage it is in, and frees what it holds."""
+        for row in list(stream.rows):
+            self._free(row)
+        for row in list(stream.saving):
+            self._give_up(row)
+            del stream.saving[row]
+            self._running.remove(row)
+        if self._leased.pop(stream.ticket, None) is not None:
+            assert stream.request.lease_ref is not None
+            self._slots.abort(stream.request.lease_ref)
+        if stream in self._waiting:
+            self._waiting.remove(stream)
+        self._book.forget(stream)
+
+    def _free(self, row: Row) -> None:
+        row.stream.rows.remove(row)
+        self._running.remove(row)
+
+    def _emit(self, stream: Stream, event: TokenEvent) -> None:
+        try:
+            stream.on_event(event)
+        except Exception:
+            logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
+            self.cancel(stream.ticket)
+
+    def _tell_filled(self, stream: Stream) -> None:
+        """The last that is heard of a stream whose answers are stored."""
+        if stream.request.naming is not None:
+            stream.on_filled(stream.filled)
+
+    def _end_all(self) -> None:
+        """Ends every open stream; the engine is closed, so no other can come."""
+        self._take_messages()
+        for stream in self._book.streams():
+            try:
+                self._end(stream, FinishReason.ERROR, self._book.close_reason)
+            except Exception:  # a step that failed half-way may have left this one inconsistent: the others end still
+                logger.exception("request %s cannot be ended", stream.request.request_id)
+
+
+def _one_line(error: Exception) -> str:
+    text = (str(error).strip() or "no details").splitlines()[0]
+    return f"{type(error).__name__}: {text}"

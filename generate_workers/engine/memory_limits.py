@@ -1,0 +1,48 @@
+"""How much memory KV may take: from the configuration, or from what the machine has when the group starts."""
+
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.process.memory import free_bytes
+from generate_workers.engine.config import EngineConfig
+from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.residency.policies import SelectionSource, make_residency
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.pool import PoolSize, eviction_named
+from generate_workers.slots.memory import KvMemory, MemoryLimits
+from modeling.forward.decoder import Decoder
+
+_SHARE = 0.5
+"""Of the free memory, at most and over all engines, if nothing is configured: weights and other processes need some
+too."""
+
+
+def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
+    """A group's KV memory, as it is configured. Raises ConfigError for an unknown policy and for memory that cannot be
+    had, ModelError for a policy that lacks what `baton prepare` finds out."""
+    shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
+    path = Path(config.selection_file) if config.selection_file else None
+    pool = PoolSize(config.pool_tokens, eviction_named(config.pool_eviction)) if config.pool_tokens else None
+    residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))
+    limits = memory_limits(config, residency, weight_bytes(decoder.weights))
+    return KvMemory(residency, shape, limits, config.growth_tokens)
+
+
+def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: int) -> MemoryLimits:
+    """Raises ConfigError when the device's memory does not hold the weights, or no row at all fits."""
+    kv_bytes = config.kv_memory_bytes
+    if not kv_bytes:
+        all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
+        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // config.num_engines)
+    device_bytes = None
+    if config.device_memory_bytes:
+        device_bytes = config.device_memory_bytes - num_weight_bytes
+        if device_bytes <= 0:
+            raise ConfigError(
+                f"device_memory_bytes = {config.device_memory_bytes} is out of range: weights take {num_weight_bytes}, "
+                "use more"
+            )
+    limits = MemoryLimits(kv_bytes, device_bytes)
+    if limit := limits.exceeded_by(residency.bytes_for(1)):
+        raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
+    return limits

@@ -1,0 +1,157 @@
+"""The running rows: which slot each holds, which run next, and who gives way when memory runs out.
+
+Step 8 of a request's way (DESIGN.md, section 4). A row asks for more memory as it grows. When there is none, the
+youngest row gives its own back and waits; it comes back before any newcomer, and prefills what it knew, its output
+included, so that its stream goes on: in fp32 with the tokens that it would have had, in bf16 perhaps with others, since
+a prefill in chunks does not round as decode steps do. A request that could not run alone was never let in, so the
+oldest row always runs: at worst it waits for leases, which end by themselves, and new ones leave it what it needs.
+
+Owned by the engine's thread.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from baton.errors import ResourceExhaustedError
+from baton.ids import SlotId
+from generate_workers.engine.batcher import Batcher, StepPlan
+from generate_workers.engine.rows import Row
+from generate_workers.residency.port import KvBytes
+from generate_workers.slots.leases import Seat
+from generate_workers.slots.table import SlotTable
+
+
+@dataclass
+class RunningRows:
+    """All rows that hold slots, and those that did and will again."""
+
+    slots: SlotTable
+    batcher: Batcher
+    rows: dict[SlotId, Row] = field(default_factory=dict)
+    """Those with a seat, those included that have retired."""
+    waiting: list[Row] = field(default_factory=list)
+    """Preempted, the oldest first."""
+    num_preemptions: int = 0
+    is_stalled: bool = False
+    """Whether the last plan is empty although there are rows: the oldest waits for memory that leases hold."""
+    _growth: KvBytes = field(default=KvBytes(), init=False)
+    """What a row must grow by that has no room for it yet."""
+
+    def add(self, rows: list[Row], num_cached: int) -> None:
+        """A stream's rows: the first joins the batch, with the KV of `num_cached` tokens in place; the others follow
+        it."""
+        leader = rows[0]
+        leader.followers = rows[1:]
+        self._enter(leader, num_cached)
+
+    def fork(self, leader: Row) -> None:
+        """The history's KV is in place: the other choices get a copy, and join the batch."""
+        followers, leader.followers = leader.followers, []
+        num_tokens = len(leader.token_ids)
+        for row in followers:
+            self.slots.memory.residency.copy(leader.slot, row.slot, num_tokens)
+            self.batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
+
+    def retire(self, row: Row) -> None:
+        """The row has its last token; what it holds stays, until it is removed."""
+        self.batcher.leave(row.slot)
+
+    def remove(self, row: Row) -> None:
+        """The row has ended; what it holds is free."""
+        if row in self.waiting:
+            self.waiting.remove(row)
+            self._owe()
+        self._unseat([row])
+
+    def resume(self) -> bool:
+        """Rows that were preempted come back while there is room, the oldest first; whether none waits. Raises
+        ResourceExhaustedError for the oldest when its device has less memory than it was said to have, and no row runs
+        that would give some back."""
+        if not self.waiting:
+            return True
+        while self.waiting:
+            leader = self.waiting[0]
+            rows = [leader, *leader.followers]
+            seats = self._seats_for(leader, len(rows))
+            if seats is None:
+                break
+            self.waiting.pop(0)
+            for row, seat in zip(rows, seats, strict=True):
+                row.seat = seat
+            self._enter(leader, num_cached=0)
+        self._owe()
+        return not self.waiting
+
+    def plan(self, give_up_saving: Callable[[], bool]) -> StepPlan:
+        """What to run next; memory is promised to all that it runs. Rows that have retired give way for that, by
+        `give_up_saving`, which says whether there were any; then the youngest that run do."""
+        self.is_stalled = False
+        while True:
+            plan = self.batcher.plan()
+            short = self._without_memory(plan)
+            if short is None:
+                return plan
+            if give_up_saving():
+                continue
+            youngest = max((row for row in self.rows.values() if row.slot in self.batcher), key=_age)
+            if youngest is short and len(self.batcher) == 1:
+                self.is_stalled = True
+                return StepPlan((), 0, 0)
+            self._preempt(youngest)
+
+    def _without_memory(self, plan: StepPlan) -> Row | None:
+        """The oldest row that cannot grow as planned; from now on, leases leave it what it needs for that."""
+        ends = {span.slot: span.tokens.end for span in plan.spans}
+        for row in sorted((self.rows[slot] for slot in ends), key=_age):
+            if not self.slots.extend(row.slot, ends[row.slot]):
+                self._owe_growth(self.slots.growth(row.slot, ends[row.slot]))
+                return row
+        self._owe_growth(KvBytes())
+        return None
+
+    def _seats_for(self, leader: Row, num_rows: int) -> list[Seat] | None:
+        try:
+            return self.slots.occupy(len(leader.token_ids), leader.capacity_tokens, num_rows)
+        except ResourceExhaustedError:
+            if self.rows:  # they give memory back when they end
+                return None
+            raise
+
+    def _preempt(self, leader: Row) -> None:
+        """What it gives back is owed before it is free: no lease takes it in between."""
+        self.num_preemptions += 1
+        self.waiting.append(leader)
+        self.waiting.sort(key=_age)
+        self._owe()
+        self._unseat([leader, *leader.followers])
+
+    def _enter(self, leader: Row, num_cached: int) -> None:
+        self.rows.update((row.slot, row) for row in (leader, *leader.followers))
+        self.batcher.join(leader.slot, num_cached=num_cached, num_known=len(leader.token_ids))
+
+    def _unseat(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            seat, row.seat = row.seat, None
+            if seat is None:  # it waits to come back
+                continue
+            del self.rows[seat.ref.slot]
+            if seat.ref.slot in self.batcher:
+                self.batcher.leave(seat.ref.slot)
+            self.slots.release(seat.ref)
+
+    def _owe_growth(self, num_bytes: KvBytes) -> None:
+        if num_bytes != self._growth:
+            self._growth = num_bytes
+            self._owe()
+
+    def _owe(self) -> None:
+        need, num_slots = self._growth, 0
+        for row in self.waiting:
+            num_rows = 1 + len(row.followers)
+            num_slots += num_rows
+            need += self.slots.memory.need(len(row.token_ids), row.capacity_tokens, num_rows)
+        self.slots.owe(num_slots, need)
+
+
+def _age(row: Row) -> tuple[int, int]:
+    return row.age

@@ -1,0 +1,207 @@
+"""A request in the generation engine, a type a stage: GenerationRequest as asked, Stream once open, Row in the batch.
+
+Step 8 of a request's way (DESIGN.md, section 4). A stream has a row for each choice. A row turns sampled tokens into
+events: text, stop strings and the finish reason are decided here, where the token is made. Owned by the engine's
+thread.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NewType
+
+from baton.errors import InvalidArgumentError
+from baton.ids import RequestId, SlotId
+from baton.prefix_blocks import BlockNaming
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.prefixes.answer_saving import Answer
+from generate_workers.slots.leases import Seat
+from modeling.checkpoints.registry import ModelConfig
+from modeling.forward.sampling import SamplerState
+from modeling.prefix_store.store import Filled
+from text.stop_strings import StopStrings
+from text.stream import TextStream
+from text.tokenizer import Tokenizer
+
+Ticket = NewType("Ticket", int)
+"""One stream of one engine: the number that `GenerationEngine.submit` gave it."""
+EventSink = Callable[[TokenEvent], None]
+"""Where a stream's events go; called on the engine's thread, must neither block nor raise."""
+
+FilledSink = Callable[[Filled], None]
+"""Where it goes what was stored of a stream's answers; likewise."""
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What is asked of a generation group."""
+
+    request_id: RequestId
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    """Tokens that the request's stream already has; empty at the first attempt, and with several choices."""
+    params: SamplingParams
+    lease_ref: LeaseRef | None = None
+    """Where the KV of prompt_ids and output_ids is pushed to, or of some of them is; None: prefill locally."""
+    naming: BlockNaming | None = None
+    """Of the blocks of its answers, which are to be stored; None: they are not."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the history."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that a row of it may come to hold."""
+        return len(self.prompt_ids) + self.params.max_tokens
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether the prompt's logprobs are asked for, and not out already: they come with the first output token."""
+        return self.params.prompt_logprobs is not None and not self.output_ids
+
+    def check(self, vocab_size: int, max_slot_tokens: int, num_slots: int) -> None:
+        """Raises InvalidArgumentError that names the first field that is out of its limits."""
+        if not self.prompt_ids:
+            raise InvalidArgumentError("prompt_ids is empty: send at least one token")
+        for name in ("prompt_ids", "output_ids"):
+            largest = max(getattr(self, name), default=0)
+            if largest >= vocab_size:
+                raise InvalidArgumentError(f"{name} holds {largest}: the model's token ids end at {vocab_size - 1}")
+        self._check_lengths(max_slot_tokens)
+        if self.params.n > num_slots:
+            raise InvalidArgumentError(f"n = {self.params.n} is out of range: this group has {num_slots} slots")
+        if self.params.n > 1 and self.output_ids:
+            raise InvalidArgumentError("output_ids with several choices: these share only the prompt")
+        if self.wants_prompt_scores and self.lease_ref is not None:
+            raise InvalidArgumentError("prompt_logprobs with a lease: whoever prefills scores the prompt, send none")
+
+    def _check_lengths(self, max_slot_tokens: int) -> None:
+        max_tokens = self.params.max_tokens
+        if len(self.output_ids) >= max_tokens:
+            raise InvalidArgumentError(
+                f"output_ids holds {len(self.output_ids)} tokens already: max_tokens is {max_tokens}, nothing is left"
+            )
+        if len(self.prompt_ids) + max_tokens > max_slot_tokens:
+            raise InvalidArgumentError(
+                f"max_tokens = {max_tokens} after a prompt of {len(self.prompt_ids)} tokens is out of range: a slot "
+                f"holds at most {max_slot_tokens} tokens"
+            )
+
+
+@dataclass(eq=False)
+class Stream:
+    """An open request: each of its choices will get exactly one terminal event. Owned by the engine's thread, except
+    the first five, which do not change."""
+
+    ticket: Ticket
+    request: GenerationRequest
+    on_event: EventSink
+    stop: StopStrings
+    """The request's stop strings, for all of its choices."""
+    on_filled: FilledSink = lambda filled: None
+    rows: "list[Row]" = field(default_factory=list)
+    """Of the choices that run, once the stream has its slots."""
+    saving: "dict[Row, Answer]" = field(default_factory=dict)
+    """Of choices that have ended: they hold their slots until their KV is stored."""
+    filled: Filled = field(default_factory=Filled)
+    """What was stored of them."""
+    has_rows: bool = False
+    """Whether it has, or had, its slots."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left of it, once it had rows."""
+        return not (self.rows or self.saving)
+
+    def add_filled(self, filled: Filled) -> None:
+        """What was stored of one choice."""
+        stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
+        self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
+
+    def open_choices(self) -> list[tuple[int, int]]:
+        """`(choice, output tokens so far)` of each choice that has not ended."""
+        if self.has_rows:
+            return [(row.choice, row.sampler.position) for row in self.rows]
+        return [(choice, len(self.request.output_ids)) for choice in range(self.request.params.n)]
+
+
+class Row:
+    """A choice that holds a slot. Sampler and text are rebuilt from history: a resumed stream goes on exactly."""
+
+    def __init__(self, stream: Stream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig) -> None:
+        request = stream.request
+        params = request.params.of_choice(choice)
+        self.stream = stream
+        self.choice = choice
+        self.seat: Seat | None = seat
+        """None while the row waits to come back, its memory given to older ones."""
+        self.first = seat.first
+        """The first token, where another group sampled it."""
+        self.capacity_tokens = len(seat.row.tokens)
+        self.token_ids = [*request.prompt_ids, *request.output_ids]
+        """All known tokens of the sequence."""
+        self.sampler = SamplerState(params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids)
+        self.followers: list[Row] = []
+        """Rows of the other choices, until they get this row's KV and a token of their own."""
+        self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
+        """The prompt's tokens scored so far; empty when that was not asked for."""
+        self._text = TextStream.rebuild(tokenizer, stream.stop, request.output_ids)
+        self._vocab_size = config.vocab_size
+        self._max_tokens = min(self.capacity_tokens, config.max_position)
+
+    @property
+    def ref(self) -> LeaseRef:
+        """Its claim on the slot that it holds, while it has a seat."""
+        assert self.seat is not None
+        return self.seat.ref
+
+    @property
+    def slot(self) -> SlotId:
+        """The row's name in the batch, while it has a seat."""
+        return self.ref.slot
+
+    @property
+    def age(self) -> tuple[Ticket, int]:
+        """Less is older."""
+        return self.stream.ticket, self.choice
+
+    def unscored(self, tokens: TokenRange) -> TokenRange:
+        """The positions among `tokens` whose successors are the prompt's and are yet to be scored."""
+        if not self._prompt:
+            return TokenRange(tokens.start, tokens.start)
+        start = max(tokens.start, len(self._prompt) - 1)  # those before were scored before the row lost its memory
+        return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
+
+    def add_scores(self, tokens: Sequence[SampledToken]) -> None:
+        """Takes the scores of the next tokens of the prompt."""
+        self._prompt.extend(tokens)
+
+    def accept(self, token: SampledToken, unix_ns: int) -> TokenEvent:
+        """Takes the next output token; returns its event, which carries the finish reason if the choice ends with it.
+
+        Raises InvalidArgumentError for a token that the model does not have.
+        """
+        if not 0 <= token.token_id < self._vocab_size:
+            raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
+        index = self.sampler.position
+        self.token_ids.append(token.token_id)
+        self.sampler.append(token.token_id)
+        text, finish = self._advance_text(token.token_id, self._finish_by_token())
+        prompt, self._prompt = tuple(self._prompt), []
+        return TokenEvent(index, token, text, unix_ns, finish, choice=self.choice, prompt=prompt)
+
+    def _finish_by_token(self) -> FinishReason | None:
+        finish = self.sampler.finish_after_last()
+        if finish is None and len(self.token_ids) > self._max_tokens:  # no room for the KV of this token
+            return FinishReason.LENGTH
+        return finish
+
+    def _advance_text(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
+        if finish is FinishReason.STOP:  # the text of a token that ends the stream is not part of it
+            return self._text.flush(), finish
+        result = self._text.push(token_id)
+        if result.stopped:
+            return result.text, FinishReason.STOP
+        return result.text + (self._text.flush() if finish else ""), finish

@@ -1,0 +1,101 @@
+"""One step's tensor work: a ragged forward over all planned rows, then one sampling. On the engine's thread.
+
+Step 8 of a request's way (DESIGN.md, section 4).
+
+T tokens of all spans, D hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import is_dataclass
+
+import torch
+from torch import Tensor
+
+from baton.ids import SlotId
+from baton.types import SampledToken, TokenRange
+from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.rows import Row
+from generate_workers.residency.port import Residency
+from modeling.forward.decoder import Decoder, DecoderWeights
+from modeling.forward.linear import Linear
+from modeling.forward.sampling import sample, score
+
+_SCORED_TOKENS = 64
+"""Of a prompt whose logits are made at once: 4 bytes for each token of the vocabulary each."""
+
+
+class StepRunner:
+    """Runs plans over the rows' KV, wherever the residency policy has it."""
+
+    def __init__(self, decoder: Decoder, residency: Residency) -> None:
+        self._decoder = decoder
+        self._residency = residency
+        self.num_weight_bytes = bytes_per_step(decoder.weights)
+        """That a forward reads."""
+        self.num_kv_bytes = 0
+        """That attention read, over all steps."""
+
+    @property
+    def num_link_bytes(self) -> int:
+        """Copied between host and device, over all steps."""
+        return self._residency.num_link_bytes
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], sampled: list[Row]) -> list[SampledToken]:
+        """One forward over the plan's spans; then one sampling for `sampled`: those of the plan that reach their last
+        token, each with its followers, in the plan's order."""
+        token_ids: list[int] = []
+        starts: dict[SlotId, int] = {}
+        last: list[int] = []
+        for part in plan.spans:
+            row = rows[part.slot]
+            starts[part.slot] = len(token_ids)
+            token_ids += row.token_ids[part.tokens.start : part.tokens.end]
+            if part.samples:
+                last += [len(token_ids) - 1] * (1 + len(row.followers))
+        with self._residency.step([(part.slot, part.tokens) for part in plan.spans]) as step:
+            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns)
+            self.num_kv_bytes += step.num_bytes_read
+        for part in plan.spans:
+            self._score(rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])
+        if not last:
+            return []
+        return sample(self._decoder.logits(hidden_TD[last]), [row.sampler for row in sampled])
+
+    def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
+        """Scores the prompt, where the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
+        for part in row.unscored(tokens).split(_SCORED_TOKENS):
+            rows = slice(part.start - tokens.start, part.end - tokens.start)
+            num_top = row.sampler.params.prompt_logprobs
+            assert num_top is not None
+            successors = row.token_ids[part.start + 1 : part.end + 1]
+            row.add_scores(score(self._decoder.logits(hidden_TD[rows]), successors, num_top))
+
+
+def bytes_per_step(weights: DecoderWeights) -> int:
+    """Bytes of the parameters that every forward reads whole: of an embedding that is not the head as well, and of
+    positions, it reads some rows."""
+    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head)).values())
+
+
+def weight_bytes(weights: DecoderWeights) -> int:
+    """Bytes of all parameters."""
+    return sum(_bytes_by_part(weights).values())
+
+
+def _bytes_by_part(part: object) -> dict[int, int]:
+    """Bytes of the linear layers, and of other objects' own tensors, that `part` is composed of, by identity: what is
+    used twice, as a tied embedding is, counts once."""
+    if isinstance(part, Linear):
+        return {id(part): part.num_bytes}
+    if isinstance(part, Tensor):
+        return {id(part): part.nbytes}
+    if isinstance(part, tuple | list):
+        children = list(part)
+    else:
+        attributes = getattr(part, "__dict__", {}).values()
+        children = [each for each in attributes if is_dataclass(part) or isinstance(each, Tensor)]
+    found: dict[int, int] = {}
+    for child in children:
+        found |= _bytes_by_part(child)
+    return found

@@ -1,0 +1,1 @@
+"""Connects slots with the node's store of cached KV blocks."""

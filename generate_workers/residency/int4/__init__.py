@@ -1,0 +1,1 @@
+"""Keeps KV in 4 bits."""

@@ -1,0 +1,1 @@
+"""Attends to some keys only: InfiniGen and what it is compared with."""

@@ -1,0 +1,184 @@
+"""Residency `h2o`: a row attends to the keys that had most attention so far, and to the latest (Zhang et al., 2023).
+
+Step 8 of a request's way (DESIGN.md, section 4). A comparator: what H2O drops, it has dropped for good, whatever is
+asked later. Layers 0 and 1 are whole, as in InfiniGen's comparisons.
+
+What is faithful. Sums are of every query. Those of a prompt that is prefilled here are projected once more from what
+each layer runs on; a prompt that was pushed, or came from a prefix store, is run again for them, which costs a prefill
+and needs no more than its KV (pushed_prompts.py). A prompt attends to itself whole, and is cut down to the budget at
+its end. A step attends to the budget's keys, its own among them; then the kept key with the least sum goes, but never
+one of the latest. A step's weights are those over the kept keys: what was dropped has none.
+
+What is not. Memory: here a dropped key stays at home until its row ends, for it shares its pages with other kv heads';
+nobody reads it. And a longer span behind the prompt, if there were one, would attend to all keys.
+
+B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, K keys that are kept.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from baton.errors import ModelError
+from baton.ids import SlotId
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.paged_row import MakeMemory, PagedRow
+from generate_workers.residency.port import KvShape, RowError
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
+from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
+from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from modeling.forward.decoder import Decoder, Step
+from modeling.forward.selection import Picks
+from modeling.sparse.bases import NUM_WHOLE_LAYERS
+
+
+class H2oRow(SelectiveRow):
+    """A RowKv, and what is known of its keys."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
+        """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        super().__init__(shape, make_memory)
+        self.num_weighed = 0
+        """Tokens, from the first, whose queries have weighed their keys."""
+        self._budget = budget
+        self._num_prompt = 0
+        self._num_kv_heads = shape.layout.num_kv_heads
+        self._layers = range(NUM_WHOLE_LAYERS, shape.layout.num_layers)
+        self._hitters: dict[int, HeavyHitters] = {}
+
+    @property
+    def index_bytes(self) -> int:
+        """Of positions and sums."""
+        return sum(each.num_bytes for each in self._hitters.values())
+
+    def index_bytes_for(self, num_tokens: int) -> int:
+        """Of positions and sums of all tokens: so many there are, while the prompt is not whole."""
+        return len(self._layers) * self._num_kv_heads * num_tokens * 8
+
+    def open(self, num_tokens: int, capacity_tokens: int) -> None:
+        """Begins a claim, for a prompt of `num_tokens`."""
+        super().open(num_tokens, capacity_tokens)
+        self._num_prompt = num_tokens
+        self._hitters = {layer: HeavyHitters(self._num_kv_heads) for layer in self._layers}
+
+    def hitters(self, layer: int) -> HeavyHitters:
+        """Of a layer that is not whole."""
+        return self._hitters[layer]
+
+    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
+        """Takes in `tokens`, whose keys are at home, with their queries; when the prompt is whole, and from then on,
+        leaves what the next step may keep. Returns the positions that were weighed, `[G, K]`."""
+        hitters = self._hitters[layer]
+        positions_GK = hitters.take(q_TNH, self.buffer.rows(layer, TokenRange(0, tokens.end)).k_SGH)
+        if tokens.end >= self._num_prompt:
+            num_heavy, num_recent = self._budget.at_next(self._num_prompt, tokens.end)
+            hitters.drop(num_heavy, num_recent - 1)  # the next token is one of the latest
+        return positions_GK
+
+    def copy_from(self, other: PagedRow, num_tokens: int) -> None:
+        """Takes another row's first tokens, which are all that it has."""
+        assert isinstance(other, H2oRow), "rows of one policy are alike"
+        super().copy_from(other, num_tokens)
+        self.num_weighed, self._num_prompt = other.num_weighed, other._num_prompt
+        for layer, hitters in self._hitters.items():
+            hitters.copy_from(other._hitters[layer])
+
+    def release(self) -> None:
+        """Ends the claim, if there is one."""
+        super().release()
+        self.num_weighed = 0
+        self._hitters = {}
+
+
+class H2oStep(SelectiveStep[H2oRow]):
+    """Rows of one new token are weighed as they choose; of longer spans the queries are projected once more."""
+
+    def __init__(self, layout: KvLayout, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
+        super().__init__(layout, rows)
+        self._decoder = decoder
+        self._longer: list[tuple[H2oRow, TokenRange, Tensor, Step]] = []
+        """Each with its place in the step, and what its projection needs."""
+        first = 0
+        for row, tokens in rows:
+            if len(tokens) != 1:
+                positions = decoder.weights.positions.lookup(torch.arange(tokens.start, tokens.end))
+                at_T = torch.arange(first, first + len(tokens))
+                self._longer.append((row, tokens, at_T, Step(positions, spans=())))
+            first += len(tokens)
+        self._queries: list[Tensor] = []
+        """Theirs in the layer that runs; none in one that is whole."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """Projects the longer spans' queries; their keys are there at the layer's end."""
+        self._queries = [
+            self._decoder.project(layer, hidden_TD[at_T], step)
+            for _, _, at_T, step in self._longer
+            if layer >= NUM_WHOLE_LAYERS
+        ]
+
+    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
+        """What each row has kept, and the new token."""
+        lists = [
+            row.weigh(layer, q_NH.unsqueeze(0), tokens)
+            for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True)
+        ]
+        num_B = torch.tensor([each.shape[1] for each in lists], dtype=torch.int32)
+        num_BG = num_B.unsqueeze(1).repeat(1, self.layout.num_kv_heads)
+        keys_BKG = pad_sequence([each.T for each in lists], batch_first=True)
+        return Picks(keys_BKG.transpose(1, 2).contiguous(), num_BG)
+
+    def end(self, layer: int) -> None:
+        """The longer spans' queries weigh all keys."""
+        for (row, tokens, _, _), q_TNH in zip(self._longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
+            row.weigh(layer, q_TNH, tokens)
+
+    def settle(self) -> None:
+        """All layers have run."""
+        for row, tokens in self.rows:
+            row.num_weighed = tokens.end
+
+
+class H2oResidency(SelectiveResidency[H2oRow]):
+    """A Residency."""
+
+    name: ClassVar[str] = "h2o"
+
+    def __init__(
+        self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget | None = None
+    ) -> None:
+        """`budget`: None for the usual. Raises ConfigError for models whose pushed prompts cannot be run again, what is
+        in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        budget = budget or HeavyBudget()
+        self._pushed = PushedPrompts(decoder)
+        self._decoder = decoder
+        super().__init__([H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)])
+
+    def make_step(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
+        """Raises RowError for a row whose pushed KV is of no tokens of the model."""
+        for row, tokens in rows:
+            try:
+                self._weigh_pushed(row, tokens.start)
+            except ModelError as error:
+                raise RowError(SlotId(self._rows.index(row)), str(error)) from error
+        return H2oStep(self._decoder.layout, rows, self._decoder)
+
+    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
+        """Within home memory; a pushed prompt is weighed once, not for every copy. Raises ModelError when it is of no
+        tokens of the model."""
+        self._weigh_pushed(self._rows[source], num_tokens)
+        super().copy(source, target, num_tokens)
+
+    @torch.inference_mode()
+    def _weigh_pushed(self, row: H2oRow, num_tokens: int) -> None:
+        """Of the row's first tokens, those that did not run here."""
+
+        def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
+            if layer >= NUM_WHOLE_LAYERS:
+                row.weigh(layer, q_TNH, tokens)
+
+        if row.num_weighed < num_tokens:
+            self._pushed.run(row.buffer, TokenRange(row.num_weighed, num_tokens), weigh)
+            row.num_weighed = num_tokens

@@ -1,0 +1,85 @@
+"""Residency `oracle`: a row reads all its keys, and attends to those with the largest true scores.
+
+Step 8 of a request's way (DESIGN.md, section 4). A comparator, never fast: what a selection of its size could reach at
+best, if guessing were perfect. Its scores are fp32, of the queries that attention has and the keys as they are kept.
+
+B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a row, K picks at most.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.paged_row import MakeMemory
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from modeling.forward.selection import Picks, Selection
+
+
+class OracleStep(SelectiveStep[SelectiveRow]):
+    """Looks at everything before it chooses."""
+
+    def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
+        super().__init__(layout, rows)
+        self._selection = selection
+
+    @property
+    def num_link_bytes(self) -> int:
+        """All rows that are at home, in the layers that are not whole."""
+        num_tokens = sum(tokens.end if len(tokens) == 1 else tokens.start for _, tokens in self.rows)
+        return self.num_chosen_layers * num_tokens * self.layout.row_bytes
+
+    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
+        lists = []
+        for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True):
+            k_SGH = row.buffer.rows(layer, TokenRange(0, tokens.end)).k_SGH
+            lists.append(best_keys(true_scores(q_NH, k_SGH), self._selection))
+        most = max(len(keys) for keys_G in lists for keys in keys_G)
+        keys_BGK = torch.zeros(len(lists), self.layout.num_kv_heads, most, dtype=torch.int32)
+        num_BG = torch.empty(keys_BGK.shape[:2], dtype=torch.int32)
+        for b, keys_G in enumerate(lists):
+            for g, keys in enumerate(keys_G):
+                keys_BGK[b, g, : len(keys)] = keys
+                num_BG[b, g] = len(keys)
+        return Picks(keys_BGK, num_BG)
+
+
+class OracleResidency(SelectiveResidency[SelectiveRow]):
+    """A Residency."""
+
+    name: ClassVar[str] = "oracle"
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
+        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
+        self._layout = shape.layout
+        self._selection = selection
+
+    def make_step(self, rows: Sequence[tuple[SelectiveRow, TokenRange]]) -> OracleStep:
+        return OracleStep(self._layout, rows, self._selection)
+
+
+def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
+    """How close each key comes to the best for some head of its kv head, `[G, S]`: 0 at a head's best, less below."""
+    num_kv_heads, head_dim = k_SGH.shape[1:]
+    q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
+    scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)
+    best_GS: Tensor = (scores_GJS - scores_GJS.amax(-1, keepdim=True)).amax(1)
+    return best_GS
+
+
+def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
+    """Each kv head's keys, ascending: as many as the selection says, of equals the earlier, with the first and the
+    last ones."""
+    num_keys = scores_GS.shape[-1]
+    mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
+    num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)
+    best_GK = scores_GS.sort(dim=-1, descending=True, stable=True).indices[:, :num_picks]
+    chosen_GS = torch.zeros(scores_GS.shape, dtype=torch.bool).scatter_(1, best_GK, value=True)
+    chosen_GS[:, : selection.num_first] = True
+    chosen_GS[:, max(num_keys - selection.num_last, 0) :] = True
+    return [chosen_S.nonzero().flatten().int() for chosen_S in chosen_GS]

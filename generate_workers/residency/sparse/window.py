@@ -1,0 +1,60 @@
+"""Residency `window`: a row attends to its first and its latest keys (StreamingLLM; Xiao et al., 2024).
+
+Step 8 of a request's way (DESIGN.md, section 4). A comparator: what it leaves out, it has never looked at. Of the
+selection it takes the size: as many latest keys as others choose by score, and the first ones besides. Keys keep the
+positions that they have in the text, for all of them are still there; the paper's cache numbers them anew.
+
+B rows of one new token, N heads, G kv heads, H head dim, K picks at most.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from generate_workers.residency.paged_row import MakeMemory
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from modeling.forward.selection import Picks, Selection
+
+
+class WindowStep(SelectiveStep[SelectiveRow]):
+    """The same picks in all layers."""
+
+    def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
+        super().__init__(layout, rows)
+        self._picks = first_and_last(self.lengths_B, selection, layout.num_kv_heads) if self.choosing else None
+
+    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
+        assert self._picks is not None, "nobody chooses"
+        return self._picks
+
+
+class WindowResidency(SelectiveResidency[SelectiveRow]):
+    """A Residency."""
+
+    name: ClassVar[str] = "window"
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
+        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
+        self._layout = shape.layout
+        self._selection = selection
+
+    def make_step(self, rows: Sequence[tuple[SelectiveRow, TokenRange]]) -> WindowStep:
+        return WindowStep(self._layout, rows, self._selection)
+
+
+def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
+    """Each row's first keys and its latest, the same for all kv heads; `lengths_B`: int32."""
+    share_B = (lengths_B.double() * selection.most_share).floor().int()
+    latest_B = share_B.clamp(min=max(selection.num_last, selection.free_keys))
+    num_B = (latest_B + selection.num_first).minimum(lengths_B)
+    at_K = torch.arange(int(num_B.max()), dtype=torch.int32)
+    left_out_B1 = (lengths_B - num_B).unsqueeze(1)
+    keys_BK = torch.where(at_K < selection.num_first, at_K, at_K + left_out_B1)
+    shape_BGK = (len(lengths_B), num_kv_heads, len(at_K))
+    num_BG = num_B.unsqueeze(1).expand(-1, num_kv_heads)
+    return Picks(keys_BK.unsqueeze(1).expand(shape_BGK).contiguous(), num_BG.contiguous())

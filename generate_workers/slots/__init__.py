@@ -1,0 +1,1 @@
+"""Owns the slots of a generation group: leases, memory, and who may write."""

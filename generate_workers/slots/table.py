@@ -1,0 +1,400 @@
+"""The slots of a generation group: timed, fenced claims on rows of the batch, and the memory they hold.
+
+Steps 3, 7 and 8 of a request's way (DESIGN.md, sections 4 and 5). The table is a transport.kv_sink.KvSink, so
+leasing, pushing and committing happen on the process's asyncio loop; the engine's thread occupies, activates, expires
+and releases; threads that copy blocks write and read. One lock guards everything; it is held for bookkeeping and for
+copying one piece, never while waiting.
+"""
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from baton.clock import Clock
+from baton.errors import (
+    IncompletePushError,
+    LeaseError,
+    LeaseExpiredError,
+    ResourceExhaustedError,
+    StaleStampError,
+)
+from baton.ids import SlotId, Stamp
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from generate_workers.residency.port import KvBytes
+from generate_workers.slots.access import SlotReader, SlotWriter
+from generate_workers.slots.checks import check_spec, check_ttl
+from generate_workers.slots.leases import STANDINGS, Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
+from generate_workers.slots.loop_waiter import LoopWaiter
+from generate_workers.slots.memory import KvMemory
+from transport.coverage import Added, Coverage
+from transport.kv_sink import ReserveSpec
+
+
+class SlotTable:
+    """All slots of one generation group. Thread-safe."""
+
+    def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
+        """`endpoint` is the host:port that leases name; the memory is the table's from now on."""
+        num_slots = memory.shape.num_slots
+        self.max_slot_tokens = memory.shape.max_slot_tokens
+        self.on_change: Callable[[], None] = _ignore
+        """Called whenever a claim begins, is committed, is renewed or ends, on the changing thread and without the
+        lock; set once, by the engine, before the table is used. It must neither block nor raise."""
+        self.on_abandon: Callable[[LeaseRef], None] = _ignore
+        """As on_change: the lease was aborted after it had become rows, which are to leave, or after its end."""
+        self._changed = False
+        self._memory = memory
+        self._layout = memory.shape.layout
+        self._endpoint = endpoint
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._slots = tuple(Slot(SlotId(number), memory) for number in range(num_slots))
+        self._num_owed, self._owed = 0, KvBytes()
+        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not give out stamps of its former life
+
+    @property
+    def layout(self) -> KvLayout:
+        """How the slots store KV."""
+        return self._layout
+
+    @property
+    def memory(self) -> KvMemory:
+        """Of all slots; what changes in it, changes under the table's lock."""
+        return self._memory
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    # On the loop: the KvSink.
+
+    def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
+        """Leases a free slot, with memory for its tokens and some growth, and holds one for each further choice. The
+        caller writes the first `num_present_tokens` as a writer of its own, then calls `complete_locally` if nobody
+        pushes. Raises ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError
+        that names the field that is out of its limits."""
+        num_tokens, capacity = request.num_tokens, request.capacity_tokens
+        with self._changing():
+            slots = self._room(request)
+            num_cached = num_present_tokens if request.prefills_locally else num_tokens
+            claims = self._claims(slots, num_tokens, capacity, num_cached=num_cached, ttl_s=request.ttl_s)
+            claims[0].held = tuple(slots[1:])
+            for slot, each in zip(slots, claims, strict=True):
+                slot.begin(each, SlotMove.LEASE if each is claims[0] else SlotMove.HOLD)
+        return claims[0].lease(request, self._endpoint, num_present_tokens)
+
+    def check_room(self, request: ReserveSpec) -> None:
+        """Raises what `reserve` would raise now."""
+        with self._changing():
+            self._room(request)
+
+    def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Lets the lease live `ttl_s` seconds from now; StaleStampError or LeaseExpiredError when it has ended."""
+        check_ttl(ttl_s)
+        with self._changing():
+            claim = self._present(ref)
+            claim.ttl_s = ttl_s
+            self._touch(claim)
+            self._changed = True
+
+    @contextmanager
+    def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
+        """Counts a writer in and out: the slot is not claimed anew before its last writer has left. Renews."""
+        with self._changing():
+            claim = self._present(ref)
+            self._touch(claim)
+            self._slots[ref.slot].num_inside += 1
+        try:
+            yield SlotWriter(claim, self._write)
+        finally:
+            self._leave(claim)
+
+    async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
+        """Completes the lease with each choice's first token, once every byte is in; returns the bytes of its tokens.
+
+        Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
+        IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise
+        LeaseError. A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
+        """
+        with self._changing():
+            claim = self._present(ref)
+        give_up_s = self._clock.now_s() + wait_s
+        while (missing := self._missing(claim)) is not None:
+            left_s = min(claim.deadline_s, give_up_s) - self._clock.now_s()
+            if left_s <= 0:
+                layer, tokens = missing
+                raise IncompletePushError(
+                    f"commit of slot {ref.slot}: layer {layer}, tokens [{tokens.start}, {tokens.end}) have not "
+                    "arrived: push them and commit again"
+                )
+            await self._wait(claim, left_s)
+        with self._changing():
+            self._complete(self._present(ref), tuple(firsts))
+        return claim.num_tokens * self._layout.token_bytes
+
+    def complete_locally(self, ref: LeaseRef) -> None:
+        """All that a lease begins with is in, and its row computes the rest. Any thread. StaleStampError or
+        LeaseExpiredError when it has ended."""
+        with self._changing():
+            claim = self._present(ref)
+            assert claim.num_cached < claim.num_tokens and claim.coverage.complete
+            self._slots[ref.slot].advance(SlotMove.COMMIT)
+            self._touch(claim)
+            self._changed = True
+
+    def abort(self, ref: LeaseRef) -> None:
+        """Ends the lease: the slot is free once its last writer has left; rows that it has become are told to leave.
+        Idempotent; a stale stamp changes nothing here."""
+        with self._changing():
+            slot = self._find(ref)
+            if slot is not None and slot.state is not SlotState.ACTIVE:
+                slot.end()
+                self._changed = True
+                return
+        self.on_abandon(ref)
+
+    # On the engine's thread.
+
+    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
+        """Claims slots for rows of `num_tokens` tokens, all computed here; None when too few, or too little memory, is
+        free. Raises ResourceExhaustedError when a device has less than it was said to have."""
+        with self._changing():
+            slots = self._free_slots(num_choices)
+            if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
+                return None
+            claims = self._claims(slots, num_tokens, capacity_tokens)
+            for slot, claim in zip(slots, claims, strict=True):
+                slot.begin(claim, SlotMove.OCCUPY)
+        return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
+
+    def extend(self, slot: SlotId, num_tokens: int) -> bool:
+        """Promises an active row memory for `num_tokens` tokens; False when there is no room now."""
+        claim = self._slots[slot].claim
+        assert claim is not None
+        if num_tokens <= claim.memory.num_tokens:
+            return True
+        with self._lock:
+            return self._memory.extend(claim.memory, num_tokens)
+
+    def growth(self, slot: SlotId, num_tokens: int) -> KvBytes:
+        """What an active row needs beyond its promise, to hold `num_tokens` tokens."""
+        claim = self._slots[slot].claim
+        assert claim is not None
+        return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
+
+    def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
+        """What rows need that wait to come back or to grow: leases leave so much free."""
+        with self._lock:
+            self._num_owed, self._owed = num_slots, num_bytes
+
+    def activate(self, ref: LeaseRef) -> list[Seat]:
+        """Turns a lease that is READY into rows, one a choice; the first has the KV. StaleStampError or
+        LeaseExpiredError when it has just ended."""
+        with self._changing():
+            lease = self._present(ref)
+            slots, lease.held = (self._slots[ref.slot], *lease.held), ()
+            seats = []
+            for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
+                slot.advance(SlotMove.ACTIVATE)
+                assert slot.claim is not None
+                num_cached = lease.num_cached if slot is slots[0] else 0
+                seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
+        return seats
+
+    def open_read(self, ref: LeaseRef) -> SlotReader:
+        """Counts a reader of an active slot in, until it closes. Its row must write nothing more."""
+        with self._changing():
+            slot = self._active(ref)
+            assert slot.claim is not None
+            slot.num_inside += 1
+            return SlotReader(slot.claim, self.leased_tokens, self._leave)
+
+    def release(self, ref: LeaseRef) -> None:
+        """Frees an active row's slot; the row must not touch its buffer again."""
+        with self._changing():
+            self._active(ref).end()
+            self._changed = True
+
+    def standing(self, ref: LeaseRef) -> Standing:
+        """What a row that came with this lease may do about it now."""
+        with self._lock:
+            slot = self._find(ref)
+            if slot is None or slot.claim is None:
+                return Standing.EXPIRED if self._has_expired(ref) else Standing.GONE
+            return STANDINGS.get(slot.state, Standing.RUNNING)
+
+    def leased_tokens(self, ref: LeaseRef) -> int:
+        """How many tokens this lease is for. StaleStampError or LeaseExpiredError when it has ended."""
+        with self._changing():
+            return self._present(ref).num_tokens
+
+    def expire(self) -> None:
+        """Ends every lease whose time is up, committed ones that nobody activated included."""
+        with self._changing():
+            self._expire()
+
+    def next_deadline_s(self) -> float:
+        """When `expire` will next have something to do, as things stand (Clock.now_s()); infinity for never."""
+        with self._lock:
+            timed = [slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed]
+        return min(timed, default=math.inf)
+
+    def ledger(self) -> SlotLedger:
+        """What is held now. Any thread."""
+        with self._lock:
+            return SlotLedger.of(self._slots, self._memory)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Holds the lock; afterwards tells the listener if anything changed, an error notwithstanding."""
+        changed = False
+        try:
+            with self._lock:
+                try:
+                    yield
+                finally:
+                    changed, self._changed = self._changed, False
+        finally:
+            if changed:
+                self.on_change()
+
+    def _write(self, claim: Claim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
+        with self._changing():
+            self._present(claim.ref)
+            assert data.nbytes == len(tokens) * self._layout.row_bytes
+            is_new = claim.coverage.add(layer, tokens) is Added.NEW
+            if is_new:
+                try:
+                    claim.memory.row.write(layer, tokens, data)
+                except BaseException:  # noted as present and yet not there: this claim must never be committed
+                    self._slots[claim.ref.slot].end()
+                    self._changed = True
+                    raise
+            self._touch(claim)
+            if claim.coverage.complete:
+                claim.wake_all()
+            return is_new
+
+    def _leave(self, claim: Claim) -> None:
+        with self._changing():
+            self._changed |= self._slots[claim.ref.slot].leave()
+
+    def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
+        with self._changing():
+            self._expire()
+            if not claim.expired:
+                self._present(claim.ref)
+            return claim.coverage.first_missing()
+
+    async def _wait(self, claim: Claim, timeout_s: float) -> None:
+        """Until every byte is in, the claim has ended, or the time is up."""
+        waiter = LoopWaiter()
+        with self._lock:
+            claim.waiters.append(waiter)
+            if claim.coverage.complete or self._find(claim.ref) is None:
+                waiter.wake()
+        try:
+            await waiter.wait(timeout_s)
+        finally:
+            with self._lock:
+                claim.waiters.remove(waiter)
+
+    # With the lock held.
+
+    def _kept(self) -> str:
+        is_owing = self._num_owed or self._owed != KvBytes()
+        return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
+
+    def _room(self, request: ReserveSpec) -> list[Slot]:
+        """A slot for each choice, with memory to be had for all."""
+        num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
+        check_spec(request, len(self._slots), self.max_slot_tokens)
+        self._memory.check(num_tokens, capacity, num_choices)
+        slots = self._free_slots(num_choices + self._num_owed)[:num_choices]
+        if not slots:
+            few = f"fewer than {num_choices} of {len(self._slots)} slots are free"
+            raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
+        if shortage := self._memory.shortage(self._memory.need(num_tokens, capacity, num_choices), self._owed):
+            raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
+        return slots
+
+    def _free_slots(self, count: int) -> list[Slot]:
+        """That many, or none."""
+        self._expire()
+        free = [slot for slot in self._slots if slot.state is SlotState.FREE]
+        return free[:count] if len(free) >= count else []
+
+    def _claims(
+        self, slots: Sequence[Slot], num_tokens: int, capacity: int, *, num_cached: int = 0, ttl_s: float = math.inf
+    ) -> list[Claim]:
+        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity)
+        stamps = range(self._next_stamp, self._next_stamp + len(slots))
+        self._next_stamp = stamps.stop
+        self._changed = True
+        return [
+            Claim(
+                ref=LeaseRef(slot.number, Stamp(stamp)),
+                memory=memory,
+                coverage=Coverage(self._layout.num_layers, num_cached),
+                num_tokens=num_tokens,
+                num_cached=num_cached,
+                ttl_s=ttl_s,
+                deadline_s=self._clock.now_s() + ttl_s,
+            )
+            for slot, stamp, memory in zip(slots, stamps, promises, strict=True)
+        ]
+
+    def _find(self, ref: LeaseRef) -> Slot | None:
+        """The slot whose present, unended claim carries this stamp."""
+        if not 0 <= ref.slot < len(self._slots):
+            return None
+        slot = self._slots[ref.slot]
+        holds = slot.claim is not None and slot.claim.ref.stamp == ref.stamp
+        return slot if holds and slot.state is not SlotState.QUARANTINED else None
+
+    def _active(self, ref: LeaseRef) -> Slot:
+        slot = self._find(ref)
+        assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
+        return slot
+
+    def _has_expired(self, ref: LeaseRef) -> bool:
+        return 0 <= ref.slot < len(self._slots) and self._slots[ref.slot].last_expired == ref.stamp
+
+    def _present(self, ref: LeaseRef) -> Claim:
+        self._expire()
+        slot = self._find(ref)
+        if slot is not None and slot.claim is not None:
+            return slot.claim
+        if self._has_expired(ref):
+            raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
+        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
+
+    def _touch(self, claim: Claim) -> None:
+        claim.deadline_s = self._clock.now_s() + claim.ttl_s
+
+    def _expire(self) -> None:
+        now_s = self._clock.now_s()
+        for slot in self._slots:
+            if slot.claim and slot.is_timed and slot.claim.deadline_s <= now_s:
+                slot.end(expired=True)
+                self._changed = True
+
+    def _complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
+        slot = self._slots[claim.ref.slot]
+        if claim.num_cached < claim.num_tokens:
+            raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
+        if slot.state is SlotState.LEASED:
+            num_choices = 1 + len(claim.held)
+            if len(firsts) != num_choices:
+                raise LeaseError(f"{len(firsts)} first tokens for the {num_choices} choices of slot {slot.number}")
+            claim.firsts = firsts
+            slot.advance(SlotMove.COMMIT)
+            self._touch(claim)
+            self._changed = True
+        elif [each.token_id for each in claim.firsts] != [each.token_id for each in firsts]:
+            raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
+
+
+def _ignore(*_what: object) -> None:
+    """Nobody listens yet."""

@@ -1,0 +1,1 @@
+"""Finds, converts and loads models."""

@@ -1,0 +1,52 @@
+"""Hugging Face configs to models: which family reads which, and what no family can run."""
+
+from collections.abc import Callable, Mapping
+
+from modeling.families.falcon import FalconModel
+from modeling.families.family import Family
+from modeling.families.fields import Fields
+from modeling.families.llama import LlamaModel
+from modeling.families.opt import OptModel
+from modeling.forward.model_config import ModelConfig, RopeScaling
+
+__all__ = ["ModelConfig", "RopeScaling", "from_hf", "read_model"]
+
+_FAMILIES: dict[str, tuple[str, Callable[[Fields], Family]]] = {
+    "llama": ("LlamaForCausalLM", LlamaModel.read),
+    "mistral": ("MistralForCausalLM", LlamaModel.read),
+    "qwen2": ("Qwen2ForCausalLM", LlamaModel.read),
+    "qwen3": ("Qwen3ForCausalLM", LlamaModel.read),
+    "opt": ("OPTForCausalLM", OptModel.read),
+    "falcon": ("FalconForCausalLM", FalconModel.read),
+}
+"""By model type: the architecture, and what reads its config."""
+
+
+def from_hf(
+    raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
+) -> ModelConfig:
+    """The config of the model that `read_model` reads."""
+    return read_model(raw, generation, source).config
+
+
+def read_model(
+    raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
+) -> Family:
+    """The model that a Hugging Face config describes; absent optional fields mean what they mean to transformers.
+
+    `raw` is config.json; `generation`, if given, is generation_config.json, whose end-of-sequence ids win. `source`
+    names the file in errors. Raises ModelError for what our decoder cannot run or what is missing.
+    """
+    fields = Fields(raw, source, generation)
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        remedy = f"choose a model of type {', '.join(_FAMILIES)}"
+        raise fields.error("model_type", f"{model_type!r} is not supported", remedy)
+    architecture, read = _FAMILIES[model_type]
+    architectures = raw.get("architectures")
+    if architectures and architectures != [architecture]:
+        remedy = f"choose a model whose architecture is {architecture}"
+        raise fields.error("architectures", f"{architectures!r} is not supported", remedy)
+    if raw.get("quantization_config"):
+        raise fields.error("quantization_config", "is not supported", "use the unquantized model, or a GGUF file")
+    return read(fields)

@@ -1,0 +1,47 @@
+"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder; its family says how.
+
+Before step 1 of a request's way: a worker calls `load_decoder` once at its start, on whatever thread; it blocks.
+"""
+
+from pathlib import Path
+
+from baton.errors import ModelError
+from modeling.checkpoints.registry import read_model
+from modeling.families.checkpoint import Checkpoint, read_json
+from modeling.families.family import Family
+from modeling.forward.decoder import Decoder
+from modeling.forward.model_config import ModelConfig
+from modeling.kv.buffers import TORCH_DTYPES
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """The model described by `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
+    return _load_model(folder).config
+
+
+QUANTIZATIONS = ("none", "int8")
+"""Of projections' weights: as they are, or rounded to int8 with one scale an output."""
+
+
+def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Decoder:
+    """A Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
+
+    Raises ModelError, one line, for anything wrong with the folder, the dtype, the device or the memory. Its weights'
+    fingerprint hashes every tensor's name, type, shape and bytes, the config, `dtype` and `quantization`; it does not
+    depend on how the checkpoint is split into files.
+    """
+    if dtype not in TORCH_DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; choose one of {', '.join(TORCH_DTYPES)}")
+    if quantization not in QUANTIZATIONS:
+        raise ModelError(f"quantization {quantization!r} is not supported; choose one of {', '.join(QUANTIZATIONS)}")
+    model = _load_model(folder)
+    checkpoint = Checkpoint(folder, TORCH_DTYPES[dtype], device, int8=quantization == "int8")
+    return Decoder(model.config, model.load(checkpoint))
+
+
+def _load_model(folder: Path) -> Family:
+    if not folder.is_dir():
+        raise ModelError(f"{folder}: is not a model folder; give the path of a folder that holds config.json")
+    generation_file = folder / "generation_config.json"
+    generation = read_json(generation_file) if generation_file.exists() else None
+    return read_model(read_json(folder / "config.json"), generation, str(folder / "config.json"))

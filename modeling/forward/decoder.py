@@ -1,0 +1,235 @@
+"""The decoder: one forward over ragged spans of tokens serves every path, and every family.
+
+A span is a run of new tokens of one sequence plus access to its KV. Whole prefill, a chain's chunk, a chunked local
+prefill, a single decode step and a multi-token verify differ only in the spans they pass; a batch concatenates the
+tokens of several spans for the linears and attends each span over its own length. Linears are fused (QKV, gate-up).
+
+Layer by layer: `project` writes the new keys (after RoPE) and values in place and returns the queries; `complete` takes
+the attention output through the rest of the layer. A chain does its own attention between the two. What a layer is made
+of (`modeling.forward.layers`) and how positions enter (`modeling.forward.positions`) came with the weights; nothing
+here asks.
+
+Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits wanted.
+Runs on whatever thread calls it; holds no state besides weights; not re-entrant on CUDA streams.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from modeling.forward.attention import Attention, Kernel, default_kernel
+from modeling.forward.fused_layers import fuse
+from modeling.forward.layers import Layer
+from modeling.forward.linear import Linear
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import Transform
+from modeling.forward.positions import Positions, PositionTable
+from modeling.forward.rows import DecodeRows, has_native_rows
+from modeling.forward.selection import Picks
+from modeling.kv.buffers import KvPlace, KvRows
+
+
+class Span(Protocol):
+    """A run of new tokens of one sequence, and where its own KV is written."""
+
+    @property
+    def tokens(self) -> TokenRange:
+        """The new tokens' positions."""
+        ...
+
+    def own(self, layer: int) -> Tensor:
+        """`[len(tokens), 2, G, H]`: where the new tokens' K and V are written."""
+        ...
+
+
+class SequenceSpan(Span, Protocol):
+    """A span with all that its tokens attend to."""
+
+    def segments(self, layer: int) -> Iterator[KvRows]:
+        """All keys that the new tokens may see, their own included, in pieces that do not overlap."""
+        ...
+
+    def place(self) -> KvPlace | None:
+        """The same keys, if they lie in one piece of the CPU's memory in every layer."""
+        ...
+
+
+class LayerTurns(Protocol):
+    """Whoever is told how far a forward has come: keys that are not always at hand are fetched in time, and those that
+    are not worth reading are left out."""
+
+    def begin(self, layer: int, hidden_TD: Tensor) -> None:
+        """`layer` is about to run on `hidden_TD`; on return its keys are where the spans say."""
+        ...
+
+    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
+        """Which keys the step's rows of one new token attend to in `layer`, in the rows' order; None: all. `q_TNH` are
+        all of the step's queries, as attention will compare them; the new tokens' keys are written. Asked once a layer,
+        if there are such rows (`modeling.forward.rows`); other spans attend to all keys."""
+        ...
+
+    def end(self, layer: int) -> None:
+        """`layer` has run: its new tokens' keys are where the spans say, and nobody reads them there any more."""
+        ...
+
+
+@dataclass(frozen=True)
+class DecoderWeights:
+    """All parameters, in the dtype that the decoder computes in, composed into what a forward runs through."""
+
+    device: torch.device
+    dtype: torch.dtype
+    embedding: Linear
+    """Its rows, `[V, D]`, are the tokens' embeddings."""
+    positions: PositionTable
+    layers: tuple[Layer, ...]
+    final_norm: Transform
+    head: Linear
+    """The embedding itself when tied."""
+    fingerprint: str
+    """Hash of the tensors that this was loaded from, and of the dtype."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the layers of one forward share."""
+
+    positions: Positions
+    """Of all tokens."""
+    spans: tuple[tuple[Span, slice], ...]
+    """Each with its place among the step's tokens, but for those in `rows`."""
+    rows: DecodeRows | None = None
+    """Spans that are served all at once."""
+
+
+class Decoder:
+    """A model, ready to run. All methods are called under torch.inference_mode() by the engines."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights, kernel: Kernel | None = None) -> None:
+        self.config = config
+        self.weights = weights
+        self.device = weights.device
+        self.dtype = weights.dtype
+        self.kernel = kernel or default_kernel(self.device, self.dtype)
+        self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
+        self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
+        """All layers in one call, if they and this machine allow it."""
+        self.layout = KvLayout(
+            model_fingerprint=weights.fingerprint,
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            dtype=str(self.dtype).removeprefix("torch."),
+        )
+
+    def begin(self, spans: Sequence[Span]) -> Step:
+        """Prepares a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
+        return Step(self._positions(spans), tuple(_slices(spans)))
+
+    def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
+        """Token ids, in the spans' order, to hidden states `[T, D]`; learned positions included."""
+        hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.device))
+        step.positions.enter(hidden_TD)
+        return hidden_TD
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        """Writes the new tokens' keys and values into the spans' memory; returns the queries `[T, N, H]`."""
+        config, parts = self.config, self.weights.layers[layer]
+        num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
+        qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
+        qk_TKH = step.positions.turn(parts.head_norm(qkv_TKH.narrow(1, 0, num_heads + num_kv_heads)))
+        q_TNH, k_TGH = qk_TKH.narrow(1, 0, num_heads), qk_TKH.narrow(1, num_heads, num_kv_heads)
+        v_TGH = qkv_TKH.narrow(1, num_heads + num_kv_heads, num_kv_heads)
+        if step.rows is not None:
+            step.rows.append(layer, k_TGH, v_TGH)
+        for span, where in step.spans:
+            own_T2GH = span.own(layer)
+            own_T2GH[:, 0] = k_TGH[where]
+            own_T2GH[:, 1] = v_TGH[where]
+        return q_TNH
+
+    def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
+        """An empty attention of one span's queries, with the layer's window; the caller adds segments."""
+        return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
+
+    def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
+        """Output projection, residuals and MLP: the layer's hidden states `[T, D]`."""
+        return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
+
+    def forward(
+        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+    ) -> Tensor:
+        """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
+        `turns` that pick nothing the same bits as without any."""
+        step, others = self._begin_ragged(spans)
+        hidden_TD = self.embed(token_ids, step)
+        fused = self.fused if turns is None else None
+        if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
+            return fused.run(hidden_TD, step.positions, step.rows)
+        for layer in range(self.config.num_layers):
+            if turns is not None:
+                turns.begin(layer, hidden_TD)
+            q_TNH = self.project(layer, hidden_TD, step)
+            picks = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
+            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picks))
+            if turns is not None:
+                turns.end(layer)
+        return hidden_TD
+
+    def logits(self, hidden_RD: Tensor) -> Tensor:
+        """Next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
+        return self.weights.head(hidden_RD, self.weights.final_norm).float()
+
+    def _positions(self, spans: Sequence[Span]) -> Positions:
+        ranges = (span.tokens for span in spans)
+        return self.weights.positions.lookup(
+            torch.tensor([at for each in ranges for at in range(each.start, each.end)])
+        )
+
+    def _begin_ragged(self, spans: Sequence[SequenceSpan]) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
+        """A step whose single tokens are rows, where there is a kernel for them; and its other spans."""
+        others, single = [], []
+        for span, where in _slices(spans):
+            place = span.place() if self._has_rows and len(span.tokens) == 1 else None
+            if place is None:
+                others.append((span, where))
+            else:
+                single.append((where.start, place))
+        rows = DecodeRows(single, self.layout.row_bytes, self.config.windows) if single else None
+        return Step(self._positions(spans), tuple(others), rows), others
+
+    def _attend(
+        self,
+        layer: int,
+        q_TNH: Tensor,
+        rows: DecodeRows | None,
+        others: Sequence[tuple[SequenceSpan, slice]],
+        picks: Picks | None,
+    ) -> Tensor:
+        """Attention of all of a step's tokens, `[T, N, H]`; that of `rows` to what is picked."""
+        out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+        if rows is not None:
+            out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
+            if not others:
+                return out_BNH
+            out_TNH[rows.tokens_B] = out_BNH
+        for span, where in others:
+            attention = self.attention(layer, q_TNH[where], span.tokens.start)
+            attention.add(*span.segments(layer))
+            out_TNH[where] = attention.result()
+        return out_TNH
+
+
+S = TypeVar("S", bound=Span)
+
+
+def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
+    """Each span with its place among the spans' tokens."""
+    start = 0
+    for span in spans:
+        yield span, slice(start, start + len(span.tokens))
+        start += len(span.tokens)

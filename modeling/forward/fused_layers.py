@@ -1,0 +1,108 @@
+"""All layers of a generation step in one native call (modeling/kernels/layers/decode_layers.cpp), for layers that are
+composed as the Llama family's mostly are; bit for bit what the pieces make one by one.
+
+Between two calls from Python the memory waits, and its rate is what a step is bound by. Step 8 of a request's way
+(DESIGN.md, section 4). Runs on whatever thread calls it, on several at a time.
+
+T tokens, a row each; D hidden, N heads, G kv heads.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modeling.forward.layers import GatedMlp, Layer, Sequential
+from modeling.forward.linear import Linear, LinearByRows, PanelLinear
+from modeling.forward.model_config import ModelConfig
+from modeling.forward.norms import RmsNorm, Transform, unchanged
+from modeling.forward.positions import Positions, PositionTable
+from modeling.forward.rope import RotaryTable, Rotation
+from modeling.forward.rows import DecodeRows
+from modeling.kernels import native
+from modeling.kernels.products import KERNELS
+
+_MOST_ROWS = 48
+"""From there on products count, not calls, and the linear layers alone share their work better.
+The kernel takes no more."""
+
+_Linears = list[tuple[PanelLinear, Transform]]
+
+
+class FusedLayers:
+    """Make one with `fuse`."""
+
+    def __init__(
+        self,
+        linears: Sequence[tuple[PanelLinear, Transform]],
+        config: ModelConfig,
+        *,
+        most_rows: int = _MOST_ROWS,
+        attention_product: str | None = None,
+        instruction_set: str = native.NATIVE,
+    ) -> None:
+        """`linears`: of each layer four, each with the norm before it: QKV, output, gate and up, down; all multiply in
+        the same way. `most_rows`: of a step, at most `_MOST_ROWS`. `attention_product`: one of
+        modeling.kernels.products; None: the one that this processor's kernels use. The kernel must be loaded."""
+        self._most_rows = most_rows
+        (product,) = {linear.product for linear, _ in linears}
+        make = getattr(torch.classes, native.namespace(instruction_set)).DecodeLayers
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
+        self._native: Any = make(*heads, product, attention_product or KERNELS.choice.attention)
+        for linear, norm in linears:
+            self._native.add(*linear.described(norm))
+
+    def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
+        """Whether a step of so many tokens can run, of which these are rows."""
+        is_plain = rows.in_order and rows.lengths_B is not None
+        return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
+
+    def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
+        """Takes hidden states `[T, D]` through all layers, mostly in place; writes the rows' new keys and values."""
+        assert isinstance(positions, Rotation), positions
+        hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
+        self._native.run(hidden_TD, positions.cos_T1H, positions.sin_T1H, rows.addresses_LB, rows.lengths_B)
+        return hidden_TD
+
+
+def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
+    """The layers as one, where they and this machine allow it; builds the kernel at the first call."""
+    has_windows = any(window is not None for window in config.windows)
+    if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
+        return None
+    linears: _Linears = []
+    most_rows = _MOST_ROWS
+    for layer in layers:
+        found = _linears(layer)
+        if found is None:
+            return None
+        linears += [(_panels(linear), norm) for linear, norm in found]
+        most_rows = min(most_rows, *(_most_rows(linear) for linear, _ in found))
+    return FusedLayers(linears, config, most_rows=most_rows) if linears and native.load("decode_layers") else None
+
+
+def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
+    return linear.few if isinstance(linear, LinearByRows) else linear
+
+
+def _most_rows(linear: PanelLinear | LinearByRows) -> int:
+    """Return up to how many rows the linear layer is ours."""
+    return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
+
+
+def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
+    """The linear layers of a layer that is composed in the common way, and the norms before them."""
+    tail = layer.tail
+    if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
+        return None
+    mlp = tail.mlp
+    pairs: list[tuple[Linear, Transform]] = [
+        (layer.qkv, layer.attention_norm),
+        (tail.output, unchanged),
+        (mlp.gate_up, tail.norm),
+        (mlp.down, unchanged),
+    ]
+    ours = [(linear, norm) for linear, norm in pairs if isinstance(linear, PanelLinear | LinearByRows)]
+    are_rms = isinstance(layer.attention_norm, RmsNorm) and isinstance(tail.norm, RmsNorm)
+    return ours if are_rms and len(ours) == len(pairs) else None

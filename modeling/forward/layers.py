@@ -1,0 +1,107 @@
+"""The pieces of a layer, as data: a family composes them when its weights are loaded, the decoder runs what came.
+
+A layer is a norm, a fused projection, and a tail: the output projection, residuals, norms and MLP that follow the
+attention. Families differ in which piece stands where; no piece knows of a family.
+
+Legend: T tokens, D hidden, I intermediate, N heads, G kv heads, H head dim, W = N * H, K = N + G queries and keys.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.forward.linear import Linear
+from modeling.forward.norms import Transform, unchanged
+
+Tail = Callable[[Tensor, Tensor], Tensor]
+"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`; `attended_TW` is what the attention made."""
+
+ACTIVATIONS: dict[str, Transform] = {"relu": F.relu, "gelu": F.gelu}
+"""Between an MLP's two projections, by Hugging Face's names."""
+
+
+class Mlp(Protocol):
+    """What mixes a token's channels."""
+
+    def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
+        """Of `norm(x)`, plus the residual if one is given: `[T, D]`."""
+        ...
+
+
+@dataclass(frozen=True)
+class GatedMlp:
+    """SwiGLU (Shazeer, 2020)."""
+
+    gate_up: Linear
+    """Gated: gate rows, then up rows."""
+    down: Linear
+
+    def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
+        return self.down(self.gate_up(x_TD, norm), residual_TN=residual_TD)
+
+
+@dataclass(frozen=True)
+class PlainMlp:
+    """Two projections with an activation between them."""
+
+    up: Linear
+    activation: Transform
+    down: Linear
+
+    def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
+        return self.down(self.activation(self.up(x_TD, norm)), residual_TN=residual_TD)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Attention, then the MLP on what attention made, each behind its norm."""
+
+    output: Linear
+    norm: Transform
+    mlp: Mlp
+
+    def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
+        hidden_TD = self.output(attended_TW, residual_TN=hidden_TD)
+        return self.mlp(hidden_TD, self.norm, hidden_TD)
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Attention and MLP side by side on the same hidden states (Wang and Komatsuzaki, 2021)."""
+
+    output: Linear
+    norm: Transform
+    """The attention's own norm, run once more, or another."""
+    mlp: Mlp
+
+    def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
+        return self.mlp(hidden_TD, self.norm, self.output(attended_TW, residual_TN=hidden_TD))
+
+
+@dataclass(frozen=True)
+class PostNorm:
+    """The original Transformer's order (Vaswani et al., 2017): norms behind the residual sums, none before them."""
+
+    output: Linear
+    attention_norm: Transform
+    mlp: Mlp
+    mlp_norm: Transform
+
+    def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
+        hidden_TD = self.attention_norm(self.output(attended_TW, residual_TN=hidden_TD))
+        return self.mlp_norm(self.mlp(hidden_TD, residual_TD=hidden_TD))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: what the decoder does before attention, and what it does after."""
+
+    attention_norm: Transform
+    qkv: Linear
+    """`[(N + 2 G) * H, D]`: query rows, key rows, value rows."""
+    head_norm: Transform
+    """On queries and keys `[T, K, H]`, before positions turn them."""
+    tail: Tail

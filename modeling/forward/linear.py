@@ -1,0 +1,231 @@
+"""Linear layers, with what stands around them: the norm before, the gate or the residual behind.
+
+One port, three implementations. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in C++
+(modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the weights,
+and a token's result depends on no other token of the batch, bit for bit. `LinearByRows` is both, where torch's is the
+faster one for many rows (`modeling.kernels.choosing` measures from how many on).
+
+T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.errors import ModelError
+from modeling.forward.huge_pages import WEIGHTS
+from modeling.forward.norms import RmsNorm, Transform, unchanged
+from modeling.kernels import native
+from modeling.kernels.panels import HALF, PANEL, panel_format
+from modeling.kernels.products import KERNELS
+
+
+@runtime_checkable
+class Linear(Protocol):
+    """A weight `[N, K]`, perhaps a bias `[N]`; perhaps gated: silu of the first half of the outputs times the second
+    (SwiGLU; Shazeer, 2020)."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of weight and bias, as they are kept and read."""
+        ...
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        """`norm(x) W^T + b`, gated if it is, plus the residual if one is given: `[T, N]`, gated `[T, I]`."""
+        ...
+
+    def weight(self) -> Tensor:
+        """The weight `[N, K]` as it multiplies; may be a copy, and wider than what it was made of."""
+        ...
+
+    def bias(self) -> Tensor | None:
+        """The bias `[N]` as it was loaded."""
+        ...
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        """Some rows of the weight, `[T, K]`: what an embedding is asked for."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchLinear:
+    """torch's own products."""
+
+    weight_NK: Tensor
+    bias_N: Tensor | None = None
+    gated: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.weight_NK, self.bias_N)
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        out_TN = F.linear(norm(x_TK), self.weight_NK, self.bias_N)
+        if self.gated:
+            gate_TI, up_TI = out_TN.chunk(2, dim=-1)
+            out_TN = F.silu(gate_TI).mul_(up_TI)
+        return out_TN if residual_TN is None else residual_TN + out_TN
+
+    def weight(self) -> Tensor:
+        return self.weight_NK
+
+    def bias(self) -> Tensor | None:
+        return self.bias_N
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return F.embedding(indices_T, self.weight_NK)
+
+
+class PanelLinear:
+    """Ours in C++; to be used where kernel `linear` can be built. Keeps the weight in panels, and nothing besides;
+    rounded to int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
+
+    def __init__(
+        self,
+        weight_NK: Tensor,
+        bias_N: Tensor | None = None,
+        gated: bool = False,
+        *,
+        int8: bool = False,
+        product: str | None = None,
+        instruction_set: str = native.NATIVE,
+    ) -> None:
+        """`product`: TILES or WIDENED of modeling.kernels.products; None: the one that this processor's kernels use."""
+        self._linear = getattr(torch.ops, native.namespace(instruction_set)).linear
+        num_rows, self._num_inputs = weight_NK.shape
+        self._gated = gated
+        self.product = product or KERNELS.choice.panels
+        self._num_outputs = num_rows // 2 if gated else num_rows
+        self._order_N = _gated_order(self._num_outputs) if gated else torch.arange(num_rows)
+        self._num_places = -(-(int(self._order_N[-1]) + 1) // PANEL) * PANEL
+        self._scales = None
+        if int8:
+            weight_NK, scale_N = _rounded(weight_NK)
+            self._scales = self._placed(scale_N)
+        self._format = panel_format(self.product, weight_NK.dtype)
+        self._panels_PJL = WEIGHTS.copy(self._format.pack(self._placed(weight_NK)))
+        self._bias = None if bias_N is None else self._placed(bias_N.float())
+
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self._panels_PJL, self._scales, self._bias)
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        gain_K, eps = _gain(norm)
+        if gain_K is None:
+            x_TK = norm(x_TK)
+        out_TN: Tensor = self._linear(
+            *(x_TK, self._panels_PJL, self._num_outputs, self._scales, self._bias, gain_K, eps, residual_TN),
+            *(self._gated, self.product),
+        )
+        return out_TN
+
+    def described(self, norm: Transform) -> tuple[Tensor | float | None, ...]:
+        """Weights, sizes and what stands around the products, `norm` included: RMSNorm or none. As
+        modeling/kernels/layers/decode_layers.cpp takes them."""
+        gain_K, eps = _gain(norm)
+        assert gain_K is not None or norm is unchanged, norm
+        sizes = self._num_inputs, self._num_outputs
+        return self._panels_PJL, *sizes, self._scales, self._bias, gain_K, eps, self._gated
+
+    def weight(self) -> Tensor:
+        return self._rows(torch.arange(len(self._order_N)))
+
+    def bias(self) -> Tensor | None:
+        return None if self._bias is None else self._bias[self._order_N].bfloat16()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self._rows(indices_T).bfloat16()
+
+    def _rows(self, indices_T: Tensor) -> Tensor:
+        at_T = self._order_N[indices_T]
+        kept_TK = self._format.rows(self._panels_PJL, at_T, self._num_inputs)
+        return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
+
+    def _placed(self, of_rows: Tensor) -> Tensor:
+        """What belongs to rows of the weight, in the panels' order; zero in places without a row."""
+        placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
+        placed[self._order_N] = of_rows
+        return placed
+
+
+@dataclass(frozen=True)
+class LinearByRows:
+    """The same weight twice: in panels for few rows, as torch has it for many."""
+
+    few: PanelLinear
+    many: TorchLinear
+    many_rows: int
+    """From how many rows on `many` computes."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.few.num_bytes + self.many.num_bytes
+
+    def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
+        linear = self.few if len(x_TK) < self.many_rows else self.many
+        return linear(x_TK, norm, residual_TN)
+
+    def weight(self) -> Tensor:
+        return self.many.weight()
+
+    def bias(self) -> Tensor | None:
+        return self.many.bias()
+
+    def rows(self, indices_T: Tensor) -> Tensor:
+        return self.many.rows(indices_T)
+
+
+def _gain(norm: Transform) -> tuple[Tensor | None, float]:
+    """What the kernel takes of a norm that it computes: its gain `[K]` and epsilon; no gain for another norm."""
+    return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
+
+
+def _num_bytes(*tensors: Tensor | None) -> int:
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+
+def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """`(int8 [N, K], scales [N] in fp32)`: to nearest, symmetric, each row's largest weight at 127."""
+    wide_NK = weight_NK.float()
+    scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
+
+
+def _gated_order(num_outputs: int) -> Tensor:
+    """Where the gates and then the ups go, so that a panel holds 16 gates and their ups."""
+    at_I = torch.arange(num_outputs)
+    gates_I = at_I // HALF * PANEL + at_I % HALF
+    return torch.cat((gates_I, gates_I + HALF))
+
+
+def has_panel_linear() -> bool:
+    """Return whether `PanelLinear` computes steps of few rows here; builds and measures kernels at the first call."""
+    return KERNELS.choice.torch_rows != 1 and native.load("linear")
+
+
+def make_linear(
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    *,
+    gated: bool = False,
+    int8: bool = False,
+    has_many_rows: bool = True,
+) -> Linear:
+    """Return the fastest linear layer for the weight's device and dtype on this machine; with `int8`, of the weight
+    rounded to int8. Without `has_many_rows` the weight is never kept a second time for calls of many rows. Raises
+    ModelError where int8 is not supported."""
+    on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
+    if int8:
+        if not on_cpu or not native.load("linear"):
+            remedy = "leave quantization out, or use dtype bfloat16 on device cpu, with a C++ compiler"
+            raise ModelError(f"quantization int8 is not there for {weight_NK.dtype} on {weight_NK.device}; {remedy}")
+        return PanelLinear(weight_NK, bias_N, gated, int8=True)
+    torchs = TorchLinear(weight_NK, bias_N, gated)
+    if not on_cpu or not has_panel_linear():
+        return torchs
+    ours, many_rows = PanelLinear(weight_NK, bias_N, gated), KERNELS.choice.torch_rows
+    return LinearByRows(ours, torchs, many_rows) if has_many_rows and many_rows is not None else ours

@@ -1,0 +1,313 @@
+"""Which keys a step's rows attend to, where they do not attend to all: chosen by partial keys, as InfiniGen does.
+
+A partial key is a key in R columns in place of a head's whole width; with partial queries it tells, roughly, what a key
+will score, at a part of the reading (InfiniGen; Lee et al., OSDI 2024, section 4.3). Of what basis the columns are is
+not asked here. In a row of S keys, with partial queries q_h and partial keys k_g[j], for a kv head g of J query heads:
+
+    s_h[j] = q_h . k_g[j]
+    S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
+    c_g    = number of keys with S_g[j] > -alpha: they come close enough to the best key of some head
+    n      = ceil(mean of c_g over all g), at most floor(most_share * tokens) or free_keys, what is more; at least 1
+
+Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. A row
+has as many tokens as keys, or more where some were evicted: what is read does not shrink with what is kept. n is a
+row's own, where the paper takes one for a whole batch: what a row attends to depends on no other row.
+
+Step 8 of a request's way (DESIGN.md, section 4), on the engine's thread; keys are written by whoever writes KV. Memory
+of the CPU only.
+
+B rows of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys, P keys that
+have partial keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from baton.errors import ConfigError
+from baton.types import KvLayout, TokenRange
+from modeling.kernels import native
+from modeling.kv.memory import PagedMemory
+
+_BLOCK = 16
+"""Keys whose columns lie together."""
+_DTYPE = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Picks:
+    """Keys that rows attend to in one layer. A key's number is its place among the row's, from 0."""
+
+    keys_BGK: Tensor
+    """int32, contiguous; each kv head's own list, ascending. What lies behind a list is no key."""
+    num_BG: Tensor
+    """int32, contiguous: how many keys each list has, at least one."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """How many keys are chosen. Raises ConfigError when a field is out of its limits."""
+
+    alpha: float
+    """In units of scaled scores, which are exponents of weights: keys count that come this close to the best for some
+    head. Infinity: all do."""
+    most_share: float
+    """Most keys to choose by score, as a part of the row's tokens. 1: no bound."""
+    num_first: int
+    """Keys at the row's start that are always chosen, for models rest attention on them."""
+    num_last: int
+    """Latest keys that are always chosen, the new token's own among them."""
+    free_keys: int = 1
+    """So many keys any row may choose by score, however few they would be by `most_share`: a short row is cheap to
+    read, and a part of it says little."""
+
+    def __post_init__(self) -> None:
+        if not self.alpha > 0:
+            raise ConfigError(f"alpha = {self.alpha} leaves no key to choose: use a number above 0, or inf")
+        if not 0 < self.most_share <= 1:
+            raise ConfigError(f"most_share = {self.most_share} is no part of a row: use a number above 0, up to 1")
+        if self.num_first < 0:
+            raise ConfigError(f"num_first = {self.num_first} is no number of keys: use 0 or more")
+        if self.num_last < 1:
+            raise ConfigError(f"num_last = {self.num_last} leaves out the token itself: use 1 or more")
+        if self.free_keys < 1:
+            raise ConfigError(f"free_keys = {self.free_keys} leaves no key to choose: use 1 or more")
+
+    def most_by_score(self, num_tokens: int) -> int:
+        """Of a row of that many tokens."""
+        return max(self.free_keys, math.floor(self.most_share * num_tokens))
+
+
+@dataclass(frozen=True)
+class KeyProjection:
+    """What makes partial keys of keys, in one layer."""
+
+    basis_GHR: Tensor
+    """fp32."""
+    columns_GR: Tensor | None
+    """int64: where the basis only selects, which of the head's own columns the partial ones are."""
+
+    @classmethod
+    def of(cls, basis_GHR: Tensor) -> "KeyProjection":
+        """Finds out whether the basis only selects."""
+        selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
+        return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
+
+    def apply(self, k_TGH: Tensor) -> Tensor:
+        """Partial keys `[T, G, R]` in fp32, by torch."""
+        if self.columns_GR is not None:
+            return k_TGH.gather(2, self.columns_GR.expand(len(k_TGH), -1, -1)).float()
+        return (k_TGH.float().transpose(0, 1) @ self.basis_GHR).transpose(0, 1).contiguous()
+
+
+class PartialKeys:
+    """The partial keys of one slot's row, in some layers, claim after claim; in bf16, in pages that are had as they are
+    written. A layer lies as `[C, G, R, I]`: of I keys one column after the other, as the kernel reads them. Not
+    thread-safe."""
+
+    def __init__(self, layers: range, num_kv_heads: int, num_columns: int, max_tokens: int) -> None:
+        """`layers`: those of the model that have partial keys. Raises OSError when so much address space cannot be
+        had."""
+        native.load("partial_keys")  # builds it now, not when the first keys come
+        self.layers = layers
+        # What a token is to rows of KV, a block is here: of K and V, G heads and 8 R numbers.
+        layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
+        self._memory = PagedMemory(layout, _num_blocks(max_tokens))
+        data_LS2GH = self._memory.data_LS2GH
+        layer_stride, block_stride = data_LS2GH.stride()[:2]
+        shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
+        strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
+        self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
+        """All of it, the model's layer l at l - layers.start; what was not committed must not be touched."""
+        self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
+
+    @property
+    def num_bytes(self) -> int:
+        """Committed now, to the page."""
+        return self._memory.num_bytes
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """What so many tokens' partial keys take, once all are written."""
+        return self._memory.bytes_for(_num_blocks(num_tokens))
+
+    def address(self, layer: int) -> int:
+        """Of the layer's first block."""
+        return self._memory.address + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
+
+    def expect(self, num_tokens: int) -> None:
+        """So many tokens' partial keys will be written for sure. May be called once between two releases."""
+        self._memory.expect(num_tokens // _BLOCK)
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        """The partial keys of `tokens` are about to be written, in one layer or in all; the latter in ascending order,
+        without a gap to those committed by layer."""
+        blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
+        self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
+
+    def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection | None = None) -> None:
+        """Makes the partial keys of the tokens from number `first` on, and takes them, rounded to bf16; without a
+        projection, `k_TGH` are partial keys. They are bf16 or fp32, and each head's lies in one piece. Raises
+        RuntimeError when they, or the projection, have another shape.
+
+        Where there is a compiler, on the calling thread alone and without the GIL. What is selected is the same as with
+        torch. Products are fp32 sums there, too, but in another order: they may come out a step of bf16 apart, and
+        where a sum nearly cancels, by what fp32 loses."""
+        projection = self.fitting(projection)
+        self.commit(TokenRange(first, first + len(k_TGH)), layer)
+        if native.load("partial_keys"):
+            _project(k_TGH, projection, torch.tensor([self.address(layer)]), torch.tensor([first]))
+        else:
+            data_CGRI = self.data_LCGRI[self.layers.index(layer)]
+            places_T = torch.arange(first, first + len(k_TGH))
+            data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
+
+    def fitting(self, projection: KeyProjection | None) -> KeyProjection:
+        """The projection, or that of keys that are partial already. Raises RuntimeError when it makes others."""
+        found = projection or self._unchanged
+        num_kv_heads, _, num_columns = found.basis_GHR.shape
+        kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
+        if (num_kv_heads, num_columns) != (kept_heads, kept_columns):
+            made = f"{num_kv_heads} kv heads and {num_columns} columns"
+            raise RuntimeError(f"the basis has {made}, the partial keys have {kept_heads} and {kept_columns}")
+        return found
+
+    def read(self, layer: int, num_keys: int) -> Tensor:
+        """A copy of the first `num_keys` partial keys, `[S, G, R]` in bf16."""
+        data_CGRI = self.data_LCGRI[self.layers.index(layer), : _num_blocks(num_keys)]
+        return data_CGRI.permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
+
+    def copy_from(self, other: "PartialKeys", num_tokens: int) -> None:
+        """Takes another row's first tokens."""
+        self.commit(TokenRange(0, num_tokens))
+        blocks = slice(0, _num_blocks(num_tokens))
+        self.data_LCGRI[:, blocks] = other.data_LCGRI[:, blocks]
+
+    def release(self) -> None:
+        """Gives the memory back. Idempotent."""
+        self._memory.release()
+
+
+class PartialRows:
+    """The partial keys of a step's rows of one new token. Holds addresses: the PartialKeys must outlive it."""
+
+    def __init__(
+        self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
+    ) -> None:
+        """`lengths`: keys of each row, the new token's included; for its partial key memory is taken in all layers.
+        `num_tokens`: how many tokens a row has, the new one included, where it does not keep all. All rows have the
+        same layers."""
+        for each, length in zip(keys, lengths, strict=True):
+            each.commit(TokenRange(length - 1, length))
+        self.keys = keys
+        self.layers = keys[0].layers
+        self.lengths_B = torch.tensor(lengths)
+        self.tokens_B = self.lengths_B if num_tokens is None else torch.tensor(num_tokens)
+        first_B = torch.tensor([each.address(self.layers.start) for each in keys])
+        step_B = torch.tensor([each.data_LCGRI.stride(0) * _DTYPE.itemsize for each in keys])
+        self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
+
+    def addresses_B(self, layer: int) -> Tensor:
+        """Of the rows' first blocks."""
+        return self._addresses[self.layers.index(layer)]
+
+    def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
+        """Makes the new tokens' partial keys, and takes them, as PartialKeys.write does."""
+        if native.load("partial_keys"):
+            fitting = self.keys[0].fitting(projection)
+            _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
+        else:
+            for keys, length, k_GH in zip(self.keys, self.lengths_B.tolist(), k_BGH, strict=True):
+                keys.write(layer, length - 1, k_GH.unsqueeze(0), projection)
+
+
+def _project(k_TGH: Tensor, projection: KeyProjection, addresses: Tensor, numbers: Tensor) -> None:
+    torch.ops.baton.project_keys(k_TGH, projection.basis_GHR, projection.columns_GR, addresses, numbers)
+
+
+def select_keys(
+    q_BNR: Tensor,
+    rows: PartialRows,
+    layer: int,
+    selection: Selection,
+    *,
+    has_new: bool = True,
+    closeness_BGS: Tensor | None = None,
+) -> Picks:
+    """What the rows attend to in `layer`. `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what
+    a softmax takes. `has_new`: whether the new tokens have their partial keys; they are picked either way. A score that
+    is no number is below all that are. `closeness_BGS`: takes S_g of every key that has a partial key, in fp32; what
+    lies behind a row's is left as it is. Raises RuntimeError for queries of a wrong shape."""
+    num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
+    if q_BNR.shape[2] != num_columns:
+        raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
+    if not native.load("key_selection"):
+        return plain_select_keys(q_BNR, rows, layer, selection, has_new=has_new, closeness_BGS=closeness_BGS)
+    keys_BGK, num_BG = torch.ops.baton.select_keys(
+        q_BNR,
+        rows.addresses_B(layer),
+        rows.lengths_B,
+        rows.tokens_B,
+        num_kv_heads,
+        int(not has_new),
+        selection.alpha,
+        selection.most_share,
+        selection.free_keys,
+        selection.num_first,
+        selection.num_last,
+        closeness_BGS,
+    )
+    return Picks(keys_BGK, num_BG)
+
+
+def plain_select_keys(
+    q_BNR: Tensor,
+    rows: PartialRows,
+    layer: int,
+    selection: Selection,
+    *,
+    has_new: bool = True,
+    closeness_BGS: Tensor | None = None,
+) -> Picks:
+    """The same with torch, row by row and without care for time: where there is no compiler."""
+    lists = []
+    for row, (keys, length, q_NR) in enumerate(zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True)):
+        num_scored = length - int(not has_new)
+        closeness_GP = _closeness(q_NR, keys.read(layer, num_scored).float())
+        if closeness_BGS is not None:
+            closeness_BGS[row, :, :num_scored] = closeness_GP
+        lists += _chosen(closeness_GP, length, selection.most_by_score(int(rows.tokens_B[row])), selection)
+    num_X = torch.tensor([len(each) for each in lists], dtype=torch.int32)
+    keys_XK = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+    num_BG = num_X.view(len(q_BNR), -1)
+    return Picks(keys_XK.int().view(*num_BG.shape, -1), num_BG)
+
+
+def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
+    """S_g[j], `[G, P]`, of the keys that have partial keys."""
+    least = torch.finfo(torch.float32).min
+    num_kv_heads, num_columns = k_PGR.shape[1:]
+    score_GJP = q_NR.view(num_kv_heads, -1, num_columns) @ k_PGR.permute(1, 2, 0)
+    if not len(k_PGR):
+        return score_GJP.amax(1)
+    most_GJ1 = score_GJP.nan_to_num(least, math.inf, least).amax(2, keepdim=True)
+    return (score_GJP - most_GJ1).nan_to_num(least, math.inf, least).amax(1)
+
+
+def _chosen(closeness_GP: Tensor, length: int, most: int, selection: Selection) -> list[Tensor]:
+    """Each kv head's picks in a row of `length` keys, at most so many by score."""
+    num_kv_heads, num_scored = closeness_GP.shape
+    num_close = int((closeness_GP > -selection.alpha).sum())
+    num = min(max(-(-num_close // num_kv_heads), 1), most, num_scored)
+    is_chosen_GS = torch.zeros(num_kv_heads, length, dtype=torch.bool)
+    best_GK = closeness_GP.sort(descending=True, stable=True).indices[:, :num]
+    is_chosen_GS.scatter_(1, best_GK, torch.ones_like(best_GK, dtype=torch.bool))
+    is_chosen_GS[:, : selection.num_first] = True
+    is_chosen_GS[:, min(num_scored, max(length - selection.num_last, 0)) :] = True
+    return [is_chosen_S.nonzero().flatten() for is_chosen_S in is_chosen_GS]
+
+
+def _num_blocks(num_keys: int) -> int:
+    return -(-num_keys // _BLOCK)

@@ -1,0 +1,83 @@
+"""How the linear kernel (modeling/kernels/linear/linear.cpp) wants weights: in panels of 32 outputs, read from end to
+end.
+
+A format is chosen by how the processor multiplies. M outputs, a multiple of 32; K inputs; P = M / 32 panels; J inputs
+as they are kept: K, or more, the rest zeros.
+"""
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from modeling.kernels.products import TILES
+
+HALF = 16
+"""Outputs of a panel's half."""
+PANEL = 2 * HALF
+_TILE_INPUTS = 32
+"""Inputs that a tile is deep."""
+
+
+class PanelFormat(Protocol):
+    """A way to lay weights out."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        """Panels `[P, J, 32]`."""
+        ...
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        """Some outputs' weights as they are kept, `[T, K]`."""
+        ...
+
+
+class HalvesInTurn:
+    """bf16 that is widened: input by input, the first half's outputs and the second's in turn."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        num_inputs = weight_MK.shape[1]
+        return weight_MK.view(-1, 2, HALF, num_inputs).permute(0, 3, 2, 1).reshape(-1, num_inputs, PANEL)
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        half_T, place_T = at_T % PANEL // HALF, at_T % HALF
+        return panels_PJL[at_T // PANEL, :, 2 * place_T + half_T]
+
+
+class InputPairs:
+    """bf16 for tiles: pairs of inputs, output by output."""
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        padded_MJ = _deep(weight_MK)
+        return (
+            padded_MJ.view(-1, PANEL, padded_MJ.shape[1] // 2, 2).transpose(1, 2).reshape(-1, padded_MJ.shape[1], PANEL)
+        )
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        pairs_PIL2 = panels_PJL.view(len(panels_PJL), -1, PANEL, 2)
+        return pairs_PIL2[at_T // PANEL, :, at_T % PANEL].flatten(1)[:, :num_inputs]
+
+
+class Bytes:
+    """int8, however it is multiplied: input by input, all outputs."""
+
+    def __init__(self, deep: bool) -> None:
+        self._deep = deep
+
+    def pack(self, weight_MK: Tensor) -> Tensor:
+        padded_MJ = _deep(weight_MK) if self._deep else weight_MK
+        return padded_MJ.view(-1, PANEL, padded_MJ.shape[1]).transpose(1, 2).contiguous()
+
+    def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
+        return panels_PJL[at_T // PANEL, :num_inputs, at_T % PANEL]
+
+
+def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
+    """For weights of a dtype, multiplied in one of the ways of modeling.kernels.products."""
+    if dtype == torch.int8:
+        return Bytes(deep=product == TILES)
+    return InputPairs() if product == TILES else HalvesInTurn()
+
+
+def _deep(weight_MK: Tensor) -> Tensor:
+    return F.pad(weight_MK, (0, -weight_MK.shape[1] % _TILE_INPUTS))

@@ -1,0 +1,185 @@
+// Makes partial keys, and keeps them as key_selection.cpp reads them (modeling/forward/selection.py says what they are).
+//
+// On the calling thread alone: pushed keys come while the slots' lock is held, beside generation on the same cores; a
+// pool of threads would take its time from that. kBlock keys of a head are turned, so that a register holds one column
+// of as many keys as it has lanes: sums over a head's columns then need none over lanes, a basis that only selects
+// columns copies them, and either comes out as it is kept.
+//
+// T tokens, G kv heads, H head dim, R columns of partial keys.
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "common/simd.h"
+
+namespace {
+
+constexpr int kBlock = 16;                // keys that lie together
+constexpr int kParts = kBlock / kLanes;   // registers of them
+constexpr int kColumns = kLanes / 2;
+
+// `count` numbers, zeros behind them.
+template <class Number>
+inline Floats load_some(const Number* from, int64_t count) {
+  if (count >= kLanes) return load_floats(from);
+  Number some[kLanes] = {};
+  std::copy_n(from, count, some);
+  return load_floats(some);
+}
+
+// Keys as they lie: a head's columns follow each other.
+template <class Number>
+struct Keys {
+  const Number* data;
+  int64_t token_stride, head_stride, H;
+
+  // `count` of them, from number `first` on, to [H][kBlock]; the last one stands for those that are missing.
+  void turn(int64_t first, int64_t count, int64_t g, float* to) const {
+    const Number* from = data + first * token_stride + g * head_stride;
+    for (int64_t h = 0; h < H; h += kLanes) {
+      const int64_t num_rows = std::min<int64_t>(kLanes, H - h);
+      for (int part = 0; part < kParts; ++part) {
+        Words rows[kLanes];
+        for (int lane = 0; lane < kLanes; ++lane) {
+          const int64_t token = std::min<int64_t>(part * kLanes + lane, count - 1);
+          rows[lane] = (Words)load_some(from + token * token_stride + h, H - h);
+        }
+        transpose(rows);
+        for (int64_t i = 0; i < num_rows; ++i) store(to + (h + i) * kBlock + part * kLanes, rows[i]);
+      }
+    }
+  }
+};
+
+// What makes a kv head's partial keys: a product with [H][R], or, where that only selects, these of its own columns.
+struct Basis {
+  const float* matrices;
+  const int64_t* columns;  // [G][R], or null
+  int64_t H, R, head_stride, row_stride;
+
+  // Of keys [H][kBlock], to [R][kBlock].
+  void project(int64_t g, const float* keys, uint16_t* to) const {
+    if (columns) {
+      select(columns + g * R, keys, to);
+    } else if (R < kColumns) {
+      multiply<1>(matrices + g * head_stride, keys, to);
+    } else {
+      multiply<kColumns>(matrices + g * head_stride, keys, to);
+    }
+  }
+
+ private:
+  void select(const int64_t* from, const float* keys, uint16_t* to) const {
+    for (int64_t r = 0; r < R; ++r, to += kBlock) {
+      const float* column = keys + from[r] * kBlock;
+      for (int i = 0; i < kBlock; i += kLanes) store_floats(to + i, load_floats(column + i));
+    }
+  }
+
+  // C columns at a time; the last ones overlap those before.
+  template <int C>
+  void multiply(const float* matrix, const float* keys, uint16_t* to) const {
+    for (int64_t r = 0; r < R; r += C) {
+      const int64_t first = std::min(r, R - C);
+      Floats sums[C][kParts] = {};
+      for (int64_t h = 0; h < H; ++h) {
+        for (int part = 0; part < kParts; ++part) {
+          const Floats column = load_floats(keys + h * kBlock + part * kLanes);
+          for (int c = 0; c < C; ++c) sums[c][part] += column * matrix[h * row_stride + first + c];
+        }
+      }
+      for (int c = 0; c < C; ++c) {
+        for (int part = 0; part < kParts; ++part) {
+          store_floats(to + (first + c) * kBlock + part * kLanes, sums[c][part]);
+        }
+      }
+    }
+  }
+};
+
+// Where each token's partial key is kept: an address, and its number among those that lie there.
+struct Places {
+  const int64_t *addresses, *numbers;
+  bool is_run;  // only the first token's is given, and the others follow it
+
+  int64_t number(int64_t token) const { return is_run ? numbers[0] + token : numbers[token]; }
+
+  // The first column's; each is kBlock behind the one before.
+  uint16_t* at(int64_t token, int64_t g, int64_t G, int64_t R) const {
+    auto* keys = reinterpret_cast<uint16_t*>(addresses[is_run ? 0 : token]);
+    return keys + (number(token) / kBlock * G + g) * R * kBlock + number(token) % kBlock;
+  }
+
+  // Tokens from number `first` on that are made at once: of a run, those of a block.
+  int64_t count(int64_t first, int64_t num_tokens) const {
+    return std::min(is_run ? kBlock - number(first) % kBlock : kBlock, num_tokens - first);
+  }
+};
+
+template <class Number>
+void run(const at::Tensor& k_TGH, const Basis& basis, const Places& places) {
+  const int64_t T = k_TGH.size(0), G = k_TGH.size(1), H = basis.H, R = basis.R;
+  const Keys<Number> keys{static_cast<const Number*>(k_TGH.const_data_ptr()), k_TGH.stride(0), k_TGH.stride(1), H};
+  std::vector<float> turned(H * kBlock);
+  std::vector<uint16_t> partial(R * kBlock);
+  for (int64_t first = 0, count; first < T; first += count) {
+    count = places.count(first, T);
+    for (int64_t g = 0; g < G; ++g) {
+      keys.turn(first, count, g, turned.data());
+      if (places.is_run && count == kBlock) {
+        basis.project(g, turned.data(), places.at(first, g, G, R));
+        continue;
+      }
+      basis.project(g, turned.data(), partial.data());
+      for (int64_t i = 0; i < count; ++i) {
+        uint16_t* to = places.at(first + i, g, G, R);
+        for (int64_t r = 0; r < R; ++r) to[r * kBlock] = partial[r * kBlock + i];
+      }
+    }
+  }
+}
+
+void check(const at::Tensor& k_TGH, const at::Tensor& basis_GHR, const std::optional<at::Tensor>& columns_GR) {
+  TORCH_CHECK(k_TGH.dim() == 3 && k_TGH.stride(2) == 1, "keys must be [T, G, H], a head's in one piece");
+  TORCH_CHECK(basis_GHR.scalar_type() == at::kFloat && basis_GHR.dim() == 3 && basis_GHR.stride(2) == 1 &&
+                  basis_GHR.size(0) == k_TGH.size(1) && basis_GHR.size(1) == k_TGH.size(2),
+              "a basis must be [G, H, R], in float32, a row in one piece");
+  if (!columns_GR) return;
+  TORCH_CHECK(columns_GR->scalar_type() == at::kLong && columns_GR->is_contiguous() && columns_GR->dim() == 2 &&
+                  columns_GR->size(0) == basis_GHR.size(0) && columns_GR->size(1) == basis_GHR.size(2),
+              "there must be a column for each of the basis', in int64");
+  const int64_t* columns = columns_GR->const_data_ptr<int64_t>();
+  const auto is_one = [&](int64_t column) { return column >= 0 && column < k_TGH.size(2); };
+  TORCH_CHECK(std::all_of(columns, columns + columns_GR->numel(), is_one), "no head has such a column");
+}
+
+void project_keys(const at::Tensor& k_TGH, const at::Tensor& basis_GHR, const std::optional<at::Tensor>& columns_GR,
+                  const at::Tensor& addresses, const at::Tensor& numbers) {
+  check(k_TGH, basis_GHR, columns_GR);
+  const bool is_run = addresses.numel() == 1;
+  for (const at::Tensor* each : {&addresses, &numbers}) {
+    const int64_t count = is_run ? 1 : k_TGH.size(0);
+    TORCH_CHECK(each->scalar_type() == at::kLong && each->is_contiguous() && each->numel() == count,
+                "there must be an address and a number for each token, or for the first, in int64");
+  }
+  const Places places{addresses.const_data_ptr<int64_t>(), numbers.const_data_ptr<int64_t>(), is_run};
+  TORCH_CHECK(std::all_of(places.numbers, places.numbers + numbers.numel(), [](int64_t each) { return each >= 0; }),
+              "a number is 0 or more");
+  const Basis basis{basis_GHR.const_data_ptr<float>(), columns_GR ? columns_GR->const_data_ptr<int64_t>() : nullptr,
+                    k_TGH.size(2), basis_GHR.size(2), basis_GHR.stride(0), basis_GHR.stride(1)};
+  if (k_TGH.scalar_type() == at::kFloat) return run<float>(k_TGH, basis, places);
+  TORCH_CHECK(k_TGH.scalar_type() == at::kBFloat16, "keys must be in bfloat16 or float32");
+  run<uint16_t>(k_TGH, basis, places);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
+  m.def("project_keys(Tensor k_TGH, Tensor basis_GHR, Tensor? columns_GR, Tensor addresses, Tensor numbers) -> ()");
+}
+TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) { m.impl("project_keys", &project_keys); }

@@ -1,0 +1,1 @@
+"""Holds keys and values in memory, and hands out views of them."""

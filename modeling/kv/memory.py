@@ -1,0 +1,160 @@
+"""The memory of one row's KV: address space that is reserved once, pages that are had as they are written.
+
+A row grows without ever being copied, what it holds is known to the page, and `release` gives it back to the operating
+system at once. Step 8 of a request's way (DESIGN.md, sections 4 and 5).
+
+L layers, S tokens, G kv heads, H head dim.
+"""
+
+import contextlib
+import mmap
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from baton.types import KvLayout, TokenRange
+from modeling.kv.buffers import TORCH_DTYPES
+
+PAGE_BYTES = mmap.PAGESIZE
+_HUGE_BYTES = 2 << 20
+_MAP_NORESERVE = 0x4000
+"""Linux; Python names it from 3.12 on."""
+
+
+class RowMemory(Protocol):
+    """Memory for the KV of up to `max_tokens` tokens of one sequence after another. Not thread-safe."""
+
+    data_LS2GH: Tensor
+    """All of it; what was not committed must not be touched."""
+    num_bytes: int
+    """Committed now."""
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """What the first `num_tokens` tokens take, once committed in all layers."""
+        ...
+
+    def expect(self, num_tokens: int) -> None:
+        """That many tokens will be written for sure. May be called once between two releases."""
+        ...
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        """`tokens` are about to be written, in one layer or in all. Those written in all layers come in ascending order
+        without a gap, to whatever was committed by layer."""
+        ...
+
+    def release(self) -> None:
+        """Gives everything back; nobody may read or write the rows of before. Idempotent."""
+        ...
+
+
+class PagedMemory:
+    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of them;
+    they are asked for only where every byte will be written, for else the count of pages would not be the truth. Until
+    then, while a prompt is on its way, the operating system is ahead of the count by up to a huge page a layer."""
+
+    def __init__(self, layout: KvLayout, max_tokens: int) -> None:
+        """Raises OSError when so much address space cannot be had."""
+        self.num_bytes = 0
+        self._row_bytes = layout.row_bytes
+        self._num_layers = layout.num_layers
+        self._layer_bytes = _ceil(max_tokens * layout.row_bytes, _HUGE_BYTES)
+        self._size = self._num_layers * self._layer_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        self._mapping = mmap.mmap(-1, self._size + _HUGE_BYTES, flags=flags)
+        self._advise(mmap.MADV_NOHUGEPAGE, 0, self._size + _HUGE_BYTES)
+        whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._offset = -whole.data_ptr() % _HUGE_BYTES
+        self.address = whole.data_ptr() + self._offset
+        """Of layer 0."""
+        self.data_LS2GH = _strided(whole[self._offset :], layout, max_tokens, self._layer_bytes)
+        self._has_page_LP = np.zeros(
+            (self._num_layers, _ceil(max_tokens * self._row_bytes, PAGE_BYTES) // PAGE_BYTES), bool
+        )
+        self._num_whole = 0
+        """Tokens, from 0, that need no more pages in any layer."""
+        self._is_advised = False
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """A whole number of pages in each layer."""
+        return self._num_layers * _ceil(num_tokens * self._row_bytes, PAGE_BYTES)
+
+    def expect(self, num_tokens: int) -> None:
+        """Asks for huge pages where these tokens will fill them."""
+        num_huge_bytes = num_tokens * self._row_bytes // _HUGE_BYTES * _HUGE_BYTES
+        if num_huge_bytes:
+            self._is_advised = True
+            for layer in range(self._num_layers):
+                self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        """Counts the pages that nobody wrote before: the operating system gives them at the first write."""
+        if tokens.end <= self._num_whole:
+            return
+        end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
+        layers = slice(None) if layer is None else slice(layer, layer + 1)
+        has_LP = self._has_page_LP[layers, tokens.start * self._row_bytes // PAGE_BYTES : end]
+        self.num_bytes += PAGE_BYTES * (has_LP.size - int(np.count_nonzero(has_LP)))
+        has_LP[:] = True
+        if layer is None:
+            self._num_whole = end * PAGE_BYTES // self._row_bytes
+
+    def release(self) -> None:
+        """The pages go back; whoever read the memory still would find zeros."""
+        if not self.num_bytes and not self._is_advised:
+            return
+        self._mapping.madvise(mmap.MADV_DONTNEED)
+        if self._is_advised:
+            self._advise(mmap.MADV_NOHUGEPAGE, 0, self._size + _HUGE_BYTES)
+        self._has_page_LP[:] = False
+        self.num_bytes, self._num_whole, self._is_advised = 0, 0, False
+
+    def _advise(self, advice: int, start: int, length: int) -> None:
+        with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
+            self._mapping.madvise(advice, start, length)
+
+
+class TensorMemory:
+    """RowMemory of a device, or pinned in host memory: one tensor, for the longest row at once, from `expect` to the
+    release. So what is counted is the worst case."""
+
+    def __init__(self, layout: KvLayout, max_tokens: int, device: torch.device, *, pinned: bool = False) -> None:
+        self.num_bytes = 0
+        self._shape = (layout.num_layers, max_tokens, 2, layout.num_kv_heads, layout.head_dim)
+        self._dtype = TORCH_DTYPES[layout.dtype]
+        self._whole_bytes = max_tokens * layout.token_bytes
+        self._device = device
+        self._pinned = pinned
+        self.data_LS2GH = torch.empty(0)
+
+    def bytes_for(self, num_tokens: int) -> int:
+        """All or nothing."""
+        return self._whole_bytes if num_tokens else 0
+
+    def expect(self, num_tokens: int) -> None:
+        """Takes the memory. Raises RuntimeError when the device has too little."""
+        if not self.num_bytes:
+            self.data_LS2GH = torch.empty(self._shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
+            self.num_bytes = self._whole_bytes
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        """It is there."""
+        assert self.num_bytes
+
+    def release(self) -> None:
+        """The last view takes the memory with it."""
+        self.data_LS2GH = torch.empty(0)
+        self.num_bytes = 0
+
+
+def _strided(memory: Tensor, layout: KvLayout, max_tokens: int, layer_bytes: int) -> Tensor:
+    elements = memory.view(TORCH_DTYPES[layout.dtype])
+    size = elements.element_size()
+    heads, dim = layout.num_kv_heads, layout.head_dim
+    strides = (layer_bytes // size, 2 * heads * dim, heads * dim, dim, 1)
+    return elements.as_strided((layout.num_layers, max_tokens, 2, heads, dim), strides)
+
+
+def _ceil(value: int, unit: int) -> int:
+    return -(-value // unit) * unit

@@ -1,0 +1,171 @@
+"""A block's file: its header, its writer, and how it goes.
+
+    magic, with the format's version     16 bytes
+    layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
+    tokens, bytes of KV                  2 x int64
+    (zeros up to HEADER_BYTES)
+    KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
+
+A writer holds the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name, and
+it never changes again. What a killed writer leaves has no lock. `modeling.prefix_store.store` counts files, under the
+lock of their folder.
+"""
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import struct
+import tempfile
+from pathlib import Path
+
+from baton.errors import ConfigError
+from baton.types import KvLayout, TokenRange
+from modeling.kv.buffers import KvBuffer
+
+logger = logging.getLogger(__name__)
+
+HEADER_BYTES = 4096
+UNSEALED = ".unsealed-"
+"""How names of files begin that are being written."""
+_MAGIC = b"Baton prefix v2\n"
+_FORMAT = struct.Struct("<16s16sqq")
+NUM_KNOWN_BYTES = _FORMAT.size
+"""Of a header, from its beginning."""
+
+
+def header_of(layout: KvLayout, num_tokens: int) -> bytes:
+    """What is known of a block's header."""
+    return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_tokens * layout.token_bytes)
+
+
+class BlockWriter:
+    """A block that is being written: made under the folder's lock, then to be allocated. `drop` on any thread, all else
+    on one at a time."""
+
+    def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int) -> None:
+        """Claims the block's bytes. Raises ConfigError when no file can be made there."""
+        self.name = path.name
+        self.tokens = tokens
+        self._path = path
+        self._layout = layout
+        self._used_ns = used_ns
+        self._num_missing = layout.num_layers * len(tokens)
+        self._num_bytes = HEADER_BYTES + len(tokens) * layout.token_bytes
+        self._over = True
+        try:
+            self._file, unsealed = tempfile.mkstemp(prefix=UNSEALED, dir=path.parent)
+            self._unsealed, self._over = Path(unsealed), False
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.ftruncate(self._file, self._num_bytes)  # counts from here on
+        except OSError as error:
+            self.drop()
+            raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
+
+    def allocate(self) -> bool:
+        """Takes the block's memory, so that nobody runs out of it while writing; whether there was any."""
+        try:
+            os.posix_fallocate(self._file, 0, self._num_bytes)
+            mapping = mmap.mmap(self._file, self._num_bytes)
+        except OSError as error:
+            logger.warning("block %s is not kept, as there is no memory: %s", self.name, error)
+            return False
+        mapping[:NUM_KNOWN_BYTES] = header_of(self._layout, len(self.tokens))
+        self._kv = KvBuffer.over(self._layout, self.tokens, memoryview(mapping)[HEADER_BYTES:])
+        return True
+
+    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Copies the rows of `tokens`, all of them the block's, in `layer` into place; each row once."""
+        self._kv.write(layer, tokens, data)
+        self._num_missing -= len(tokens)
+
+    def seal(self) -> None:
+        """All rows were written. Under the folder's lock, so that nobody counts the file twice, or not at all."""
+        assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
+        os.fchmod(self._file, 0o400)
+        os.utime(self._file, ns=(self._used_ns, self._used_ns))
+        if not self._path.exists():
+            self._unsealed.rename(self._path)
+        self.drop()
+
+    def drop(self) -> None:
+        """Lets go of the file, which is gone unless it was sealed. Idempotent."""
+        if not self._over:
+            self._over = True
+            try:
+                self._unsealed.unlink(missing_ok=True)
+            except OSError as error:  # whoever takes room next tries again
+                logger.warning("%s cannot be removed: %s", self._unsealed, error)
+            finally:
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
+                os.close(self._file)
+
+
+def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
+    """The KV of an open block, of so many bytes; writable. Where files are memory it is the file, mapped
+    copy-on-write, which keeps the file open, and so its lock, until the last view is gone. From disk it is a copy: who
+    attends to it, or copies it under a lock, waits for no disk, and a disk that fails does so here. Raises OSError."""
+    if in_memory:
+        return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
+    copy = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+    num_read = 0
+    while num_read < num_bytes:
+        num_more = os.preadv(file, [copy[num_read:]], HEADER_BYTES + num_read)
+        if not num_more:
+            raise OSError(errno.EIO, f"the file ends after {num_read} bytes of KV")
+        num_read += num_more
+    return copy
+
+
+def has_file(path: Path) -> bool:
+    """Whether there is such a file; none is seen on a disk that fails."""
+    try:
+        path.stat(follow_symlinks=False)
+    except OSError:
+        return False
+    return True
+
+
+def remove_unlocked(path: Path) -> bool:
+    """Whether the file is gone now: not while somebody holds a lock on it."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error)
+        return False
+    finally:
+        os.close(file)
+    return True
+
+
+def is_there(path: Path, num_bytes: int) -> bool:
+    """Whether there is a block of so many bytes; one that was cut is removed."""
+    try:
+        if path.stat(follow_symlinks=False).st_size == num_bytes:
+            return True
+    except FileNotFoundError:
+        return False
+    path.unlink(missing_ok=True)
+    return False
+
+
+def free_bytes(folder: Path, *, in_memory: bool) -> int:
+    """What the file system has free and, where its files are memory, the machine: the former may promise what the
+    latter has not."""
+    disk = os.statvfs(folder)
+    if not in_memory:
+        return disk.f_bavail * disk.f_frsize
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    memory_kib = next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+    return min(disk.f_bavail * disk.f_frsize, memory_kib * 1024)

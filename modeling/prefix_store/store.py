@@ -1,0 +1,357 @@
+"""Cached prefixes of a node: blocks of KV in files in memory, written once, read in place by every rank that needs it.
+
+A prefix is a list of blocks, and attention takes a list of segments anyway. A file holds the KV of one block's tokens
+in all layers, as KvBuffer lays it out, behind a header of one page (`block_files`). Names are given by whoever
+decides what to keep: equal names must mean equal tokens, and equal tokens before them.
+
+What holds at any moment, whoever dies:
+
+    bound     files take no more than `bound_bytes` together. Room is taken under the folder's lock, for whole blocks;
+              where there is none, the blocks that were used longest ago go first
+    readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives; what
+              is mapped is not evicted. A block that is gone, being removed, or not what it should be is a stale hint
+    writers   hold the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name,
+              and it never changes again. What a killed writer leaves has no lock: whoever takes room next removes it
+
+A store may have another one below it, on disk, with a folder and a bound of its own. Blocks sink there once they are
+sealed, when nobody waits for it, and not when they are evicted, when somebody does; from there readers get copies.
+
+So locks die with their process, and nobody keeps a list of who reads what. Files are mapped copy-on-write: readers
+share their pages and cannot spoil them. Step 5 of a request's way (DESIGN.md, sections 4 and 5). No state but the
+files: any thread, any process of the node, of either role.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.clock import Clock
+from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
+from baton.types import KvLayout, TokenRange
+from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.block_files import (
+    HEADER_BYTES,
+    NUM_KNOWN_BYTES,
+    UNSEALED,
+    BlockWriter,
+    free_bytes,
+    has_file,
+    header_of,
+    is_there,
+    kv_of,
+    remove_unlocked,
+)
+from modeling.prefix_store.folder import MEMORY, boot_id
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_-]{0,127}")
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What a store holds, those files included that are being written."""
+
+    num_blocks: int
+    num_bytes: int
+    bound_bytes: int
+
+
+@dataclass(frozen=True)
+class Leading:
+    """The first blocks of a prompt that are there."""
+
+    blocks: tuple[KvBuffer, ...]
+    num_disk_bytes: int
+    """Of KV that is below, on disk."""
+
+
+@dataclass(frozen=True)
+class Filled:
+    """What became of a store, by blocks' names."""
+
+    stored: tuple[str, ...] = ()
+    """Of those that were to be kept: they are there now. The prompt's first ones, without a gap."""
+    evicted: tuple[str, ...] = ()
+    """They had to go for it."""
+
+
+@dataclass
+class Room:
+    """What came of asking for room. Owned by who asked: to be sealed or dropped."""
+
+    locked: Callable[[], AbstractContextManager[None]]
+    """Holds the folder's lock."""
+    writers: "list[BlockWriter]" = field(default_factory=list)
+    """One for each block that is to be written, in their order."""
+    present: list[str] = field(default_factory=list)
+    """Blocks that had been there already."""
+    evicted: list[str] = field(default_factory=list)
+    """Blocks that had to go."""
+
+    def allocate(self) -> None:
+        """Takes the memory; gives up the first block for which there is none, and those behind it."""
+        for index, writer in enumerate(self.writers):
+            if not writer.allocate():
+                self.give_up(index)
+
+    def give_up(self, index: int) -> None:
+        """Drops that block of those that are to be written, and all behind it."""
+        for writer in self.writers[index:]:
+            writer.drop()
+        del self.writers[index:]
+
+    def seal(self) -> None:
+        """All blocks are complete: from here on they have their names, and do not change. Where there is one of that
+        name by now, that one stays."""
+        with self.locked():
+            for writer in self.writers:
+                writer.seal()
+
+    def filled(self, names: Sequence[str]) -> Filled:
+        """What came of it, once sealed, for the names that there was to be room for."""
+        stored = {*self.present, *(writer.name for writer in self.writers)}
+        return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
+
+    def drop(self) -> None:
+        """Gives back what was not sealed. Idempotent."""
+        for writer in self.writers:
+            writer.drop()
+
+
+class PrefixStore:
+    """The blocks in `folder`, of one layout, at most `bound_bytes` of them: for all ranks of a node the same. What was
+    used when goes by `clock`'s unix time. Raises ConfigError when there is no such folder."""
+
+    def __init__(
+        self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, below: "PrefixStore | None" = None
+    ) -> None:
+        """`below`: on disk, with a bound of its own: what was sunk there is found there when it is gone here."""
+        if not folder.is_dir():
+            raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
+        self.bound_bytes = bound_bytes
+        self.layout = layout
+        self.below = below
+        self._folder = folder
+        self._in_memory = folder.is_relative_to(MEMORY)
+        self._clock = clock
+        self.identity = _identity(folder)
+        """Equal for all who share the folder, and for nobody else on any node, nor for a later folder of that name."""
+
+    def holdings(self) -> Holdings:
+        """As things are now; what dead writers left counts until somebody takes room. While others write, a block that
+        is removed may be counted together with the one that takes its place. Nothing where the folder is gone."""
+        sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
+        return Holdings(len(sizes), sum(sizes), self.bound_bytes)
+
+    def names(self) -> list[str]:
+        """Of all sealed blocks, those below first, then those that were used longest ago."""
+        files = self._files() if self._folder.is_dir() else ()
+        sealed = sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
+        below = self.below.names() if self.below is not None else []
+        return list(dict.fromkeys([*below, *(name for _, name in sealed)]))
+
+    def has(self, name: str) -> bool:
+        """Whether the block is here or below, now."""
+        return has_file(self._path(name)) or (self.below is not None and self.below.has(name))
+
+    def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
+        """Copies consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one:
+        those that are here and not there, as far as there is room, up to the first that is gone by now. The names of
+        blocks that had to go for them.
+
+        Blocks for as long as copying takes: not on any request's way. Raises what `take` raises, and OSError.
+        """
+        if self.below is None or not names:
+            return []
+        room = self.below.take(names, tokens, block_tokens)
+        try:
+            for index, writer in enumerate(room.writers):
+                try:
+                    block = self._open_here(writer.name, writer.tokens, self._clock.unix_ns())
+                except StalePrefixError as stale:
+                    logger.debug("not all of %d blocks are there to be sunk: %s", len(names), stale)
+                    room.give_up(index)
+                    break
+                for layer in range(self.layout.num_layers):
+                    writer.write(layer, writer.tokens, block.export(layer, writer.tokens))
+            room.seal()
+        finally:
+            room.drop()
+        return [name for name in room.evicted if not self.has(name)]
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else takes room meanwhile: to be held for a moment only."""
+        try:
+            file = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError(f"prefix store: no file can be made in {self._folder} ({error.strerror})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(file)
+
+    def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
+        """The KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on: views of the
+        files, which stay where they are until the last view is gone, or copies of what is below, on disk. They count as
+        used now, the first one last. Blocks while a disk is read.
+
+        Raises StalePrefixError when any is not there, or not what it should be, InvalidArgumentError for a bad name.
+        """
+        return tuple(block for block, _ in self._opening(names, block_tokens))
+
+    def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
+        """As `open`, of as many of the first blocks as are there, without a gap."""
+        found: list[tuple[KvBuffer, int]] = []
+        try:
+            found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
+        except StalePrefixError as stale:
+            logger.debug("%d of %d blocks are there: %s", len(found), len(names), stale)
+        return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
+
+    def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
+        """Each with its bytes from below."""
+        now_ns = self._clock.unix_ns()
+        for index, name in enumerate(names):
+            tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
+            yield self._open(name, tokens, now_ns - index)
+
+    def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
+        """Room for consecutive blocks of a prompt, which together are `tokens`. Where there is none for all, even
+        without every block that nobody reads and that is not named here, the last ones are left out: that is no error.
+
+        Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
+        """
+        assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
+        paths = [self._path(name) for name in names]
+        room = Room(self.locked)
+        try:
+            with self.locked():
+                self._claim(room, paths, tokens.split(block_tokens))
+            room.allocate()
+            if self.below is not None:
+                room.evicted = [name for name in room.evicted if not self.below.has(name)]
+        except BaseException:
+            room.drop()
+            raise
+        return room
+
+    def _claim(self, room: Room, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
+        """Under the folder's lock: what is there already, and bytes for what is not, as far as there are any."""
+        size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
+        shelf = self._shelf({path.name for path in paths})
+        now_ns, left_bytes = (
+            self._clock.unix_ns(),
+            free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes,
+        )
+        for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
+            if is_there(path, size):
+                os.utime(path, ns=(now_ns - index, now_ns - index))
+                room.present.append(path.name)
+                continue
+            room.evicted += shelf.clear(self.bound_bytes - size)
+            shelf.num_bytes += size
+            if shelf.num_bytes > min(self.bound_bytes, left_bytes):
+                break
+            room.writers.append(BlockWriter(path, self.layout, part, now_ns - index))
+
+    def _open(self, name: str, tokens: TokenRange, used_ns: int) -> tuple[KvBuffer, int]:
+        try:
+            return self._open_here(name, tokens, used_ns), 0
+        except StalePrefixError:
+            if self.below is None:
+                raise
+            block = self.below._open_here(name, tokens, used_ns)
+            return block, block.num_bytes
+
+    def _open_here(self, name: str, tokens: TokenRange, used_ns: int) -> KvBuffer:
+        path = self._path(name)
+        try:
+            file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            raise StalePrefixError(f"block {name} is not in {self._folder}: prefill without it") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            self._check(name, file, len(tokens))
+            os.utime(file, ns=(used_ns, used_ns))
+            memory = kv_of(file, len(tokens) * self.layout.token_bytes, in_memory=self._in_memory)
+        except OSError as error:  # locked by who removes it, no memory for it, or a disk that fails
+            raise StalePrefixError(f"block {name} cannot be had ({error.strerror}): prefill without it") from error
+        finally:
+            os.close(file)
+        return KvBuffer.over(self.layout, tokens, memory)
+
+    def _check(self, name: str, file: int, num_tokens: int) -> None:
+        """A block that was removed meanwhile is stale; so is one that is not what its name says, which is removed."""
+        stat = os.fstat(file)
+        if not stat.st_nlink:
+            raise StalePrefixError(f"block {name} has been removed: prefill without it")
+        num_bytes = num_tokens * self.layout.token_bytes
+        header = os.pread(file, NUM_KNOWN_BYTES, 0)
+        if header != header_of(self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
+            logger.warning("block %s in %s is not what its name says: removing it", name, self._folder)
+            self._path(name).unlink(missing_ok=True)
+            raise StalePrefixError(
+                f"block {name} in {self._folder} is not of {num_tokens} tokens in layout "
+                f"{self.layout.fingerprint}: prefill without it"
+            )
+
+    def _shelf(self, spared: Collection[str]) -> "_Shelf":
+        """What lies in the folder now. Under its lock."""
+        for unsealed in self._folder.glob(UNSEALED + "*"):
+            if remove_unlocked(unsealed):
+                logger.info("removed %s, which a writer had left", unsealed)
+        shelf = _Shelf(self._folder)
+        for name, stat in self._files():
+            shelf.num_bytes += stat.st_size
+            if not name.startswith(UNSEALED) and name not in spared:
+                shelf.blocks.append((stat.st_mtime_ns, name, stat.st_size))
+        shelf.blocks.sort(reverse=True)
+        return shelf
+
+    def _files(self) -> Iterator[tuple[str, os.stat_result]]:
+        with os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # dropped, or without the lock, sealed or evicted
+                    if entry.name != _LOCK:
+                        yield entry.name, entry.stat(follow_symlinks=False)
+
+    def _path(self, name: str) -> Path:
+        if not _NAME.fullmatch(name):
+            raise InvalidArgumentError(f"block {name!r} is no name: use up to 128 letters, digits, - or _")
+        return self._folder / name
+
+
+@dataclass
+class _Shelf:
+    """Files under the folder's lock, which their owner holds."""
+
+    folder: Path
+    blocks: list[tuple[int, str, int]] = field(default_factory=list)
+    """Unix nanoseconds of last use, name, bytes of what may go; what was used longest ago comes last."""
+    num_bytes: int = 0
+    """Of all files."""
+
+    def clear(self, left_bytes: int) -> list[str]:
+        """Removes what nobody reads until no more than `left_bytes` are left, if that can be; the names."""
+        gone = []
+        while self.num_bytes > left_bytes and self.blocks:
+            _, name, size = self.blocks.pop()
+            if remove_unlocked(self.folder / name):
+                self.num_bytes -= size
+                gone.append(name)
+        return gone
+
+
+def _identity(folder: Path) -> str:
+    stat = folder.stat()
+    return f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"

@@ -1,0 +1,1 @@
+"""Fits and keeps the bases by which keys are chosen."""

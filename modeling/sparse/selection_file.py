@@ -1,0 +1,144 @@
+"""What `baton prepare` found out about a model, as one safetensors file: the basis, and how to choose keys by it.
+
+The tensors are `q_LGHR` and `k_LGHR` (modeling.sparse.bases); all else is text in the file's metadata. A file belongs
+to the weights it was made from, down to their dtype and quantization, and says so by their fingerprint. Blocks on the
+disk.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from baton.errors import ConfigError, ModelError
+from baton.paths import cache_folder
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.sparse.bases import Basis, BasisKind
+
+_FORMAT = "baton-selection 2"
+"""The file's kind and the version of its fields."""
+_REMEDY = "run `baton prepare` with this model, dtype and quantization"
+_TENSORS = ("q_LGHR", "k_LGHR")
+_MEASURED = ("captured_mass", "picked_share", "perplexity_cost")
+LOOKAHEADS = (0, 1)
+
+
+@dataclass(frozen=True)
+class PreparedSelection:
+    """All that a policy which selects keys needs to know of a model."""
+
+    basis: Basis
+    selection: Selection
+    lookahead: int
+    """Layers by which queries are predicted early: 0, they are the layer's own, or 1."""
+    fingerprint: str
+    """Of the model: KvLayout.model_fingerprint."""
+    text_hash: str
+    """Of the text that the basis was fitted to."""
+    captured_mass: float | None = None
+    """Part of the softmax's weight that lay on chosen keys, on text that no basis was fitted to; None, as below: it was
+    not measured."""
+    picked_share: float | None = None
+    """Keys that were chosen there, as a part of the row's."""
+    perplexity_cost: float | None = None
+    """By how much choosing raised perplexity there, as a part of that with all keys."""
+
+
+def prepared_path(fingerprint: str) -> Path:
+    """Where `baton prepare` keeps what it found for the model of this fingerprint, and workers look for it."""
+    return cache_folder() / "selections" / f"{fingerprint}.safetensors"
+
+
+def save_prepared(prepared: PreparedSelection, path: Path) -> None:
+    """Writes the file, replacing one that is there; it appears whole or not at all. Raises ConfigError."""
+    selection = prepared.selection
+    metadata = {
+        "format": _FORMAT,
+        "fingerprint": prepared.fingerprint,
+        "kind": prepared.basis.kind.value,
+        "text_hash": prepared.text_hash,
+        "alpha": repr(float(selection.alpha)),
+        "most_share": repr(float(selection.most_share)),
+        "num_first": str(selection.num_first),
+        "num_last": str(selection.num_last),
+        "free_keys": str(selection.free_keys),
+        "lookahead": str(prepared.lookahead),
+    }
+    for name in _MEASURED:
+        if (value := getattr(prepared, name)) is not None:
+            metadata[name] = repr(float(value))
+    basis = prepared.basis  # copied, for a file takes no tensors that share memory, or lie with gaps
+    tensors = {name: getattr(basis, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
+    partial = path.with_name(path.name + ".partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, partial, metadata)
+        partial.rename(path)
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise ConfigError(f"{path}: cannot be written ({error}); choose another file") from error
+
+
+def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
+    """Reads what `save_prepared` wrote. Raises ModelError when there is none, when it is damaged, or of another model
+    than `decoder`'s."""
+    if not path.is_file():
+        raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            _check_origin(path, metadata, decoder)
+            q_LGHR, k_LGHR = map(file.get_tensor, _TENSORS)
+            basis = _basis(path, metadata["kind"], q_LGHR, k_LGHR, decoder)
+        return _prepared(basis, metadata)
+    except (SafetensorError, OSError, KeyError, ValueError, ConfigError) as error:
+        raise ModelError(f"{path}: is damaged ({error}): {_REMEDY}") from error
+
+
+def _check_origin(path: Path, metadata: dict[str, str], decoder: Decoder) -> None:
+    if metadata.get("format") != _FORMAT:
+        raise ModelError(f"{path}: is not of format {_FORMAT!r}: {_REMEDY}")
+    found, expected = metadata.get("fingerprint"), decoder.layout.model_fingerprint
+    if found != expected:
+        raise ModelError(f"{path}: was prepared for model {found}, and this is {expected}: {_REMEDY}")
+
+
+def _basis(path: Path, kind: str, q_LGHR: Tensor, k_LGHR: Tensor, decoder: Decoder) -> Basis:
+    layout = decoder.layout
+    outer = (layout.num_layers, layout.num_kv_heads, layout.head_dim)
+    for name, tensor in zip(_TENSORS, (q_LGHR, k_LGHR), strict=True):
+        fits = tensor.dim() == 4 and tensor.shape == q_LGHR.shape and tensor.shape[:3] == outer
+        fits = fits and 1 <= tensor.shape[3] <= layout.head_dim
+        if not fits or tensor.dtype != torch.float32 or not tensor.isfinite().all():
+            shape = f"[{', '.join(map(str, outer))}, 1 to {layout.head_dim}]"
+            raise ModelError(f"{path}: {name} is not finite, of float32 and shape {shape}: {_REMEDY}")
+    return Basis(BasisKind(kind), q_LGHR, k_LGHR)
+
+
+def _prepared(basis: Basis, metadata: dict[str, str]) -> PreparedSelection:
+    """Raises KeyError, ValueError or ConfigError for a field that is missing or bad."""
+    lookahead = int(metadata["lookahead"])
+    measured = {name: float(metadata[name]) for name in _MEASURED if name in metadata}
+    if lookahead not in LOOKAHEADS or not all(map(math.isfinite, measured.values())):
+        raise ValueError(f"lookahead = {lookahead}, {measured}")
+    return PreparedSelection(
+        basis=basis,
+        selection=Selection(
+            alpha=float(metadata["alpha"]),
+            most_share=float(metadata["most_share"]),
+            num_first=int(metadata["num_first"]),
+            num_last=int(metadata["num_last"]),
+            free_keys=int(metadata["free_keys"]),
+        ),
+        lookahead=lookahead,
+        fingerprint=metadata["fingerprint"],
+        text_hash=metadata["text_hash"],
+        **measured,
+    )

@@ -1,0 +1,1 @@
+"""Holds requests in a bounded, fair queue, or refuses them."""

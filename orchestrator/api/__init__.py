@@ -1,0 +1,1 @@
+"""Answers clients and operators over gRPC."""

@@ -1,0 +1,96 @@
+"""Who may call which method of the clients' port: anybody, whoever has a key, or operators alone.
+
+Asked before each call, by the server's interceptor (transport.status). Where operators have keys, or all calls must
+have one, addresses do not count: what comes from this machine may come from a proxy, on behalf of anybody.
+docs/tenants.md has the rules as a table. Step 1 of a request's way (DESIGN.md, section 4). Pure.
+"""
+
+import ipaddress
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+from urllib.parse import unquote
+
+from baton.errors import UnauthenticatedError
+from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants, values_of
+
+
+class Access(Enum):
+    """Who may call a method."""
+
+    ANYBODY = "anybody"
+    """Everyone who reaches the port."""
+    CALLERS = "callers"
+    """Everyone, unless calls must say whose they are (`require_api_key`)."""
+    OPERATORS = "operators"
+    """Whoever has an operator's key; also processes of this machine, unless `Tenants.goes_by_keys`."""
+
+
+METHODS: Mapping[str, Access] = MappingProxyType(
+    {
+        "/grpc.health.v1.Health/Check": Access.ANYBODY,
+        "/grpc.health.v1.Health/Watch": Access.ANYBODY,
+        "/grpc.health.v1.Health/List": Access.ANYBODY,
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": Access.CALLERS,
+        "/baton.v1.Orchestrator/Generate": Access.CALLERS,
+        "/baton.v1.Orchestrator/GetModel": Access.CALLERS,
+        "/baton.v1.Orchestrator/GetClusterState": Access.CALLERS,
+        "/baton.v1.Planning/GetCalibration": Access.CALLERS,
+        "/baton.v1.Planning/GetStepTimes": Access.CALLERS,
+        "/baton.v1.Planning/UseCalibration": Access.OPERATORS,
+        "/baton.v1.Planning/UseStepTimes": Access.OPERATORS,
+        "/baton.v1.Admin/Drain": Access.OPERATORS,
+        "/baton.v1.Admin/Undrain": Access.OPERATORS,
+        "/baton.v1.Admin/StandIn": Access.OPERATORS,
+    }
+)
+"""Of each method that is served; one that is not here is for operators."""
+
+FORWARDED_KEYS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
+"""Metadata by which proxies say that they call for somebody else."""
+
+
+class Doorkeeper:
+    """Lets calls in, or raises. Read-only after it is made."""
+
+    def __init__(self, tenants: Tenants) -> None:
+        self._tenants = tenants
+
+    def check(self, method: str, metadata: Metadata, peer: str) -> None:
+        """Return if the call may go on: `method` is its full name, `peer` is the caller's address as gRPC writes it.
+        Raises UnauthenticatedError without the key that is needed, and PermissionDeniedError for a tenant's key where
+        an operator's is needed."""
+        access = METHODS.get(method, Access.OPERATORS)
+        if access is Access.CALLERS and self._tenants.requires_key:
+            self._tenants.of(metadata)
+        if access is Access.OPERATORS:
+            self._require_operator(method, metadata, peer)
+
+    def _require_operator(self, method: str, metadata: Metadata, peer: str) -> None:
+        if self._tenants.is_operator(metadata):
+            return
+        is_forwarded = any(key in values_of(metadata) for key in FORWARDED_KEYS)
+        if not self._tenants.goes_by_keys and not is_forwarded and is_local(peer):
+            return
+        name = method.rpartition("/")[2]
+        remedy = f"send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
+        if not self._tenants.has_operators:
+            remedy = f"name a key in orchestrator.operator_keys, and {remedy}"
+        raise UnauthenticatedError(f"{name} is for operators: {remedy}")
+
+
+def is_local(peer: str) -> bool:
+    """Return whether a gRPC peer, like ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000, is a process of this machine that
+    called by the loopback interface or a Unix socket."""
+    kind, _, rest = unquote(peer).partition(":")
+    if kind in ("unix", "unix-abstract"):
+        return True
+    if kind not in ("ipv4", "ipv6"):
+        return False
+    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return (mapped or address).is_loopback

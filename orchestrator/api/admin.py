@@ -1,0 +1,66 @@
+"""What operators ask of a running cluster, over gRPC: that a group gets no new work, or leaves, or comes back.
+
+The other half of `baton drain` and `baton reload`. On the process's asyncio loop.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from baton.errors import InvalidArgumentError
+from baton.proto_types import group_state_to_proto
+from baton.v1 import admin_pb2 as pb
+from baton.v1 import admin_pb2_grpc, orchestrator_pb2
+from orchestrator.observability.state import Overview
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
+
+
+class AdminServicer(admin_pb2_grpc.AdminServicer):
+    """Serves baton.v1.Admin over what the controller oversees."""
+
+    def __init__(self, overview: Overview, model_folders: Sequence[Path] | None = None) -> None:
+        """`model_folders`: below which a model must be that a call names; None: it may be anywhere."""
+        self._overview = overview
+        self._model_folders = model_folders
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
+        """Streams how the group stands until it has nothing left to do, or has left, if it is to; it stays drained if
+        the call is given up."""
+        async with aclosing(self._overview.drain(request.group, leave=request.leave)) as states:
+            async for state in states:
+                yield group_state_to_proto(state)
+
+    async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
+        """How the group stands, which may get work again; one that has left is started first. Raises
+        InvalidArgumentError for a model that is in no folder of models, before anything there is looked at."""
+        if request.model and self._model_folders is not None:
+            await asyncio.to_thread(_require_below, self._model_folders, request.model)
+        return group_state_to_proto(await self._overview.undrain(request.group, request.model))
+
+    async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
+        """How the group stands that was started beside the one named."""
+        return group_state_to_proto(await self._overview.stand_in(request.group))
+
+
+def _require_below(folders: Sequence[Path], model: str) -> None:
+    """Raises InvalidArgumentError unless the model's folder, links followed, is one of these or below one. Blocks."""
+    if not _is_below(folders, Path(model)):
+        named = " or ".join(str(each) for each in folders) or "no folder at all"
+        raise InvalidArgumentError(
+            f"model = {model[:200]!r} is not in {named}: use a model there, or set orchestrator.model_folders"
+        )
+
+
+def _is_below(folders: Sequence[Path], model: Path) -> bool:
+    try:
+        resolved = model.resolve()
+    except (OSError, RuntimeError, ValueError):  # links in a circle, or no path at all
+        return False
+    return model.is_absolute() and any(resolved.is_relative_to(each.resolve()) for each in folders)

@@ -1,0 +1,250 @@
+"""The orchestrator over gRPC: checks what clients ask, and puts the controller's events on the wire.
+
+First and last step of a request's way (DESIGN.md, section 4). On the process's asyncio loop; long prompts are tokenized
+in threads. Errors become statuses, RetryInfo included, in the interceptor that transport.channel.make_server installs.
+"""
+
+import asyncio
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from baton.clock import Clock
+from baton.endless import Pauses, repeat
+from baton.errors import DeadlineExceededError
+from baton.ids import RequestId
+from baton.proto_types import (
+    cluster_state_to_proto,
+    event_to_proto,
+    priority_from_proto,
+    timings_to_proto,
+)
+from baton.requests import BY_CHAIN
+from baton.results import ModelInfo
+from baton.types import TokenEvent
+from baton.v1 import admin_pb2_grpc, orchestrator_pb2_grpc, planning_pb2_grpc
+from baton.v1 import orchestrator_pb2 as pb
+from orchestrator.api import admin as admin_service
+from orchestrator.api import planning as planning_service
+from orchestrator.api.access import Doorkeeper
+from orchestrator.api.admin import AdminServicer
+from orchestrator.api.checks import Intake
+from orchestrator.api.planning import PlanningServicer
+from orchestrator.api.reading import RequestReader, deadline_s
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.membership.members import Members
+from orchestrator.observability.metrics_server import MetricsServer
+from orchestrator.observability.state import Overview
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Event, Finished, Started
+from orchestrator.requests.tenants import Tenant, Tenants
+from planning.planner import ChainPlanner
+from text.tokenizer import Tokenizer
+from transport.channel import bind, make_server
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
+_HEALTH_SERVICES = ("", SERVICE)
+_HEALTH_POLL_S = 0.25
+"""Between two looks at what health is to say."""
+_HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
+_STATUS_GRACE_S = 1.0
+"""For the last status to leave, when nothing runs any more."""
+
+
+class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
+    """Serves baton.v1.Orchestrator over a running controller."""
+
+    def __init__(
+        self, controller: Controller, intake: Intake, model: ModelInfo, clock: Clock, tenants: Tenants
+    ) -> None:
+        self._controller = controller
+        self._intake = intake
+        self._reader = RequestReader(intake)
+        self._model = model
+        self._clock = clock
+        self._tenants = tenants
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
+        """Streams a request up to its one end: Finished, or the status of what failed; both at a deadline."""
+        metadata = context.invocation_metadata() or ()
+        tenant = self._tenants.of(metadata)
+        end_s = deadline_s(request, context, self._clock)
+        spec = await self._reader.off_the_loop(request, partial(self._spec, request, end_s, tenant))
+        spec = replace(spec, by_chain=BY_CHAIN in metadata)
+        async with aclosing(self._controller.generate(spec)) as events:
+            async for event in events:
+                error = event.error if isinstance(event, Finished) else None
+                if error is None or isinstance(error, DeadlineExceededError):
+                    yield self._event_to_proto(event)
+                if error is not None:
+                    raise error
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
+        """The model's limits."""
+        model = self._model
+        return pb.Model(
+            name=model.name,
+            max_tokens=model.max_tokens,
+            vocab_size=model.vocab_size,
+            dtype=model.dtype,
+            has_chat_template=model.has_chat_template,
+            layout_fingerprint=model.layout_fingerprint,
+            tokenizer_fingerprint=self._intake.tokenizer_fingerprint,
+        )
+
+    async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
+        """Asks all workers what they hold, and answers within a second or so."""
+        return cluster_state_to_proto(await self._controller.state())
+
+    def _spec(self, request: pb.GenerateRequest, end_s: float | None, tenant: Tenant) -> GenerateSpec:
+        """The request, checked and tokenized."""
+        asked = self._reader.read(request)
+        params = asked.params
+        return GenerateSpec(
+            request_id=RequestId(request.request_id or uuid.uuid4().hex),
+            prompt_ids=asked.prompt_ids,
+            params=params if asked.is_seeded else replace(params, seed=secrets.randbits(64)),
+            outputs=asked.outputs,
+            ended=tuple(self._intake.end_of(output, params) for output in asked.outputs),
+            deadline_s=end_s,
+            echo=asked.echo,
+            priority=priority_from_proto(request.priority),
+            tenant=tenant,
+            exact=request.exact,
+        )
+
+    def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
+        match event:
+            case Started():
+                return pb.GenerateEvent(
+                    started=pb.Started(
+                        request_id=event.request_id,
+                        seed=event.seed,
+                        num_prompt_tokens=event.num_prompt_tokens,
+                        model=self._model.name,
+                        exact=event.exact,
+                    )
+                )
+            case TokenEvent():
+                return pb.GenerateEvent(token=event_to_proto(event))
+            case Finished():
+                return pb.GenerateEvent(finished=_finished_to_proto(event))
+
+
+class OrchestratorServer:
+    """A controller, and the server that its service is on. Make one with `start`, on the loop."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        controller: Controller,
+        port: int,
+        health: asyncio.Task[None],
+        metrics: MetricsServer | None,
+    ) -> None:
+        self.controller = controller
+        self.port = port
+        self._server = server
+        self._health = health
+        self._metrics = metrics
+
+    @property
+    def metrics_port(self) -> int | None:
+        """Of /metrics; None when there is none."""
+        return None if self._metrics is None else self._metrics.port
+
+    @classmethod
+    async def start(
+        cls,
+        members: Members,
+        tokenizer: Tokenizer,
+        model: ModelInfo,
+        *,
+        clock: Clock,
+        host: str,
+        port: int = 0,
+        eos_token_ids: Sequence[int] = (),
+        config: OrchestratorConfig | None = None,
+        planner: ChainPlanner,
+        calibration_path: Path | None = None,
+        metrics_port: int | None = None,
+    ) -> Self:
+        """Serves on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one. `members`
+        may know no group yet. Calibrations that `planner` is given are kept at `calibration_path`. Raises ConfigError
+        when it cannot listen there."""
+        config = config or OrchestratorConfig()
+        tenants = config.tenants
+        server = make_server(check=Doorkeeper(tenants).check)
+        bound = bind(server, host, port)
+        controller = Controller(members, clock, config, planner=planner)
+        servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
+        orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
+        planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)
+        overview = controller.overview
+        admin_pb2_grpc.add_AdminServicer_to_server(AdminServicer(overview, config.model_folders), server)
+        shown = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(shown, server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflected = (SERVICE, planning_service.SERVICE, admin_service.SERVICE, health_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(reflected, server)
+        metrics = None
+        if metrics_port is not None:
+            metrics = await MetricsServer.start(
+                controller.metrics.registry, overview.last_state, host=host, port=metrics_port
+            )
+            overview.metrics_endpoint = metrics.endpoint
+        controller.start()
+        await server.start()
+        telling = asyncio.create_task(_show_health(shown, overview))
+        return cls(server, controller, bound, telling, metrics)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more requests, gives running ones `grace_s` seconds, then ends them everywhere, with UNAVAILABLE to
+        their clients. Idempotent."""
+        self._health.cancel()
+        await asyncio.gather(self._health, return_exceptions=True)
+        await self.controller.close(grace_s)
+        await self._server.stop(_STATUS_GRACE_S)
+        if self._metrics is not None:
+            await self._metrics.stop()
+
+
+async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
+    """As Overview.is_serving says, until cancelled."""
+    told: bool | None = None
+
+    async def look() -> None:
+        nonlocal told
+        if (serving := overview.is_serving()) is not told:
+            status = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+            for service in _HEALTH_SERVICES:
+                await shown.set(service, status)
+            told = serving
+        await asyncio.sleep(_HEALTH_POLL_S)
+
+    await repeat("the watch on health", look, _HEALTH_PAUSES)
+
+
+def _finished_to_proto(event: Finished) -> pb.Finished:
+    usage = event.usage
+    return pb.Finished(
+        usage=pb.Usage(
+            num_prompt_tokens=usage.num_prompt_tokens,
+            num_output_tokens=usage.num_output_tokens,
+            num_attempts=usage.num_attempts,
+            num_cached_tokens=usage.num_cached_tokens,
+        ),
+        timings=timings_to_proto(event.timings),
+    )

@@ -1,0 +1,275 @@
+"""A gateway: serves clients as an orchestrator does, and has an orchestrator that is somewhere else do the work.
+
+First and last step of a request's way (DESIGN.md, section 4), in a process of its own: it checks fields, renders chats
+and tokenizes, and passes on token ids, who asks, what is left of the deadline, and cancellations; what comes back it
+passes on as it is, byte for byte, errors included. It keeps nothing of a stream: any gateway can take up another's.
+On the process's asyncio loop, long prompts tokenized in threads.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from typing import Any, Self
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from baton.clock import Clock
+from baton.endless import Pauses, repeat
+from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.proto_types import model_from_proto
+from baton.v1 import orchestrator_pb2 as pb
+from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+from orchestrator.api.checks import Intake
+from orchestrator.api.reading import RequestReader, deadline_s
+from text.tokenizer import Tokenizer
+from transport.channel import bind, make_server
+from transport.status import translate_rpc_errors
+
+logger = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = tuple[tuple[str, str | bytes], ...]
+_GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
+
+SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
+_STATUS_GRACE_S = 1.0
+"""For the last status to leave, when nothing runs any more."""
+_CLOSING = "the gateway is shutting down: try again"
+_ANSWER_S = 10.0
+"""For the orchestrator to say which model it serves."""
+_MOST_MS = 2.0**32 - 1
+"""Of a deadline: the field has 32 bits."""
+_AGAIN_S = 0.5
+"""Between two looks for an orchestrator that is away."""
+_HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
+
+
+class GatewayServicer:
+    """Serves baton.v1.Orchestrator: what one asks is read here, the rest is the orchestrator's. Messages that only pass
+    through are bytes."""
+
+    def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
+        self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = orchestrator.unary_stream(
+            f"/{SERVICE}/Generate", pb.GenerateRequest.SerializeToString
+        )
+        self._unary: dict[str, grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]] = {
+            name: orchestrator.unary_unary(f"/{SERVICE}/{name}") for name in ("GetModel", "GetClusterState")
+        }
+        self._reader = reader
+        self._model = model
+        self._clock = clock
+        self._calls: dict[asyncio.Task[Any], grpc.aio.Call] = {}
+        """To the orchestrator, by the tasks that pass on what comes."""
+        self._closing = False
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """The service, as a server takes it."""
+        methods: dict[str, Any] = {  # their types are those of synchronous servers
+            "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
+            "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
+            "GetClusterState": grpc.unary_unary_rpc_method_handler(self.get_cluster_state),
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, methods)
+
+    async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
+        """As the orchestrator's."""
+        end_s = deadline_s(request, context, self._clock)
+        passed, echo = await self._reader.off_the_loop(request, partial(self._read, request))
+        if end_s is not None:
+            passed.deadline_ms = round(min(max((end_s - self._clock.now_s()) * 1000, 1.0), _MOST_MS))
+        if self._closing:
+            raise UnavailableError(_CLOSING)
+        call = self._generate(passed, metadata=_passed_on(context.invocation_metadata() or ()))
+        task = asyncio.current_task()
+        assert task is not None, "served in a task"
+        self._calls[task] = call
+        try:
+            async for message in self._messages(call):
+                yield _with_echo(message, echo) if echo else message
+        finally:
+            call.cancel()
+            del self._calls[task]
+
+    async def get_model(self, request: bytes, context: Context) -> bytes:
+        """As the orchestrator's."""
+        return await self._pass_on("GetModel", request, context)
+
+    async def get_cluster_state(self, request: bytes, context: Context) -> bytes:
+        """As the orchestrator's."""
+        return await self._pass_on("GetClusterState", request, context)
+
+    async def close(self, grace_s: float) -> None:
+        """Takes no more requests, gives running ones `grace_s` seconds, and ends the rest with UNAVAILABLE: their
+        clients come back, to another gateway."""
+        self._closing = True
+        if self._calls:
+            await asyncio.wait(self._calls, timeout=grace_s)
+        for call in self._calls.values():
+            call.cancel()
+
+    async def _messages(self, call: _GenerateCall) -> AsyncIterator[bytes]:
+        """All that the orchestrator sends; raises what it ended with."""
+        try:
+            with translate_rpc_errors():
+                while isinstance(message := await call.read(), bytes):
+                    yield message
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise  # the client has gone
+            why = _CLOSING if self._closing else "the orchestrator gave the call up: try again"
+            raise UnavailableError(why) from error  # so grpc.aio reports a call that was cancelled
+
+    def _read(self, request: pb.GenerateRequest) -> tuple[pb.GenerateRequest, str]:
+        """What the orchestrator is asked, and what the text of each choice begins with."""
+        asked = self._reader.read(request)
+        passed = pb.GenerateRequest()
+        passed.CopyFrom(request)
+        passed.token_ids.ids[:] = asked.prompt_ids  # in place of prompt or chat
+        passed.request_id = request.request_id or uuid.uuid4().hex
+        passed.model = self._model  # token ids mean nothing to another
+        passed.echo = False  # ids do not always decode to the very text
+        return passed, asked.echo
+
+    async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
+        metadata = _passed_on(context.invocation_metadata() or ())
+        with translate_rpc_errors():
+            return await self._unary[name](request, timeout=context.time_remaining(), metadata=metadata)
+
+
+class Gateway:
+    """A server in front of an orchestrator. Make one with `start`, on the loop."""
+
+    def __init__(
+        self,
+        server: grpc.aio.Server,
+        servicer: GatewayServicer,
+        port: int,
+        shown: health.HealthServicer,
+        watch: asyncio.Task[None],
+    ) -> None:
+        """`shown`: what the server says of its health, by what `watch` finds."""
+        self.port = port
+        self._server = server
+        self._servicer = servicer
+        self._shown = shown
+        self._watch = watch
+
+    @classmethod
+    async def start(
+        cls,
+        orchestrator: grpc.aio.Channel,
+        tokenizer: Tokenizer,
+        model: pb.Model,
+        *,
+        clock: Clock,
+        host: str,
+        port: int = 0,
+        caller: Metadata = (),
+    ) -> Self:
+        """Serves on host:port; port 0 takes any free one. The channel stays its owner's; `model` is what `ask_model`
+        said. `caller`: metadata of the gateway's own calls, which no client's call gets. Raises ConfigError when it
+        cannot listen there, and for a tokenizer that is not the orchestrator's."""
+        if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
+            raise ConfigError(
+                f"the orchestrator's model, {model.name}, has another tokenizer or chat template: name the same model"
+            )
+        server = make_server()
+        bound = bind(server, host, port)
+        info = model_from_proto(model)
+        servicer = GatewayServicer(orchestrator, RequestReader(Intake(tokenizer, info, ())), model.name, clock)
+        server.add_generic_rpc_handlers((servicer.handler(),))
+        shown = health.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(shown, server)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
+        await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator is heard
+        await server.start()
+        watch = asyncio.create_task(_show_health(shown, orchestrator, model, caller))
+        return cls(server, servicer, bound, shown, watch)
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Takes no more requests and connections, gives running ones `grace_s` seconds, and ends the rest, with
+        UNAVAILABLE to their clients, who come back: to another gateway, or to this one's next life. Idempotent."""
+        self._watch.cancel()
+        await asyncio.gather(self._watch, return_exceptions=True)
+        await self._shown.enter_graceful_shutdown()
+        leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients are told to go elsewhere
+        await self._servicer.close(grace_s)
+        await self._server.stop(_STATUS_GRACE_S)  # who only watches its health is not waited for any longer
+        await leaving
+
+
+async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
+    """What is served there, asked with this metadata. Raises UnavailableError or DeadlineExceededError without an
+    answer, and UnauthenticatedError where a key is required."""
+    with translate_rpc_errors():
+        request = pb.GetModelRequest()
+        return await OrchestratorStub(orchestrator).GetModel(request, timeout=timeout_s, metadata=caller)
+
+
+async def _show_health(
+    shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
+) -> None:
+    """The orchestrator's; NOT_SERVING while it is away, or serves another model. Until cancelled."""
+    told = ""
+
+    async def look() -> None:
+        nonlocal told
+        try:
+            served = await ask_model(orchestrator, _ANSWER_S, caller)
+            if _alike(served) == _alike(model):
+                told = ""
+                await _follow_health(shown, orchestrator)
+                why = "the orchestrator no longer says whether it serves"
+            else:
+                why = f"the orchestrator serves {served.name}, other than {model.name} before: restart the gateway"
+        except BatonError as error:
+            why = f"the orchestrator is away: {error}"
+        if not told:
+            logger.warning("not serving: %s", why)
+        told = why
+        await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await asyncio.sleep(_AGAIN_S)
+
+    await repeat("the watch on the orchestrator's health", look, _HEALTH_PAUSES)
+
+
+def _alike(model: pb.Model) -> tuple[object, ...]:
+    """What requests are read by; weights may change meanwhile."""
+    return model.name, model.max_tokens, model.vocab_size, model.tokenizer_fingerprint
+
+
+async def _follow_health(shown: health.HealthServicer, orchestrator: grpc.aio.Channel) -> None:
+    """Shows what it says, until it ends the call."""
+    watching = health_pb2_grpc.HealthStub(orchestrator).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
+    try:
+        with translate_rpc_errors():
+            async for said in watching:
+                await _show(shown, said.status)
+    finally:
+        watching.cancel()
+
+
+async def _show(shown: health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+    for service in ("", SERVICE):
+        await shown.set(service, status)
+
+
+def _passed_on(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
+    """Of a call's metadata what is not about its connection: who asks, and what else the client sends."""
+    return tuple((key, value) for key, value in metadata if not key.startswith(("grpc-", "user-agent")))
+
+
+def _with_echo(message: bytes, echo: str) -> bytes:
+    """The event, with the prompt before the text of a choice's first token."""
+    event = pb.GenerateEvent.FromString(message)
+    if not event.HasField("token") or event.token.index or not event.token.HasField("token"):
+        return message
+    event.token.text = echo + event.token.text
+    return event.SerializeToString()

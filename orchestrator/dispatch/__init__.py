@@ -1,0 +1,1 @@
+"""Serves one attempt at a request, and reads its stream."""

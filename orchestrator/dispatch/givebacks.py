@@ -1,0 +1,105 @@
+"""What attempts held and is being given back: leases aborted, streams cancelled, Reserves undone that ended in doubt.
+
+However an attempt ends, its calls go on here until the workers have answered, or what was held ends by its ttl. Steps
+3 and 8 of a request's way (DESIGN.md, section 4). On the loop.
+"""
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any
+
+from baton.clock import Clock
+from baton.errors import BatonError, ResourceExhaustedError
+from baton.ids import ReserveNumber, StreamNumber
+from baton.types import Lease, LeaseRef
+from orchestrator.membership.members import Members
+from orchestrator.workers.client import VERB_TIMEOUT_S, Clients
+
+logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_S = 0.1
+_MOST_PAUSE_S = 2.0
+"""Between two aborts of the same Reserve: twice as long each time, from the first on."""
+
+
+class Givebacks:
+    """Calls that free what attempts held, each in a task of its own. Owned by the dispatcher."""
+
+    def __init__(self, members: Members, clients: Clients, clock: Clock, *, lease_ttl_s: float) -> None:
+        self._members = members
+        self._clients = clients
+        self._clock = clock
+        self._lease_ttl_s = lease_ttl_s
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = asyncio.Event()
+
+    async def close(self) -> None:
+        """Return when every worker that answers has been told once; what is in doubt then ends by its ttl."""
+        self._closing.set()
+        await asyncio.gather(*self._tasks)
+
+    def abort(self, endpoint: str, ref: LeaseRef) -> None:
+        """Free a leased slot."""
+        self._begin(self._abort(endpoint, ref))
+
+    def cancel(self, endpoint: str, number: StreamNumber) -> None:
+        """End a stream."""
+        self._begin(self._cancel(endpoint, number))
+
+    def unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
+        """Free the slot of a Reserve that is under way, and that nobody waits for any more."""
+        self._begin(self._end_unwanted(endpoint, number, granting))
+
+    def failed(self, endpoint: str, number: ReserveNumber, error: BatonError) -> None:
+        """Undo a Reserve that failed, if that may have been on the answer's way."""
+        if not isinstance(error, ResourceExhaustedError):
+            self._begin(self._undo(endpoint, number))
+
+    def _begin(self, call: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
+        try:
+            lease = await granting
+        except BatonError as error:
+            logger.debug("nothing to give back at %s, as far as is known: %s", endpoint, error)
+            if not isinstance(error, ResourceExhaustedError):
+                await self._undo(endpoint, number)
+        else:
+            await self._abort(endpoint, lease.ref)
+
+    async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
+        """Abort a Reserve by its number, again and again until the worker has answered, is gone, or the lease that it
+        may have granted has ended."""
+        pause_s, until_s = _FIRST_PAUSE_S, self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
+        while True:
+            try:
+                with self._clients.use(endpoint) as worker:
+                    await worker.abort_reserve(number)
+                return
+            except BatonError as error:
+                logger.info("Reserve %d at %s is in doubt, and was not aborted: %s", number, endpoint, error)
+            try:
+                await asyncio.wait_for(self._closing.wait(), pause_s)
+                return
+            except TimeoutError:
+                pause_s = min(2 * pause_s, _MOST_PAUSE_S)
+            if self._clock.now_s() > until_s or endpoint not in self._members.present.endpoints:
+                return
+
+    async def _cancel(self, endpoint: str, number: StreamNumber) -> None:
+        try:
+            with self._clients.use(endpoint) as worker:
+                await worker.cancel(number)
+        except BatonError as error:
+            logger.info("stream %d at %s is left to its ttl: %s", number, endpoint, error)
+
+    async def _abort(self, endpoint: str, ref: LeaseRef) -> None:
+        try:
+            with self._clients.use(endpoint) as worker:
+                await worker.abort(ref)
+        except BatonError as error:
+            logger.info("slot %d at %s is left to its ttl: %s", ref.slot, endpoint, error)

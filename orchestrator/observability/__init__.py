@@ -1,0 +1,1 @@
+"""Tells operators how the cluster stands: state, health and metrics."""

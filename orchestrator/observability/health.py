@@ -1,0 +1,50 @@
+"""What is amiss, in words: why the orchestrator does not serve, and why it serves worse than it could.
+
+Health is honest: it says NOT_SERVING when no path is left for a request, and when what the workers hold cannot be true
+or is nobody's, for then nobody knows what the next request will meet. Pure.
+"""
+
+from collections.abc import Sequence
+
+from baton.results import GroupState
+from orchestrator.membership.members import AbsentGroup
+
+
+def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:
+    """A line for each reason; none while it serves. Leaks do not count while an earlier life's leases may last."""
+    reasons = []
+    if not any(group.is_ready for group in groups if group.role == "generate"):
+        reasons.append("no generation group is ready")
+    reasons += [f"{group.name}: {group.imbalance}" for group in groups if group.imbalance]
+    if leaks_count:
+        reasons += [f"{group.name}: {_leaked(group)} held by no request" for group in groups if group.num_leaked]
+    return tuple(reasons)
+
+
+def why_degraded(groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = ()) -> tuple[str, ...]:
+    """A line for each group that gets no work, and for what follows from it; none while all do."""
+    reasons = [f"{group.name} {_absence(group)}" for group in groups if not group.is_ready]
+    reasons += [f"{group.name} {_whereabouts(group)}" for group in absent]
+    roles = {*(group.role for group in groups), *(group.role for group in absent)}
+    if "prefill" in roles and not any(group.is_ready for group in groups if group.role == "prefill"):
+        reasons.append("no prefill group is ready: generation groups prefill by themselves")
+    return tuple(reasons)
+
+
+def _leaked(group: GroupState) -> str:
+    what = "slots are" if group.role == "generate" else "jobs are"
+    return f"{group.num_leaked} {what}"
+
+
+def _absence(group: GroupState) -> str:
+    if group.is_drained:
+        return "is drained"
+    if group.is_broken:
+        return "gets no work for a while: attempts there failed again and again"
+    return "is not ready: its workers start, or are being repaired"
+
+
+def _whereabouts(group: AbsentGroup) -> str:
+    if not group.starts:
+        return f"has left: `baton drain {group.name} --undo` starts it again"
+    return f"did not start, and is tried again: {group.error}" if group.error else "starts"

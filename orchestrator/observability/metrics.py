@@ -1,0 +1,141 @@
+"""What is measured of requests: observed once, at their ends, and kept for Prometheus in a registry of its own.
+
+What is true now, of queue, groups and slots, is not kept but read at each scrape (`state_metrics`). docs/metrics.md
+lists all names, and what they are in OpenTelemetry's conventions, whose buckets these are. On the loop; read on any
+thread.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+from baton.errors import BatonError
+from baton.results import Timings
+from orchestrator.requests.record import Finished, RequestRecord
+
+_FIRST_TOKEN_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
+_TOKEN_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_REQUEST_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
+class Metrics:
+    """Histograms and counters of all requests of this orchestrator's life."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        """Of this orchestrator alone: two in one process do not mix."""
+        self._first_token = self._histogram(
+            "baton_time_to_first_token_seconds", "From a request's arrival to its first token", _FIRST_TOKEN_S
+        )
+        self._stages = self._histogram(
+            "baton_first_token_stage_seconds", "The parts that time to first token consists of", _FIRST_TOKEN_S, "stage"
+        )
+        self._ranks = self._histogram(
+            "baton_prefill_rank_seconds", "A rank's computation of its chunk, waits included", _FIRST_TOKEN_S, "rank"
+        )
+        self._waits = self._histogram(
+            "baton_prefill_rank_wait_seconds", "Of that, waiting for earlier ranks' KV", _FIRST_TOKEN_S, "rank"
+        )
+        self._token = self._histogram(
+            "baton_time_per_output_token_seconds", "Between two tokens of a choice, a request's mean", _TOKEN_S
+        )
+        self._request = self._histogram("baton_request_duration_seconds", "From arrival to end", _REQUEST_S)
+        self._ratio = self._histogram(
+            "baton_predicted_over_measured_ratio", "Predicted over measured seconds", _RATIOS, "prediction"
+        )
+        self._requests = self._counter("baton_requests", "Requests that have ended, by what they failed with", "error")
+        self._choices = self._counter("baton_choices", "Choices that have ended, by why", "reason")
+        self._refused = self._counter("baton_requests_refused", "Requests that the queue did not take, by why", "error")
+        self._tokens = self._counter("baton_tokens", "Tokens of requests that have ended", "type")
+        self._cached = self._counter("baton_cached_tokens", "Prompt tokens whose KV an earlier prompt had left")
+        self._attempts = self._counter("baton_attempts", "Attempts at requests that have ended")
+        self._failures = self._counter("baton_attempt_failures", "Attempts that failed, by their errors", "error")
+        self._decisions = self._counter("baton_disagg_decisions", "Prefills, by why they ran where they did", "reason")
+        self._widths = self._counter("baton_prefill_widths", "Prefills by chains, by their number of ranks", "width")
+        self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
+
+    def refused(self, error: BatonError) -> None:
+        """A request was not taken."""
+        self._refused.labels(type(error).__name__).inc()
+
+    def attempt_failed(self, error: BatonError) -> None:
+        """An attempt has failed; another may follow."""
+        self._failures.labels(type(error).__name__).inc()
+
+    def ended(self, record: RequestRecord, finished: Finished) -> None:
+        """A request has ended."""
+        timings, usage = finished.timings, finished.usage
+        self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
+        for reason in finished.reasons:
+            self._choices.labels(reason.value).inc()
+        self._tokens.labels("input").inc(usage.num_prompt_tokens)
+        self._tokens.labels("output").inc(usage.num_output_tokens - record.num_given)
+        self._cached.inc(usage.num_cached_tokens)
+        self._attempts.inc(usage.num_attempts)
+        self._request.observe(max(timings.finished_ns - timings.received_ns, 0) / 1e9)
+        if (first_token_s := timings.time_to_first_token_s) is not None:
+            self._first_token.observe(first_token_s)
+        for stage, seconds in stages(timings):
+            self._stages.labels(stage).observe(seconds)
+        num_between = usage.num_output_tokens - record.num_given - record.num_slots
+        if num_between > 0:
+            span_s = (record.last_token_ns - record.first_token_ns) / 1e9
+            self._token.observe(max(span_s, 0.0) * record.num_slots / num_between)
+        if timings.placement is not None and timings.leased_ns and not record.num_given:
+            self._decisions.labels(timings.placement.reason).inc()
+        self._prefilled(timings)
+        if usage.num_attempts == 1:
+            self._prefilled_locally(timings)
+
+    def predicted(self, prediction: str, predicted_s: float, measured_s: float) -> None:
+        """What was predicted has been measured."""
+        if measured_s > 0:
+            self._ratio.labels(prediction).observe(predicted_s / measured_s)
+
+    def _prefilled(self, timings: Timings) -> None:
+        """What the ranks of a chain told."""
+        for rank in timings.ranks:
+            label = str(rank.rank)
+            self._ranks.labels(label).observe(max(rank.end_ns - rank.start_ns, 0) / 1e9)
+            self._waits.labels(label).observe(rank.wait_s)
+            self._pushed.inc(rank.num_bytes_pushed)
+        if timings.width is not None:
+            self._widths.labels(str(timings.width.width)).inc()
+            if timings.ranks and timings.width.predicted_s is not None:
+                measured_s = (max(rank.end_ns for rank in timings.ranks) - timings.leased_ns) / 1e9
+                self.predicted("prefill", timings.width.predicted_s, measured_s)
+
+    def _prefilled_locally(self, timings: Timings) -> None:
+        """What the generation group took, where it prefilled and somebody had predicted it."""
+        placement, took_ns = timings.placement, timings.first_token_ns - timings.leased_ns
+        if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
+            self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(name, text, labels, registry=self.registry)
+
+
+def stages(timings: Timings) -> Iterator[tuple[str, float]]:
+    """What a request's time to first token consists of, in seconds: the parts add up to it.
+
+    queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill, until the last
+    rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was out. Where the
+    generation group prefilled by itself there is neither transfer nor insert. Nothing where the first token is older
+    than the last attempt, or there was none. Clocks of several machines: what seems to go back in time took none.
+    """
+    if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
+        return
+    marks = [("queue", timings.admitted_ns), ("placement", timings.leased_ns)]
+    if timings.ranks:
+        computed_ns = max(rank.end_ns for rank in timings.ranks)
+        marks += [("prefill", computed_ns), ("transfer", max(rank.push_end_ns for rank in timings.ranks))]
+    marks.append(("insert" if timings.ranks else "prefill", timings.first_token_ns))
+    before_ns = timings.received_ns
+    for stage, mark_ns in marks:
+        at_ns = min(max(mark_ns, before_ns), timings.first_token_ns)
+        yield stage, (at_ns - before_ns) / 1e9
+        before_ns = at_ns

@@ -1,0 +1,168 @@
+"""What operators see and ask of a running orchestrator: its state, its health, and that a group be drained.
+
+On the loop. Over gRPC: `frontend` (state and health) and `admin_service` (drain).
+"""
+
+import logging
+from collections.abc import AsyncGenerator
+from functools import partial
+
+from baton import __version__
+from baton.clock import Clock
+from baton.errors import NotFoundError, UnavailableError
+from baton.results import ClusterState, GroupState
+from orchestrator.admission.gate import Admission
+from orchestrator.dispatch.attempt import Dispatcher
+from orchestrator.membership.members import Members
+from orchestrator.observability.health import why_degraded, why_not_serving
+from orchestrator.workers.census import Census
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.5
+"""Between two looks at a group that is drained or started, unless something of it changes meanwhile."""
+
+
+class Overview:
+    """Reads what the controller's parts know; owns nothing but what is said of drains."""
+
+    def __init__(
+        self,
+        members: Members,
+        census: Census,
+        admission: Admission,
+        dispatcher: Dispatcher,
+        clock: Clock,
+        *,
+        lease_ttl_s: float,
+    ) -> None:
+        """For `lease_ttl_s` seconds, what an earlier life of the orchestrator left may be held, and is no leak."""
+        self._members = members
+        self._census = census
+        self._admission = admission
+        self._dispatcher = dispatcher
+        self._clock = clock
+        self._leaks_count_from_s = clock.now_s() + lease_ttl_s
+        self.metrics_endpoint = ""
+        """host:port; set once, by whoever serves them."""
+
+    async def state(self) -> ClusterState:
+        """Groups, queue and slots, asked for now; within a second or so."""
+        await self._census.ask()
+        return self.last_state()
+
+    def last_state(self) -> ClusterState:
+        """The same, as the workers answered when last asked."""
+        groups = self._census.groups()
+        return ClusterState(
+            groups=groups,
+            num_queued=self._admission.num_queued,
+            num_running=self._admission.num_running,
+            num_degraded=self._dispatcher.num_degraded,
+            version=__version__,
+            num_queued_tokens=self._admission.num_queued_tokens,
+            why_not_serving=self._why_not_serving(groups),
+            why_degraded=why_degraded(groups, self._members.present.absent),
+            metrics_endpoint=self.metrics_endpoint,
+        )
+
+    def is_serving(self) -> bool:
+        """What health says: whether a request has a way to go, and the workers' books are in order."""
+        return not self._why_not_serving(self._census.groups())
+
+    async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
+        """Keeps new work from the group from now on, and tells how it stands, now and whenever that changes. Ends when
+        it has nothing left to do and the supervisor knows, or, if it is to `leave`, when its workers are gone then; and
+        when it is wanted again. Raises NotFoundError when there is none of that name, UnavailableError when nobody
+        here ends workers."""
+        self._members.drain(name)
+        logger.info("draining group=%s", name)
+        told: GroupState | None = None
+        while True:
+            await self._census.ask()
+            state = self._census.group(name)
+            if state is None:
+                if leave and self._is_starting(name) and name in self._members.orders.drained:
+                    self._members.dismiss(name)
+                    await self._members.until(lambda: None if self._is_starting(name) else True, _POLL_S)
+                    continue
+                logger.info("drained group=%s: it is gone", name)
+                return
+            if state != told:
+                yield state
+                told = state
+            if state.is_drained != (name in self._members.orders.drained):
+                continue  # that changed while the state was told
+            if not state.is_drained:
+                logger.info("group=%s is wanted again", name)
+                return
+            if self._is_idle(state) and self._members.is_kept(name):
+                if not leave:
+                    logger.info("group=%s is drained", name)
+                    return
+                self._members.dismiss(name)
+            await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
+
+    async def undrain(self, name: str, model: str = "") -> GroupState:
+        """The group may get work again; one that has left is started first, with the model in the folder `model`, if
+        one is named. How it stands when it is there and the supervisor knows. Raises as `Members.undrain`, and
+        UnavailableError when it cannot be started: it is tried again then, with the model that it had."""
+        before = self._members.orders.models.get(name)
+        self._members.undrain(name, model)
+        logger.info("no longer drained group=%s", name)
+        try:
+            await self._until_there(name)
+            while not self._members.is_kept(name):
+                await self._members.until(lambda: self._members.is_kept(name) or None, _POLL_S)
+            return await self._until_there(name)
+        except UnavailableError:
+            self._members.use_model(name, before)
+            raise
+
+    async def stand_in(self, name: str) -> GroupState:
+        """Starts another group like that of this name; how it stands then. It leaves for good when it is drained.
+        Raises NotFoundError as `drain`, UnavailableError when it cannot be started: it is given up then, and so when
+        the caller is gone."""
+        made = self._members.stand_in(name)
+        logger.info("group=%s is to stand in for group=%s", made, name)
+        try:
+            return await self._until_there(made)
+        except BaseException:
+            self._members.give_up(made)
+            raise
+
+    async def _until_there(self, name: str) -> GroupState:
+        """Returns when the group has workers. Raises UnavailableError when it cannot be started."""
+        while (state := self._census.group(name)) is None:
+            absence = self._members.absence(name)
+            if absence is not None and absence.error:
+                raise UnavailableError(f"{name} did not start: {absence.error}")
+            if absence is None and name not in self._members.orders.stand_ins:
+                raise NotFoundError(f"{name} is gone")
+            await self._members.until(partial(self._settled, name), _POLL_S)
+        return state
+
+    def _moved(self, name: str, num_requests: int) -> bool | None:
+        is_as_before = self._members.load(name).num_requests == num_requests and self._members.is_present(name)
+        return None if is_as_before else True
+
+    def _is_starting(self, name: str) -> bool:
+        absence = self._members.absence(name)
+        return absence is not None and absence.starts
+
+    def _settled(self, name: str) -> bool | None:
+        absence = self._members.absence(name)
+        return True if self._members.is_present(name) or (absence is not None and absence.error) else None
+
+    def _why_not_serving(self, groups: tuple[GroupState, ...]) -> tuple[str, ...]:
+        return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
+
+    def _is_idle(self, group: GroupState) -> bool:
+        """Whether it has nothing left to do: no request is its, and no slot or memory is held. What neither is ready
+        nor answers has no worker that could hold anything."""
+        if group.num_requests or self._members.load(group.name).num_requests:  # then, and now
+            return False
+        if group.num_free == group.num_slots and not group.num_bytes_held:
+            return True
+        is_ready = any(each.name == group.name and each.ready for each in self._members.present.groups)
+        return not is_ready and group.name not in self._members.memory  # of those that answered last

@@ -1,0 +1,1 @@
+"""Chooses the groups of a request by predicted time."""

@@ -1,0 +1,105 @@
+"""Who is at which generation group: the rows that it decodes, and the prompts that it has yet to prefill by itself.
+
+The book reads the records of the requests: an entry counts for as long as its attempt runs, and as one that is to be
+prefilled until it has a token. So nobody needs to take it out. What a local prefill took is told to the planner, once,
+when that is seen. Step 3 of a request's way (DESIGN.md, section 4). On the loop.
+"""
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass
+
+from baton.results import PlacementTerms
+from orchestrator.requests.record import RequestRecord, RequestState
+from planning.planner import ChainPlanner
+
+_LEAST_LEFT = 0.25
+"""Of a local prefill, what is taken to be left as long as it has no token: one that is overdue is not done."""
+
+
+@dataclass(frozen=True)
+class _Guest:
+    """One attempt."""
+
+    record: RequestRecord
+    attempt: int
+    life: Hashable
+    """Of its group."""
+    ends_s: float | None = None
+    """When its local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
+    nominal_s: float = 0.0
+    """What that was predicted to take by itself, unscaled by what others took."""
+    queued_s: float | None = None
+    """What those before it were predicted to take, likewise; None when it waits for something else, too."""
+
+    @property
+    def is_there(self) -> bool:
+        return self.attempt == self.record.attempt and self.record.state is not RequestState.FINISHED
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds from its slots to the request's first token, by one clock; None when another attempt brought that."""
+        took_ns = self.record.first_seen_ns - self.record.leased_ns
+        return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
+
+    @property
+    def has_token(self) -> bool:
+        """Whether this attempt has."""
+        return self.record.state is RequestState.STREAMING or self.took_s is not None
+
+
+class Occupancy:
+    """Of all generation groups, by their lives."""
+
+    def __init__(self, planner: ChainPlanner) -> None:
+        self._planner = planner
+        self._guests: dict[int, _Guest] = {}
+        """By the identity of their records, which they keep alive."""
+
+    def __len__(self) -> int:
+        """Attempts that run."""
+        return sum(1 for _ in self._present())
+
+    def place(self, record: RequestRecord, life: Hashable) -> None:
+        """The request's attempt is at that group, and a chain prefills it."""
+        self._guests[id(record)] = _Guest(record, record.attempt, life)
+
+    def place_local(
+        self, record: RequestRecord, life: Hashable, terms: PlacementTerms, now_s: float, *, has_room: bool
+    ) -> None:
+        """The request's attempt is at that group, which prefills it, as `terms` have just predicted. With `has_room` it
+        waits for others' prefills alone, and what it took is told to the planner."""
+        factor = self._planner.local_factor
+        nominal_s = (terms.prefill_s + terms.steps_s) / factor
+        queued_s = terms.queue_s / factor if has_room else None
+        guest = _Guest(record, record.attempt, life, now_s + terms.own_s, nominal_s, queued_s)
+        self._guests[id(record)] = guest
+
+    def context_tokens(self, life: Hashable) -> float | None:
+        """Tokens that a row of the group has, in the mean; None when there is none."""
+        held = [guest.record.num_tokens for guest in self._present() if guest.life == life]
+        return sum(held) / len(held) if held else None
+
+    def queue_s(self, life: Hashable, now_s: float) -> float:
+        """Predicted seconds until the group has prefilled all that it has yet to prefill by itself."""
+        left_s, factor = 0.0, self._planner.local_factor
+        for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in self._waiting(life)):
+            share = 1.0 if left_s else _LEAST_LEFT  # whoever is behind another has not begun
+            left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
+        return left_s
+
+    def _waiting(self, life: Hashable) -> list[_Guest]:
+        """Those that the group has yet to prefill by itself."""
+        present = [guest for guest in self._present() if guest.life == life and not guest.has_token]
+        return [guest for guest in present if guest.ends_s is not None]
+
+    def _present(self) -> Iterator[_Guest]:
+        """Those whose attempts run; forgets the others."""
+        for key, guest in list(self._guests.items()):
+            if guest.ends_s is not None and guest.has_token:
+                if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:
+                    self._planner.observe_local(guest.took_s, guest.queued_s + guest.nominal_s)
+                self._guests[key] = guest = _Guest(guest.record, guest.attempt, guest.life)
+            if guest.is_there:
+                yield guest
+            else:
+                del self._guests[key]

@@ -1,0 +1,1 @@
+"""Calls workers over gRPC, and polls what they hold."""

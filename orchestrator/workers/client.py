@@ -1,0 +1,387 @@
+"""Talks to workers: their verbs in Baton's values, over channels that are shared and closed when a worker is gone.
+
+Steps 3 to 9 of a request's way, as calls. Nobody but the caller ends a call, and only the orchestrator sets its time:
+so a call that a worker cancelled, or that took too long, raises UnavailableError. On the loop.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import grpc
+
+from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
+from baton.ids import Epoch, JobId, Rank, RequestId, ReserveNumber, StreamNumber
+from baton.prefix_blocks import PromptBlocks
+from baton.proto_types import kv_ledger_from_proto
+from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
+from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
+from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
+from baton.v1.generate_pb2_grpc import GenerationGroupStub
+from baton.v1.kv_pb2_grpc import KvReceiverStub
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from orchestrator.placement.chain_width import ChainPlan
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from orchestrator.workers.streams import SharedCall, SharedStreams, check_size
+from transport.channel import make_channel
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import (
+    event_from_proto,
+    history_to_proto,
+    lease_from_proto,
+    lease_ref_to_proto,
+    lease_to_proto,
+    range_to_proto,
+)
+from transport.status import translate_rpc_errors
+
+VERB_TIMEOUT_S = 5.0
+"""For calls that a healthy worker answers at once."""
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """One attempt's prefill: the same for all ranks."""
+
+    record: RequestRecord
+    epoch: Epoch
+    number: JobId
+    chain: ChainPlan
+    blocks: PromptBlocks
+    """The prompt's; the chain begins behind some of them."""
+    lease: Lease
+
+    @cached_property
+    def job(self) -> prefill_pb2.PrefillJob:
+        """What every rank is sent: made once, from the record as it is then. Raises InvalidArgumentError when it fits
+        into no message."""
+        record, chain = self.record, self.chain
+        job = prefill_pb2.PrefillJob(
+            epoch=self.epoch,
+            job=self.number,
+            request_id=record.request_id,
+            attempt=record.attempt,
+            ranks=chain.ranks,
+            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
+            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+            lease=lease_to_proto(self.lease),
+            due_s=chain.job.due_s,
+            layer_s=chain.layer_s,
+            prefix_blocks=self.blocks.cached(chain.num_cached_tokens),
+            keep_blocks=self.blocks.kept(chain.num_cached_tokens),
+            block_tokens=self.blocks.block_tokens,
+        )
+        check_size(record.request_id, job.ByteSize())
+        return job
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank did."""
+
+    timing: RankTiming
+    stored: tuple[str, ...]
+    """Blocks that its prefix store holds now, of those that were to be kept: the first ones."""
+    evicted: tuple[str, ...]
+    """Blocks that had to go for them."""
+
+
+@dataclass(frozen=True)
+class PrefillHoldings:
+    """What a prefill rank says it holds."""
+
+    num_jobs: int
+    """In flight."""
+    prefixes: PrefixHoldings
+    """Of its node."""
+
+
+@dataclass(frozen=True)
+class StepSample:
+    """One forward of a generation group's batch."""
+
+    num_rows: int
+    """That got a token."""
+    num_prefill_tokens: int
+    """Of local prefill beside them."""
+    context_tokens: float
+    """That a row attended to, in the mean."""
+    duration_s: float
+
+
+@dataclass(frozen=True)
+class GenerationHoldings:
+    """What a generation group says it holds."""
+
+    num_slots: int
+    num_free: int
+    num_bytes: int
+    num_kept: int = 0
+    """Slots of streams that an earlier life of the orchestrator left."""
+    kept: frozenset[RequestId] = frozenset()
+    """The requests that those streams are of."""
+    num_leased: int = 0
+    num_active: int = 0
+    num_quarantined: int = 0
+    kv: KvLedger = field(default_factory=KvLedger)
+    num_preemptions: int = 0
+    imbalance: str = ""
+    """What does not balance in the group's own books; empty when they do."""
+    num_steps: int = 0
+    step: StepSample | None = None
+    """The latest of them."""
+    prefixes: PrefixHoldings = field(default_factory=PrefixHoldings)
+    """Of its node."""
+
+
+class EventStream:
+    """The events of one attempt, as its generation group sends them."""
+
+    def __init__(self, call: SharedCall, endpoint: str) -> None:
+        self.stored: tuple[str, ...] = ()
+        """Blocks of the answers that the group's prefix store holds; known once the stream is closed."""
+        self.evicted: tuple[str, ...] = ()
+        """Blocks that had to go for them."""
+        self._call = call
+        self._endpoint = endpoint
+
+    async def read(self) -> TokenEvent:
+        """The next event; not to be called after the last. A cancelled read ends the stream."""
+        try:
+            message = await self._call.read()
+        except (RequestCancelledError, DeadlineExceededError) as error:
+            raise UnavailableError(f"the worker at {self._endpoint} gave a stream up: {error}") from error
+        if message is None:
+            raise UnavailableError(f"generation group at {self._endpoint} closed a stream without a last event")
+        return event_from_proto(message)
+
+    async def closed(self, timeout_s: float) -> None:
+        """Returns when the group has closed the stream, after its last event and the word on what it stored; or after
+        `timeout_s` seconds."""
+        with contextlib.suppress(TimeoutError, BatonError):  # all that counts has come
+            async with asyncio.timeout(timeout_s):
+                while (message := await self._call.read()) is not None:
+                    self.stored += tuple(message.stored.stored)
+                    self.evicted += tuple(message.stored.evicted)
+
+    def cancel(self) -> None:
+        """Stops reading; the stream goes on for as long as it is kept. Idempotent."""
+        self._call.cancel()
+
+
+class WorkerClient:
+    """One worker, of either role."""
+
+    def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        self._endpoint = endpoint
+        self._prefill = PrefillRankStub(channel)
+        self._generation = GenerationGroupStub(channel)
+        self._kv = KvReceiverStub(channel)
+        self._streams = SharedStreams(channel)
+
+    async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
+        """Claims a slot; raises ResourceExhaustedError when none is free."""
+        request = kv_pb2.ReserveRequest(
+            request_id=spec.request_id,
+            attempt=spec.attempt,
+            num_tokens=spec.num_tokens,
+            capacity_tokens=spec.capacity_tokens,
+            ttl_s=spec.ttl_s,
+            layout_fingerprint=layout_fingerprint,
+            num_choices=spec.num_choices,
+            prefix_blocks=spec.prefix_blocks,
+            block_tokens=spec.block_tokens,
+            prefills_locally=spec.prefills_locally,
+            number=spec.number or 0,
+        )
+        with _worker_errors(self._endpoint):
+            return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
+
+    async def renew(self, lease: Lease) -> None:
+        """Keeps the slot for another ttl."""
+        request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(lease.ref), ttl_s=lease.ttl_s)
+        with _worker_errors(self._endpoint):
+            await self._kv.Renew(request, timeout=VERB_TIMEOUT_S)
+
+    async def abort(self, ref: LeaseRef) -> None:
+        """Frees the slot if the lease still holds it; idempotent."""
+        with _worker_errors(self._endpoint):
+            await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
+
+    async def abort_reserve(self, number: ReserveNumber) -> None:
+        """Undoes the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
+        with _worker_errors(self._endpoint):
+            await self._kv.Abort(kv_pb2.AbortRequest(number=number), timeout=VERB_TIMEOUT_S)
+
+    def stream(
+        self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
+    ) -> EventStream:
+        """Opens the attempt's stream, which outlives this process by a lease's ttl, and whose answers are stored in
+        blocks; without a lease the group prefills by itself."""
+        request = stream_request(record, number, config, lease)
+        return EventStream(self._streams.open(request), self._endpoint)
+
+    def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
+        """Goes on with a stream that the group has kept; reading it raises NotFoundError when it has not."""
+        return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
+
+    async def close(self) -> None:
+        """Before the channel is closed; once no stream is read."""
+        await self._streams.close()
+
+    async def cancel(self, number: StreamNumber) -> None:
+        """Ends the stream of that number; idempotent."""
+        request = generate_pb2.CancelRequest(number=number)
+        with _worker_errors(self._endpoint):
+            await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
+
+    async def run(self, plan: PrefillPlan) -> RankReport:
+        """Runs this rank's chunk; returns when that is computed, passed on, pushed and, by the last rank, kept. Raises
+        StalePrefixError when what the chain begins behind is not cached."""
+        with _worker_errors(self._endpoint):
+            report = await self._prefill.Run(plan.job)
+        chain = plan.chain
+        timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
+        return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
+
+    async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
+        """What this generation group holds now."""
+        with _worker_errors(self._endpoint):
+            status = await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
+        return GenerationHoldings(
+            num_slots=status.num_slots,
+            num_free=status.num_free,
+            num_bytes=status.num_bytes_held,
+            num_kept=sum(each.num_slots for each in status.kept),
+            kept=frozenset(RequestId(each.request_id) for each in status.kept),
+            num_leased=status.num_leased,
+            num_active=status.num_active,
+            num_quarantined=status.num_quarantined,
+            kv=kv_ledger_from_proto(status.kv),
+            num_preemptions=status.num_preemptions,
+            imbalance=status.imbalance,
+            num_steps=status.num_steps,
+            step=_step(status.last_step) if status.HasField("last_step") else None,
+            prefixes=PrefixHoldings(
+                num_blocks=status.num_prefix_blocks,
+                num_bytes=status.prefix_bytes,
+                max_bytes=status.prefix_room_bytes,
+                num_bytes_read=status.num_prefix_bytes_read,
+                num_disk_bytes_read=status.num_prefix_disk_bytes_read,
+                num_bytes_stored=status.num_prefix_bytes_stored,
+            ),
+        )
+
+    async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
+        """Blocks in the prefix store of this worker's node, those first that were used longest ago."""
+        ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
+        with _worker_errors(self._endpoint):
+            reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
+        return list(reply.blocks)
+
+    async def prefill_holdings(self, timeout_s: float) -> PrefillHoldings:
+        """What this prefill rank holds now."""
+        with _worker_errors(self._endpoint):
+            status = await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
+        return PrefillHoldings(
+            num_jobs=status.num_jobs,
+            prefixes=PrefixHoldings(status.num_prefix_blocks, status.prefix_bytes, status.prefix_room_bytes),
+        )
+
+
+@dataclass
+class _Connection:
+    channel: grpc.aio.Channel
+    client: WorkerClient
+    num_users: int = field(default=0)
+
+
+class Clients:
+    """A client for each endpoint, made at first use. Closing a channel ends its calls: those in use are kept."""
+
+    def __init__(self) -> None:
+        self._connections: dict[str, _Connection] = {}
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        """The worker at host:port, connected to at the first call."""
+        connection = self._connections.get(endpoint)
+        if connection is None:
+            channel = make_channel(endpoint)
+            connection = self._connections[endpoint] = _Connection(channel, WorkerClient(endpoint, channel))
+        connection.num_users += 1
+        try:
+            yield connection.client
+        finally:
+            connection.num_users -= 1
+
+    async def prune(self, present: Collection[str]) -> None:
+        """Closes what is neither present nor in use."""
+        gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
+        for connection in [self._connections.pop(endpoint) for endpoint in gone]:
+            await connection.client.close()
+            await connection.channel.close()
+
+
+def stream_request(
+    record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
+) -> generate_pb2.StreamRequest:
+    """What a generation group is asked for an attempt."""
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+        lease=None if lease is None else lease_ref_to_proto(lease.ref),
+        keep_s=config.lease_ttl_s,
+        number=number,
+        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.prefix_salt),
+    )
+
+
+def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
+    """What a generation group is asked that may have kept the request's stream."""
+    outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.prompt_ids, (), record.params),
+        number=number,
+        takeover=generate_pb2.Takeover(outputs=outputs),
+    )
+
+
+@contextlib.contextmanager
+def _worker_errors(endpoint: str) -> Iterator[None]:
+    """Errors of a call to a worker, as its caller should see them."""
+    try:
+        with translate_rpc_errors():
+            yield
+    except (RequestCancelledError, DeadlineExceededError) as error:
+        raise UnavailableError(f"the worker at {endpoint} did not complete a call: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # so grpc.aio reports it
+
+
+def _step(message: generate_pb2.StepSample) -> StepSample:
+    return StepSample(message.num_rows, message.num_prefill_tokens, message.context_tokens, message.duration_s)
+
+
+def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming:
+    return RankTiming(
+        rank=report.rank,
+        tokens=tokens,
+        start_ns=report.run.start_unix_ns,
+        end_ns=report.run.end_unix_ns,
+        wait_s=report.wait_s,
+        push_start_ns=report.push.start_unix_ns,
+        push_end_ns=report.push.end_unix_ns,
+        num_bytes_pushed=report.num_bytes_pushed,
+        num_bytes_sent=report.num_bytes_sent,
+        num_messages_sent=report.num_messages_sent,
+        send_s=report.send_s,
+        layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in report.layers),
+    )

@@ -1,0 +1,54 @@
+"""Asks each prefix store that comes into view what it holds, once: what an earlier orchestrator's prompts left is used.
+
+Nobody waits for the answer: until it is there, prompts are computed. Step 3 of a request's way (DESIGN.md, section 4).
+On the loop.
+"""
+
+import asyncio
+import logging
+
+from baton.errors import BatonError
+from orchestrator.membership.members import Group, Members, PrefillGroup
+from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.workers.client import Clients
+
+logger = logging.getLogger(__name__)
+
+
+class PrefixStores:
+    """Fills the index, and takes stores out of it that are gone."""
+
+    def __init__(self, members: Members, clients: Clients, index: PrefixIndex) -> None:
+        self._members = members
+        self._clients = clients
+        self._index = index
+        self._asked: dict[str, asyncio.Task[None]] = {}
+        """By store."""
+
+    def look(self) -> None:
+        """At the view as it is now; to be called for every request."""
+        groups = [group for group in self._members.view.groups if group.prefix_store]
+        stores = {group.prefix_store for group in groups}
+        self._index.keep_only(stores)
+        for store in self._asked.keys() - stores:
+            self._asked.pop(store).cancel()
+        for group in groups:
+            if group.prefix_store not in self._asked and group.ready:
+                self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
+
+    async def close(self) -> None:
+        """Asks no more."""
+        for asking in self._asked.values():
+            asking.cancel()
+        await asyncio.gather(*self._asked.values(), return_exceptions=True)
+
+    async def _ask(self, group: Group) -> None:
+        """Any of those who share it knows."""
+        is_prefill = isinstance(group, PrefillGroup)
+        try:
+            with self._clients.use(group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint) as worker:
+                names = await worker.prefix_blocks(is_prefill=is_prefill)
+        except BatonError as error:
+            logger.info("%s does not say what it has cached: %s", group.name, error)
+        else:
+            self._index.add(group.prefix_store, names)

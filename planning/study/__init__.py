@@ -1,0 +1,1 @@
+"""Compares schemes and hardware on paper; nothing that serves uses it."""

@@ -1,0 +1,154 @@
+"""How long a generation step must take: the roofline of inference ("How To Scale Your Model", part 7). Pure.
+
+    step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
+           attention: always reads              matrices: read, or compute from the critical batch on
+
+On n chips all rates and the memory are n times one's: weights and KV are taken to be spread over them evenly, and what
+goes from chip to chip to take no time. A measured machine adds what a roofline leaves out
+(`planning.study.chips.Chip`): a rate of attention's own, matrices whose reading and computing do not quite overlap, and
+time that each layer takes besides.
+"""
+
+import math
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+from planning.model_shape import ModelShape
+from planning.study.chips import Chip
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What a generation step reads and computes of a model, in the formats in which it is served."""
+
+    num_params: float
+    """All of them, both embeddings included where they are two, as the source counts; a step reads a few rows only of
+    one that is no head."""
+    kv_token_bytes: float
+    """K and V of a token in all layers."""
+    weight_bytes: float = 2
+    """Of one parameter: 2 for bf16, 1 for int8."""
+    num_layers: int = 1
+    windows: tuple[int | None, ...] = ()
+    """Each layer's sliding window in tokens, None for full attention; empty: full in all."""
+    active_params: float | None = None
+    """Those that one token passes through; None: all."""
+    experts_per_active: float = 1
+    """Of a mixture: experts over those that a token passes through."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_params", "kv_token_bytes", "weight_bytes", "num_layers", "experts_per_active"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"model: {name} = {getattr(self, name)} is out of range: give a number above 0")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"model: {len(self.windows)} windows for {self.num_layers} layers: give one for each")
+
+    @property
+    def all_weight_bytes(self) -> float:
+        """Bytes of all parameters."""
+        return self.num_params * self.weight_bytes
+
+    @property
+    def token_flops(self) -> float:
+        """FLOPs of a token's way through the matrices."""
+        return 2 * (self.active_params or self.num_params)
+
+    def kv_bytes(self, context: int) -> float:
+        """What a sequence of `context` tokens keeps."""
+        return self.kv_token_bytes * context
+
+    def kv_read_bytes(self, context: int) -> float:
+        """What one step reads of that: sliding windows hide the rest."""
+        if not self.windows:
+            return self.kv_bytes(context)
+        seen = sum(context if window is None else min(context, window) for window in self.windows)
+        return self.kv_token_bytes * seen / self.num_layers
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixture of experts: each layer has several feed-forward parts, and a token passes through some."""
+
+    num_experts: int = 1
+    num_active: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_active <= self.num_experts:
+            raise ConfigError(
+                f"experts: {self.num_active} of {self.num_experts}: give at least 1, and no more than all"
+            )
+
+
+def served(
+    shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
+) -> ServedModel:
+    """A model of this shape. `tied`: its head is its embedding. `weight_bytes` of a parameter and `kv_bytes` of an
+    element of K or V take the place of the shape's own dtype. Biases, norms and routers are not counted."""
+    mixture = mixture or Mixture()
+    ffn = (3 if shape.gated else 2) * shape.hidden * shape.ffn
+    others = shape.num_layers * (shape.layer_weights - ffn) + (1 if tied else 2) * shape.vocab * shape.hidden
+    return ServedModel(
+        num_params=others + shape.num_layers * ffn * mixture.num_experts,
+        kv_token_bytes=shape.num_layers * shape.kv_bytes / shape.dtype_bytes * kv_bytes,
+        weight_bytes=weight_bytes,
+        num_layers=shape.num_layers,
+        active_params=others + shape.num_layers * ffn * mixture.num_active,
+        experts_per_active=mixture.num_experts / mixture.num_active,
+    )
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The parts of one generation step, seconds."""
+
+    attention_s: float
+    read_s: float
+    """Reading all weights."""
+    compute_s: float
+    """The matrices' arithmetic."""
+    linear_s: float
+    """Both together, as far as they overlap."""
+    other_s: float
+    """What a roofline leaves out."""
+
+    @property
+    def total_s(self) -> float:
+        """Of the step: one token for each row."""
+        return self.attention_s + self.linear_s + self.other_s
+
+    @property
+    def bound(self) -> str:
+        """The largest part, in a word."""
+        parts = {"kv": self.attention_s, "weights": self.read_s, "compute": self.compute_s, "calls": self.other_s}
+        return max(parts, key=lambda name: parts[name])
+
+
+def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1) -> StepTime:
+    """One token for each of `batch` rows that have `context` tokens. Of a mixture all experts are taken to be read."""
+    read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
+    compute_s = batch * model.token_flops / (chip.flops * num_chips)
+    shorter, longer = sorted((read_s, compute_s))
+    return StepTime(
+        attention_s=batch * model.kv_read_bytes(context) / ((chip.kv_bandwidth or chip.memory_bandwidth) * num_chips),
+        read_s=read_s,
+        compute_s=compute_s,
+        linear_s=longer + (1 - chip.overlap) * shorter,
+        other_s=model.num_layers * chip.layer_s,
+    )
+
+
+def floor_s(model: ServedModel, bandwidth: float, *, batch: int, context: int) -> float:
+    """Weights and KV once through the memory: what no step undercuts."""
+    return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth
+
+
+def critical_batch(model: ServedModel, chip: Chip) -> float:
+    """Tokens from which on the matrices are bound by compute, whatever the number of chips; of a mixture, those of its
+    experts are. The source's beta * C / W, with activations of two bytes."""
+    return chip.flops / chip.memory_bandwidth * model.weight_bytes / 2 * model.experts_per_active
+
+
+def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
+    """Rows of `context` tokens whose KV fits beside the weights; 0 when not even the weights do."""
+    free = chip.memory_bytes * num_chips - model.all_weight_bytes
+    return max(0, int(free // model.kv_bytes(context)))

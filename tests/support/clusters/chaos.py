@@ -1,0 +1,73 @@
+"""Clusters to be struck whose workers are real servers in this process: links and outlets fail, too, and a life takes
+milliseconds. Their orchestrator is a process."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from baton.results import ModelInfo
+from baton.types import SampledToken
+from deploy.chaos.cluster import ChaosCluster, ChaosPlan
+from deploy.chaos.faults import SeededPlan
+from deploy.chaos.network import HOST
+from deploy.chaos.orchestrator import OrchestratorLife
+from deploy.chaos.schedule import Ask
+from modeling.forward.decoder import Decoder
+from tests.support.clusters.planners import linear_planner
+from tests.support.clusters.spawners import tiny_worker
+from tests.support.clusters.storms import CLOCK, CONFIG, HEARTBEAT, MAX_TOKENS, NUM_RANKS, NUM_SLOTS, FaultySpawner
+from tests.support.engines.generation import eos_decoder
+from tests.support.engines.prefixes import file_bytes, prefix_folder
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.tiny_tokenizer import EOS_ID, write_letters
+
+_BLOCK_TOKENS = 16
+_NUM_BLOCKS = 24
+"""That are kept: fewer than all prompts together have, so that some have to go."""
+
+
+class Reference:
+    """What one process would have generated. Implements Judge."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.decoder = decoder
+
+    def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:
+        params = ask.params.of_choice(choice)
+        ids = [token.token_id for token in tokens]
+        try:
+            check_equal_tokens(self.decoder, ask.prompt_ids, ids, params)
+        except AssertionError as error:
+            return str(error)
+        return ""
+
+
+@asynccontextmanager
+async def chaos_cluster(folder: Path, *, num_groups: int = 2) -> AsyncIterator[tuple[ChaosCluster, Reference]]:
+    """Everything up, and everything down again. The orchestrator finds its tokenizer in `folder`."""
+    torch.set_num_threads(1)
+    decoder, faults = eos_decoder(), SeededPlan()
+    write_letters(folder)
+    config = replace(CONFIG, block_tokens=_BLOCK_TOKENS)
+    prefix_bytes = _NUM_BLOCKS * file_bytes(decoder.layout, _BLOCK_TOKENS)
+
+    def life(layout: str) -> OrchestratorLife:
+        model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
+        return OrchestratorLife(folder, model, (EOS_ID,), config, linear_planner(), HOST)
+
+    limits = {"num_slots": NUM_SLOTS, "max_slot_tokens": MAX_TOKENS}
+    with prefix_folder() as prefixes:
+        plan = ChaosPlan(
+            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes),
+            chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
+            engines=[replace(tiny_worker("generate", group=group), **limits) for group in range(num_groups)],  # type: ignore[arg-type]
+            life=life,
+            faults=faults,
+            heartbeat=HEARTBEAT,
+            max_tokens=MAX_TOKENS,
+        )
+        async with ChaosCluster(plan, CLOCK, lambda line: None) as cluster:
+            yield cluster, Reference(decoder)

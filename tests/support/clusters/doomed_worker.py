@@ -1,0 +1,199 @@
+"""A worker process whose prefill rank ends, stops or hangs at a step of its work that a test has picked.
+
+The product's worker, with the model and the outlet of its jobs wrapped. Before each step it looks for a doom laid down
+for it in the model's folder; one that is struck is taken away, so that the next life is whole. `python -m
+tests.support.clusters.doomed_worker`, for deploy.groups.processes.
+"""
+
+import enum
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.clock import SystemClock
+from baton.types import SampledToken, TokenRange
+from baton.v1 import prefill_pb2_grpc
+from deploy.config.worker import WorkerConfig
+from deploy.groups import worker_process as worker
+from deploy.groups.hosting import Server, start_server
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.attention import Attention
+from modeling.forward.decoder import Decoder, Step
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job, JobReport, KvOutlet
+from prefill_workers.servicer import PrefillRankServicer, PrefillServer
+from transport.channel import bind, make_server
+
+
+class Moment(enum.StrEnum):
+    """Steps of a rank's work on a job. All but the last are taken once a layer."""
+
+    PROJECT = "project"
+    """A layer begins."""
+    PUSH = "push"
+    """Its rows are projected, and about to be pushed to the slot."""
+    ATTEND = "attend"
+    """They are under way; nothing is attended to yet."""
+    COMPLETE = "complete"
+    """All earlier rows have come and were attended to."""
+    FINISH = "finish"
+    """All is computed and pushed; the slot is about to be committed. The layer is 0."""
+
+
+class End(enum.StrEnum):
+    """What becomes of the process."""
+
+    KILL = "kill"
+    """As by kill -9."""
+    STOP = "stop"
+    """All its threads stand still."""
+    HANG = "hang"
+    """The engine's thread stands still; heartbeats are answered."""
+
+
+@dataclass(frozen=True)
+class Doom:
+    """What is to happen, and at which step."""
+
+    end: End
+    moment: Moment | None = None
+    """None: at any."""
+    layer: int | None = None
+    """None: in any."""
+    num_spared: int = 0
+    """Steps like that which are let pass before."""
+
+    def lay(self, folder: Path, name: str) -> None:
+        """For the worker of that name; in place of what was laid for it before."""
+        draft = folder / f"{name}.draft"
+        draft.write_text(json.dumps(asdict(self)))
+        draft.rename(_path(folder, name))
+
+    @classmethod
+    def read(cls, path: Path) -> "Doom":
+        fields = json.loads(path.read_text())
+        moment = fields["moment"]
+        return cls(End(fields["end"]), Moment(moment) if moment else None, fields["layer"], fields["num_spared"])
+
+
+def is_pending(folder: Path, name: str) -> bool:
+    """A doom was laid for the worker of that name, and has not struck."""
+    return _path(folder, name).exists()
+
+
+def _path(folder: Path, name: str) -> Path:
+    return folder / f"{name}.doom"
+
+
+class Fate:
+    """Strikes, on the engine's thread."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._path = _path(folder, name)
+        self._doom: Doom | None = None
+        self._num_left = 0
+
+    def step(self, moment: Moment, layer: int) -> None:
+        """Before a step."""
+        if self._doom is None and self._path.exists():
+            self._doom = Doom.read(self._path)
+            self._num_left = self._doom.num_spared
+        doom = self._doom
+        if doom is None or doom.moment not in (None, moment) or doom.layer not in (None, layer):
+            return
+        self._num_left -= 1
+        if self._num_left < 0:
+            self._path.unlink()
+            _end(doom.end)
+
+
+def _end(end: End) -> None:
+    if end is End.HANG:
+        threading.Event().wait()
+    os.kill(os.getpid(), signal.SIGKILL if end is End.KILL else signal.SIGSTOP)
+
+
+class DoomedDecoder(Decoder):
+    """A decoder that tells a fate of its steps."""
+
+    def __init__(self, inner: Decoder, fate: Fate) -> None:
+        super().__init__(inner.config, inner.weights, inner.kernel)
+        self._fate = fate
+
+    def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
+        self._fate.step(Moment.PROJECT, layer)
+        return super().project(layer, hidden_TD, step)
+
+    def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
+        self._fate.step(Moment.ATTEND, layer)
+        return super().attention(layer, q_TNH, first_position)
+
+    def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
+        self._fate.step(Moment.COMPLETE, layer)
+        return super().complete(layer, hidden_TD, attended_TNH)
+
+
+@dataclass(frozen=True)
+class DoomedOutlet:
+    """An outlet that tells a fate of its steps. Implements KvOutlet."""
+
+    inner: KvOutlet
+    fate: Fate
+
+    @property
+    def num_present(self) -> int:
+        return self.inner.num_present
+
+    def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self.fate.step(Moment.PUSH, layer)
+        self.inner.push(layer, tokens, data)
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self.inner.received(layer, tokens, data)
+
+    def finish(self, firsts: Sequence[SampledToken]) -> None:
+        self.fate.step(Moment.FINISH, 0)
+        self.inner.finish(tuple(firsts))
+
+    def abort(self, error: BaseException) -> None:
+        self.inner.abort(error)
+
+
+class DoomedEngine(PrefillEngine):
+    """Wraps the outlets that it is given."""
+
+    def __init__(self, decoder: Decoder, fate: Fate, floor_s: float) -> None:
+        super().__init__(decoder, SystemClock(), watchdog_floor_s=floor_s)
+        self._fate = fate
+
+    def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
+        return super().submit(job, DoomedOutlet(outlet, self._fate))
+
+
+async def start_doomed(config: WorkerConfig) -> Server:
+    """A prefill rank with a fate; generation engines have none."""
+    if config.role != "prefill":
+        return await start_server(config)
+    torch.set_num_threads(config.num_threads)
+    folder = Path(config.model_folder)
+    fate = Fate(folder, config.name)
+    server = make_server()
+    port = bind(server, config.host)
+    engine = DoomedEngine(DoomedDecoder(load_decoder(folder, dtype=config.dtype), fate), fate, config.watchdog_floor_s)
+    servicer = PrefillRankServicer(engine, config.host)
+    prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
+    await server.start()
+    return PrefillServer(server, engine, servicer, port)
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(start_doomed))

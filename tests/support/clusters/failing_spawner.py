@@ -1,0 +1,81 @@
+"""A spawner whose calls raise, once each, what an operating system or Ray may raise there: it wraps a real one."""
+
+from random import Random
+
+from deploy.config.worker import WorkerConfig
+from deploy.groups.spawner import Spawner, WorkerHandle
+
+CALLS = ("start", "kill", "wait", "close")
+"""The calls of the two ports that can fail."""
+
+
+class Failures:
+    """The exceptions that are still to be raised, by call."""
+
+    def __init__(self) -> None:
+        self.due: dict[str, Exception] = {}
+        """The next call of that name raises the exception, and forgets it."""
+        self.num_raised = 0
+
+    def strike(self, call: str) -> None:
+        """Raises the exception that is due at this call, if there is one."""
+        error = self.due.pop(call, None)
+        if error is not None:
+            self.num_raised += 1
+            raise error
+
+
+class RandomFailures(Failures):
+    """Failures of a seed: each call fails with the given probability, until `num_left` have failed."""
+
+    def __init__(self, seed: int, errors: tuple[Exception, ...], probability: float, num_left: int) -> None:
+        super().__init__()
+        self.num_left = num_left
+        self._rng = Random(seed)
+        self._errors = errors
+        self._probability = probability
+
+    def strike(self, call: str) -> None:
+        if self.num_left and self._rng.random() < self._probability:
+            self.num_left -= 1
+            self.due[call] = self._rng.choice(self._errors)
+        super().strike(call)
+
+
+class FailingWorker:
+    """Wraps a worker. Implements WorkerHandle."""
+
+    def __init__(self, inner: WorkerHandle, failures: Failures) -> None:
+        self.inner = inner
+        self.config = inner.config
+        self.endpoint = inner.endpoint
+        self.pid = inner.pid
+        self._failures = failures
+
+    @property
+    def ended(self) -> bool:
+        return self.inner.ended
+
+    async def wait(self) -> str:
+        self._failures.strike("wait")
+        return await self.inner.wait()
+
+    def kill(self) -> None:
+        self._failures.strike("kill")
+        self.inner.kill()
+
+    async def close(self) -> None:
+        self._failures.strike("close")
+        await self.inner.close()
+
+
+class FailingSpawner:
+    """Wraps a spawner. Implements Spawner."""
+
+    def __init__(self, inner: Spawner, failures: Failures) -> None:
+        self.failures = failures
+        self._inner = inner
+
+    async def start(self, config: WorkerConfig) -> FailingWorker:
+        self.failures.strike("start")
+        return FailingWorker(await self._inner.start(config), self.failures)

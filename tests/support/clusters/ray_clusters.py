@@ -1,0 +1,206 @@
+"""Clusters on Ray for tests: brought up by the command that users type, and found again by the ports they listen on."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import grpc
+
+from baton import Client
+from baton.errors import BatonError
+from baton.paths import cache_folder
+from baton.results import ClusterState
+from baton.v1.prefill_pb2 import PrefillStatusRequest
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from deploy.commands.record import process_start
+from tests.support.folders import ROOT
+
+START_S = 90.0
+_STDOUT, _STDERR = "stdout.txt", "stderr.txt"
+
+
+@dataclass
+class ServedCluster:
+    """A running `baton serve`; `target` and `ray_folder` once it serves."""
+
+    process: "subprocess.Popen[str]"
+    cache: Path
+    """XDG_CACHE_HOME of its commands."""
+    target: str
+    """host:port of its orchestrator."""
+    ray_folder: str
+    """Empty when it joined a Ray."""
+
+    @property
+    def stdout(self) -> str:
+        """All that it has written there."""
+        return (self.cache / _STDOUT).read_text()
+
+    @property
+    def stderr(self) -> str:
+        """As `stdout`."""
+        return (self.cache / _STDERR).read_text()
+
+    def interrupt(self) -> None:
+        """Ctrl-C, as a terminal sends it: to all processes that the command has started as well."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
+        """Runs another command of the same user."""
+        return run_baton(self.cache, *arguments)
+
+
+def run_baton(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """One `baton` command to its end."""
+    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=_environment(cache), text=True, capture_output=True, timeout=110)
+
+
+@contextlib.contextmanager
+def served(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
+    """A cluster that serves, on a Ray of its own or that at host:port; interrupted at the end, unless it has ended."""
+    with launched(cache, model, *assignments, address=address) as starting:
+        until(lambda: starting.process.poll() is not None or "\nready: " in starting.stderr, START_S)
+        found = re.search(r"^ready: clients may connect to (\S+);", starting.stderr, re.MULTILINE)
+        assert found, f"not ready: {starting.stderr}"
+        yield replace(starting, target=found[1], ray_folder=recorded_folder(cache))
+
+
+@contextlib.contextmanager
+def launched(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
+    """As `served`, from the command's first moment."""
+    settings = [
+        *(f"model.name={model}", "model.dtype=float32", "generate.num_threads=1"),
+        *(
+            "orchestrator.port=0",
+            "orchestrator.disaggregation=always",
+        ),  # a crowded machine must not decide who prefills
+    ]
+    options = [part for each in (*settings, *assignments) for part in ("--set", each)]
+    if address:
+        options += ["--address", address]
+    command = [sys.executable, "-m", "deploy.cli", "serve", *options]
+    with (cache / _STDOUT).open("w") as stdout, (cache / _STDERR).open("w") as stderr:
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=_environment(cache), text=True, stdout=stdout, stderr=stderr, start_new_session=True
+        )
+    try:
+        yield ServedCluster(process, cache, target="", ray_folder="")
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(60)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+
+
+def recorded_folder(cache: Path) -> str:
+    """Of the Ray that was started for the cluster; empty when it joined one."""
+    record = json.loads((cache / "baton" / "clusters" / "baton.json").read_text())
+    return str(record["ray_folder"])
+
+
+def listener(endpoint: str) -> int:
+    """The process that listens on host:port."""
+    port = f":{int(endpoint.rpartition(':')[2]):04X}"
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[1].endswith(port) and fields[3] == "0A":
+                return _owner(f"socket:[{fields[9]}]")
+    raise AssertionError(f"nobody listens on {endpoint}")
+
+
+def supervisors(ray_folder: str) -> set[int]:
+    """The processes of the supervisor's actor: one, or for a moment none, or a dying one and the next."""
+    return {pid for pid, command in processes_of(ray_folder).items() if "SupervisorActor" in command}
+
+
+def supervisor(ray_folder: str) -> int:
+    """The process of the supervisor's actor."""
+    (found,) = supervisors(ray_folder)
+    return found
+
+
+def endpoints(state: ClusterState, role: str) -> tuple[str, ...]:
+    """Of the first group of that role."""
+    return next(group.endpoints for group in state.groups if group.role == role)
+
+
+def num_jobs(endpoint: str) -> int:
+    """Jobs that the prefill rank at host:port holds."""
+    with grpc.insecure_channel(endpoint) as channel:
+        return int(PrefillRankStub(channel).GetStatus(PrefillStatusRequest(), timeout=10).num_jobs)
+
+
+def processes_of(ray_folder: str) -> dict[int, str]:
+    """All that has a file of that Ray open, by process id: command lines."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()).startswith(f"{ray_folder}/") for file in (process / "fd").iterdir()):
+                found[int(process.name)] = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return {pid: command for pid, command in found.items() if process_start(pid)}
+
+
+def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
+    """Waits until it holds; fails after so many seconds, of which one look counts for half a second at most: it is the
+    cluster that is timed, and not how long a crowded machine takes to look."""
+    pause, spent_s, looked_s = threading.Event(), 0.0, time.monotonic()
+    while not holds():
+        assert spent_s < within_s, f"did not come true within {within_s:g} s"
+        pause.wait(0.1)
+        now_s = time.monotonic()
+        spent_s, looked_s = spent_s + min(now_s - looked_s, 0.5), now_s
+
+
+def until_settled(client: Client, within_s: float = 60.0) -> None:
+    """All groups are ready, and nobody waits, runs or holds a slot, a byte or a job; nothing is leaked."""
+    until(lambda: _is_settled(client), within_s)
+    assert [group.num_leaked for group in client.cluster_state().groups if group.num_leaked] == []
+
+
+def _is_settled(client: Client) -> bool:
+    try:
+        state = client.cluster_state()
+    except BatonError:
+        return False  # no orchestrator yet
+    groups = state.groups
+    held = [group.num_slots - group.num_free + group.num_bytes_held + group.num_requests for group in groups]
+    if not all(group.is_ready for group in groups) or any((state.num_queued, state.num_running, *held)):
+        return False
+    return not any(num_jobs(each) for group in groups if group.role == "prefill" for each in group.endpoints)
+
+
+def _owner(socket: str) -> int:
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(file.readlink()) == socket for file in (process / "fd").iterdir()):
+                return int(process.name)
+    raise AssertionError(f"nobody has {socket} open")
+
+
+def share_kernels(cache: Path) -> None:
+    """Gives a cache folder of its own this user's kernels: they are built once for all tests."""
+    own, shared = cache / "baton" / "kernels", cache_folder() / "kernels"
+    own.parent.mkdir(exist_ok=True)
+    shared.mkdir(parents=True, exist_ok=True)
+    if not own.exists():
+        own.symlink_to(shared)
+
+
+def _environment(cache: Path) -> dict[str, str]:
+    share_kernels(cache)
+    settings = {"XDG_CACHE_HOME": str(cache), "HOME": str(cache), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    return os.environ | settings

@@ -1,0 +1,102 @@
+"""A Ray of somebody else's for tests: started by Ray's own command, and asked what it holds by a process of its own."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deploy.commands.record import kill_ray
+from tests.support.clusters.ray_clusters import until
+
+START_S = 60.0
+_OPTIONS = (
+    *("start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"),
+    "--object-store-memory=80000000",
+)
+_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
+_LOOK = """
+import json, sys, ray
+ray.init(sys.argv[1], configure_logging=False, log_to_driver=False)
+actors = ray.util.list_named_actors(all_namespaces=True)
+places = [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
+free = {name: amount for name, amount in ray.available_resources().items() if name.startswith("baton")}
+print(json.dumps({"actors": actors, "places": places, "free": free}))
+"""
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """A running Ray."""
+
+    process: "subprocess.Popen[bytes]"
+    address: str
+    """host:port to join it."""
+    pools: dict[str, int]
+    """The custom resources that its one node declares."""
+
+    def is_empty(self) -> bool:
+        """It runs, and holds no named actor and no placement group; all of the pools is free."""
+        assert self.process.poll() is None, "that Ray has ended"
+        held = held_of(self.address)
+        return not held["actors"] and not held["places"] and held["free"] == self.pools
+
+
+def held_of(address: str) -> dict[str, Any]:
+    """What the Ray at host:port holds: named actors, names of placement groups ("places"), and what of the pools is
+    free."""
+    command = [sys.executable, "-c", _LOOK, address]
+    environment = {**os.environ, **_ENVIRONMENT}
+    told = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60, check=True)
+    held: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return held
+
+
+@contextlib.contextmanager
+def ray_head(pools: dict[str, int]) -> Iterator[RayHead]:
+    """A Ray of one node, this machine, that declares these resources; gone at the end."""
+    folder = tempfile.mkdtemp(prefix="baton-head-")
+    program = Path(sys.executable).with_name("ray")
+    options = [f"--port={_free_port()}", f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}"]
+    output = Path(folder) / "output.txt"
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            [str(program), *_OPTIONS, *options, f"--resources={json.dumps(pools)}"],
+            env={**os.environ, **_ENVIRONMENT},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until(lambda: _address(output) is not None or process.poll() is not None, START_S)
+        address = _address(output)
+        assert address is not None, f"Ray did not start: {output.read_text()}"
+        yield RayHead(process, address, pools)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        kill_ray(folder)
+        process.wait()
+        shutil.rmtree(folder)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _address(output: Path) -> str | None:
+    """What Ray's command tells those who want to join; None before."""
+    found = re.search(r"ray start --address='(.+)'", output.read_text())
+    return found[1] if found else None

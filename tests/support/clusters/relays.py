@@ -1,0 +1,105 @@
+"""Local clusters for tests: start one, ask it, and look at what its workers hold."""
+
+import contextlib
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from baton.clock import SystemClock
+from baton.errors import BatonError
+from baton.ids import RequestId
+from baton.results import Timings
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from baton.v1 import generate_pb2, prefill_pb2
+from deploy.commands.local_relay import running_controller
+from deploy.config.worker import LocalConfig
+from deploy.groups.cluster import LocalCluster
+from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.requests.record import Event, Finished
+
+CLOCK = SystemClock()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Everything that one request's stream brought."""
+
+    tokens: list[TokenEvent]
+    finished: Finished
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [event.token.token_id for event in self.tokens if event.token is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.tokens)
+
+    @property
+    def timings(self) -> Timings:
+        return self.finished.timings
+
+    @property
+    def num_attempts(self) -> int:
+        return self.finished.usage.num_attempts
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A running local cluster and its controller."""
+
+    cluster: LocalCluster
+    controller: Controller
+
+
+@contextlib.asynccontextmanager
+async def local_relay(folder: Path, **fields: Any) -> AsyncIterator[Relay]:
+    """A running relay; closed, with all its processes, at the end. It keeps no prefixes, unless `fields` say so: tests
+    ask the same again and again, and count what is computed."""
+    settings = {"dtype": "float32", "generate_threads": 1, "watchdog_floor_s": 5.0, "prefix_share": 0.0, **fields}
+    async with (
+        LocalCluster(LocalConfig(folder, **settings), CLOCK) as cluster,
+        running_controller(cluster, CLOCK) as controller,
+    ):
+        yield Relay(cluster, controller)
+
+
+async def ask(
+    relay: Relay,
+    prompt_ids: tuple[int, ...],
+    params: SamplingParams,
+    on_token: Callable[[int], None] = lambda num: None,
+) -> Answer:
+    """Runs one request to its end; `on_token` hears how many tokens have come. Raises what the request ended with, if
+    that was an error."""
+    tokens: list[TokenEvent] = []
+    async with contextlib.aclosing(open_stream(relay, prompt_ids, params)) as events:
+        async for event in events:
+            if isinstance(event, TokenEvent):
+                tokens.append(event)
+                on_token(len(tokens))
+            elif isinstance(event, Finished):
+                if event.error is not None:
+                    raise event.error
+                return Answer(tokens, event)
+    raise BatonError("a stream ended without its last event")
+
+
+def open_stream(relay: Relay, prompt_ids: tuple[int, ...], params: SamplingParams) -> AsyncGenerator[Event, None]:
+    """A request's events as they come."""
+    return relay.controller.generate(GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, params))
+
+
+async def slots_in_use(relay: Relay) -> tuple[int, int]:
+    """(slots that are not free, KV bytes held) of the generation engine."""
+    status = await relay.cluster.generation.generation.GetStatus(generate_pb2.GenerationStatusRequest())
+    return status.num_slots - status.num_free, status.num_bytes_held
+
+
+async def jobs_in_flight(relay: Relay) -> list[int]:
+    """Jobs that each prefill rank holds."""
+    request = prefill_pb2.PrefillStatusRequest()
+    return [(await worker.prefill.GetStatus(request)).num_jobs for worker in relay.cluster.ranks]

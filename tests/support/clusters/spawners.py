@@ -1,0 +1,93 @@
+"""A spawner of workers that are real servers in this process: made in milliseconds, and ended at a test's will."""
+
+import asyncio
+from pathlib import Path
+
+from baton.clock import SystemClock
+from deploy.config.worker import WorkerConfig
+from generate_workers.engine.core import EngineConfig
+from generate_workers.servicer import GenerationServer
+from modeling.forward.decoder import Decoder
+from prefill_workers.servicer import PrefillServer
+from tests.support.models.tiny_models import random_decoder
+from tests.support.models.tiny_tokenizer import letter_tokenizer
+
+HOST = "127.0.0.1"
+
+
+def tiny_worker(role: str, rank: int = 0, group: int = 0) -> WorkerConfig:
+    """What such a worker is told."""
+    return WorkerConfig(
+        role=role,
+        rank=rank,
+        model_folder=str(Path("none")),
+        dtype="float32",
+        num_threads=1,
+        host=HOST,
+        num_slots=2,
+        max_slot_tokens=64,
+        max_prefill_tokens_per_step=16,
+        watchdog_floor_s=5.0,
+        group=group,
+    )
+
+
+class InProcessWorker:
+    """One server. Implements WorkerHandle; nothing here can be stopped without being ended."""
+
+    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer) -> None:
+        self.config = config
+        self.endpoint = f"{HOST}:{server.port}"
+        self.pid = 0
+        self.server = server
+        self._ending: asyncio.Task[None] | None = None
+        self._over = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set()
+
+    async def wait(self) -> str:
+        await self._over.wait()
+        return "a word"
+
+    def kill(self) -> None:
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end())
+
+    async def close(self) -> None:
+        self.kill()
+        await self.wait()
+
+    async def _end(self) -> None:
+        await self.server.stop()
+        self._over.set()
+
+
+class InProcessSpawner:
+    """Makes workers of one tiny model. Implements Spawner."""
+
+    def __init__(self) -> None:
+        self.made: list[InProcessWorker] = []
+        """All that were made, in order."""
+        self.failures: list[Exception] = []
+        """Raised instead of making a worker, one for each start."""
+        self.decoders: dict[str, Decoder] = {}
+        """For workers that are to have another model, by name or model folder."""
+        self.prefix_folder: Path | None = None
+        """Where prefill ranks keep prefixes."""
+
+    async def start(self, config: WorkerConfig) -> InProcessWorker:
+        if self.failures:
+            raise self.failures.pop(0)
+        decoder = self.decoders.get(config.name) or self.decoders.get(config.model_folder) or random_decoder()
+        server: PrefillServer | GenerationServer
+        if config.role == "prefill":
+            server = await PrefillServer.start(
+                decoder, clock=SystemClock(), host=HOST, prefix_folder=self.prefix_folder
+            )
+        else:
+            engine = EngineConfig(num_slots=2, max_slot_tokens=64)
+            server = await GenerationServer.start(decoder, letter_tokenizer(), engine, clock=SystemClock(), host=HOST)
+        self.made.append(InProcessWorker(config, server))
+        return self.made[-1]

@@ -1,0 +1,175 @@
+"""One rank of a chain as a process of its own, spoken to over a pipe: for tests that kill and stop it.
+
+The parent sends commands; the worker answers ("ready",) once, and then tells what happens: see `Worker`'s methods.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from tests.support.engines.chains import KeepingOutlet
+from tests.support.engines.link_groups import HOST
+
+WAIT_S = 60.0
+NUM_LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended on one rank."""
+
+    error: str
+    """The error's class, or empty."""
+    first_token: int | None = None
+    pieces: list[tuple[int, int, int, bytes]] = field(default_factory=list)
+    """(layer, start, end, rows) as pushed."""
+
+
+class Worker:
+    """The parent's end: a process, and what it told."""
+
+    def __init__(self, watchdog_floor_s: float) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_main, args=(theirs, watchdog_floor_s), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._told: list[tuple[Any, ...]] = []
+
+    def wait_ready(self) -> None:
+        self._wait_for("ready")
+
+    def start_epoch(self, epoch: int, rank: int, num_ranks: int, port: int) -> None:
+        self._pipe.send(("start_epoch", epoch, rank, num_ranks, port))
+
+    def wait_epoch(self, epoch: int) -> None:
+        self._wait_for("started", epoch)
+
+    def submit(self, job: dict[str, Any], hold_layer: int | None = None) -> None:
+        """`hold_layer`: the layer at whose push the rank stands still, with ("holding", number), until `release`."""
+        self._pipe.send(("submit", job, hold_layer))
+
+    def wait_holding(self, number: int) -> None:
+        self._wait_for("holding", number)
+
+    def release(self) -> None:
+        self._pipe.send(("release",))
+
+    def outcome(self, number: int) -> Outcome:
+        outcome = self._wait_for("outcome", number)[2]
+        assert isinstance(outcome, Outcome)
+        return outcome
+
+    def epoch_error(self) -> str:
+        self._pipe.send(("status",))
+        return str(self._wait_for("status")[1])
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def stop(self) -> None:
+        self._signal(signal.SIGSTOP)
+
+    def close(self) -> None:
+        """Asks it to leave if it can still hear; kills it if not."""
+        if self._process.is_alive():
+            self._pipe.close()
+            self._process.join(10.0)
+        if self._process.is_alive():
+            self.kill()
+        self._process.join()
+        self._pipe.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        return self._process.exitcode
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def _wait_for(self, *start: object) -> tuple[Any, ...]:
+        while True:
+            for told in self._told:
+                if told[: len(start)] == start:
+                    self._told.remove(told)
+                    return told
+            assert self._pipe.poll(WAIT_S), f"no {start} came"
+            self._told.append(self._pipe.recv())
+
+
+def _main(pipe: Connection, watchdog_floor_s: float) -> None:
+    import torch
+
+    from baton.clock import SystemClock
+    from prefill_workers.engine import PrefillEngine
+    from tests.support.models.tiny_models import random_decoder
+
+    torch.set_num_threads(1)
+    decoder = random_decoder(num_layers=NUM_LAYERS)
+    engine = PrefillEngine(decoder, SystemClock(), watchdog_floor_s=watchdog_floor_s)
+    rank = _Rank(engine, pipe)
+    rank.tell("ready")
+    try:
+        while True:
+            verb, *arguments = pipe.recv()
+            getattr(rank, verb)(*arguments)
+    except EOFError:
+        rank.release()
+        engine.close()
+
+
+class _Rank:
+    """The worker's end; each method is a command."""
+
+    def __init__(self, engine: Any, pipe: Connection) -> None:
+        self._engine = engine
+        self._pipe = pipe
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+
+    def tell(self, *message: object) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+    def start_epoch(self, epoch: int, rank: int, num_ranks: int, port: int) -> None:
+        from baton.ids import Epoch, Rank
+        from prefill_workers.torch_links import Meeting, connect_torch_links
+
+        meeting = Meeting(Epoch(epoch), Rank(rank), num_ranks, f"{HOST}:{port}", HOST, WAIT_S)
+        self._engine.start_epoch(meeting.epoch, meeting.rank, num_ranks, partial(connect_torch_links, meeting))
+        self.tell("started", epoch)
+
+    def submit(self, fields: dict[str, Any], hold_layer: int | None) -> None:
+        from prefill_workers.job import Job
+
+        job = Job(**fields)
+        self._released.clear()
+
+        def hold(layer: int) -> None:
+            if layer == hold_layer:
+                self.tell("holding", job.number)
+                assert self._released.wait(WAIT_S)
+
+        outlet = KeepingOutlet(hold)
+        future = self._engine.submit(job, outlet)
+        future.add_done_callback(lambda done: self.tell("outcome", job.number, _outcome(done.exception(), outlet)))
+
+    def release(self) -> None:
+        self._released.set()
+
+    def status(self) -> None:
+        self.tell("status", self._engine.status().epoch_error)
+
+
+def _outcome(error: BaseException | None, outlet: KeepingOutlet) -> Outcome:
+    if error is not None:
+        return Outcome(type(error).__name__)
+    (firsts,) = outlet.finishes
+    pieces = [(layer, tokens.start, tokens.end, bytes(data)) for layer, tokens, data in outlet.pieces]
+    return Outcome("", firsts[0].token_id if firsts else None, pieces)

@@ -1,0 +1,231 @@
+"""Generation engines for tests: poisoned slots, collected events, KV pushed from a forward of its own, a reference."""
+
+import asyncio
+import dataclasses
+import itertools
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from baton.clock import Clock, ManualClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.prefixes.answer_saving import AnswerSaver
+from generate_workers.residency.host_link import CopyTensor, copy_tensor
+from generate_workers.residency.port import KvShape
+from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.table import SlotTable
+from modeling.forward.decoder import Decoder
+from modeling.forward.sampling import SamplerState, sample
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.prefix_store.store import PrefixStore
+from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
+from tests.support.models.tiny_models import random_decoder
+from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
+from transport.kv_sink import ReserveSpec
+
+WAIT_S = 30.0
+
+
+class Collector:
+    """Where a stream's events go: a list, and an event that is set at the end of its last choice."""
+
+    def __init__(self, on_end: Callable[[], None] = lambda: None, num_choices: int = 1) -> None:
+        self.events: list[TokenEvent] = []
+        self.ended = threading.Event()
+        self.num_after_end = 0
+        self._on_end = on_end
+        self._num_choices = num_choices
+
+    def __call__(self, event: TokenEvent) -> None:
+        self.num_after_end += self.ended.is_set()
+        self.events.append(event)
+        if sum(each.finish is not None for each in self.events) == self._num_choices:
+            self._on_end()
+            self.ended.set()
+
+    def choice(self, number: int) -> "Collector":
+        """The events of one choice, as if it were all."""
+        part = Collector()
+        for event in self.events:
+            if event.choice == number:
+                part(event)
+        return part
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [event.token.token_id for event in self.events if event.token is not None]
+
+    @property
+    def text(self) -> str:
+        return "".join(event.text for event in self.events)
+
+    @property
+    def finish(self) -> FinishReason | None:
+        return self.events[-1].finish if self.events else None
+
+    @property
+    def error(self) -> str:
+        return self.events[-1].error
+
+    def check(self) -> None:
+        """For each choice exactly one terminal event, its last; indices without a gap."""
+        if self._num_choices > 1:
+            for number in range(self._num_choices):
+                self.choice(number).check()
+            return
+        assert [event.finish is not None for event in self.events] == [False] * (len(self.events) - 1) + [True]
+        assert self.num_after_end == 0
+        indices = [event.index for event in self.events if event.token is not None]
+        assert indices == list(range(indices[0], indices[0] + len(indices))) if indices else True
+
+
+@dataclass
+class Harness:
+    """An engine on a manual clock that the test steps by hand, unless it starts the thread."""
+
+    decoder: Decoder
+    slots: SlotTable
+    engine: GenerationEngine
+    clock: Clock
+    streams: list[Collector] = dataclasses.field(default_factory=list)
+    numbers: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
+
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        output_ids: Sequence[int] = (),
+        ref: LeaseRef | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> tuple[Ticket, Collector]:
+        """Opens a stream that is checked at the end of the test."""
+        collector = Collector(on_end, params.n)
+        name = RequestId(f"r{next(self.numbers)}")
+        request = GenerationRequest(name, tuple(prompt_ids), tuple(output_ids), params, ref)
+        ticket = self.engine.submit(request, collector)
+        self.streams.append(collector)
+        return ticket, collector
+
+    def run(self, *collectors: Collector, max_steps: int = 2000) -> None:
+        """Steps until the streams, or all of them, have ended."""
+        waiting = collectors or tuple(self.streams)
+        for _ in range(max_steps):
+            if all(collector.ended.is_set() for collector in waiting):
+                return
+            self.engine.step()
+        raise AssertionError(f"streams have not ended after {max_steps} steps")
+
+    def answer(self, prompt_ids: Sequence[int], params: SamplingParams, output_ids: Sequence[int] = ()) -> Collector:
+        """One local request, run to its end."""
+        _, collector = self.submit(prompt_ids, params, output_ids)
+        self.run(collector)
+        return collector
+
+    def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 5.0, num_choices: int = 1) -> Lease:
+        spec = ReserveSpec(RequestId("pushed"), 1, num_tokens, capacity_tokens, ttl_s, num_choices)
+        return self.slots.reserve(spec)
+
+    def push(self, ref: LeaseRef, history_ids: Sequence[int]) -> None:
+        """Pushes KV that a forward of its own made."""
+        buffer, _ = prefilled(self.decoder, history_ids)
+        push_buffer(self.slots, ref, buffer, buffer.tokens)
+
+    def commit(self, ref: LeaseRef, *firsts: SampledToken) -> None:
+        asyncio.run(self.slots.commit(ref, firsts))
+
+    def push_and_commit(self, ref: LeaseRef, prompt_ids: Sequence[int], params: SamplingParams) -> SampledToken:
+        """What a prefill group does for a lease; the first choice's first token."""
+        self.push(ref, prompt_ids)
+        choices = [params.of_choice(choice) for choice in range(params.n)]
+        firsts = [sampled_next(self.decoder, prompt_ids, (), each) for each in choices]
+        self.commit(ref, *firsts)
+        return firsts[0]
+
+
+@contextmanager
+def harness(
+    *,
+    decoder: Decoder | None = None,
+    clock: Clock | None = None,
+    num_slots: int = 4,
+    max_slot_tokens: int = 128,
+    max_prefill_tokens_per_step: int = 16,
+    max_waiting: int = 8,
+    limits: MemoryLimits = UNLIMITED,
+    growth_tokens: int = 256,
+    max_step_stretch: float = math.inf,
+    policy: Policy = "device",
+    copy: CopyTensor = copy_tensor,
+    poison: bool = True,
+    store: PrefixStore | None = None,
+) -> Iterator[Harness]:
+    """An engine; at the end every stream has had its one terminal event and nothing is held."""
+    decoder = decoder or eos_decoder()
+    clock = clock or ManualClock(start_s=100.0)
+    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens)
+    memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
+    slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
+    config = EngineConfig(
+        num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting, max_step_stretch=max_step_stretch
+    )
+    saver = AnswerSaver(store) if store is not None else None
+    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, saver=saver)
+    made = Harness(decoder, slots, engine, clock)
+    try:
+        with ends_empty(slots):
+            yield made
+        for collector in made.streams:
+            collector.check()
+    finally:
+        engine.close()
+    assert "generate-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def eos_decoder(seed: int = 0) -> Decoder:
+    """A random decoder whose end-of-sequence token is that of the letter tokenizer."""
+    decoder = random_decoder(seed=seed)
+    decoder.config = dataclasses.replace(decoder.config, eos_token_ids=(EOS_ID,))
+    return decoder
+
+
+@torch.inference_mode()
+def prefilled(decoder: Decoder, token_ids: Sequence[int]) -> tuple[KvBuffer, torch.Tensor]:
+    """`(KV of all tokens, logits_TV)` by one whole forward."""
+    tokens = TokenRange(0, len(token_ids))
+    with torch.inference_mode(False):
+        buffer = KvBuffer(decoder.layout, tokens)
+    hidden_TD = decoder.forward(list(token_ids), [BufferSpan(buffer, tokens)])
+    return buffer, decoder.logits(hidden_TD)
+
+
+def sampled_next(
+    decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+) -> SampledToken:
+    """The next token after a history, from a whole forward of it."""
+    _, logits_TV = prefilled(decoder, [*prompt_ids, *output_ids])
+    state = SamplerState(params, prompt_ids, output_ids, decoder.config.eos_token_ids)
+    return sample(logits_TV[-1:].clone(), [state])[0]
+
+
+def reference_ids(decoder: Decoder, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    """What a request's output must be: every token from a whole forward, no KV kept, no batch, no engine."""
+    output_ids: list[int] = []
+    while len(output_ids) < params.max_tokens:
+        output_ids.append(sampled_next(decoder, prompt_ids, output_ids, params).token_id)
+        if not params.ignore_eos and output_ids[-1] in decoder.config.eos_token_ids:
+            break
+    return output_ids
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """`length` token ids that are letters."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return tuple(torch.randint(0, 95, (length,), generator=generator).tolist())

@@ -1,0 +1,123 @@
+"""A generation group's server, and what a controller does to it, over real gRPC in one process."""
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+import torch
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import Lease, LeaseRef, TokenEvent
+from baton.v1 import generate_pb2, generate_pb2_grpc
+from generate_workers.engine.core import EngineConfig
+from generate_workers.servicer import GenerationServer
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer
+from orchestrator.workers.streams import SharedCall, SharedStreams
+from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
+from tests.support.eventually import eventually
+from tests.support.models.tiny_tokenizer import letter_tokenizer
+from text.tokenizer import Tokenizer
+from transport.channel import make_channel
+from transport.kv_sender import KvPushClient
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import event_from_proto, history_to_proto, lease_ref_to_proto
+from transport.status import translate_rpc_errors
+
+SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)
+IDLE = generate_pb2.GenerationStatusRequest()
+
+
+class Client:
+    """What a controller does to one generation group."""
+
+    def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
+        self.server = server
+        self.decoder = decoder
+        self.kv = KvPushClient(channel, decoder.layout)
+        self.streams = SharedStreams(channel)
+        self._numbers = itertools.count(1)
+        self.stub: generate_pb2_grpc.GenerationGroupAsyncStub = generate_pb2_grpc.GenerationGroupStub(channel)
+
+    def open(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams = SHORT,
+        ref: LeaseRef | None = None,
+        output_ids: tuple[int, ...] = (),
+    ) -> SharedCall:
+        history = history_to_proto(prompt_ids, output_ids, params)
+        lease = None if ref is None else lease_ref_to_proto(ref)
+        return self.send(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
+
+    def send(self, request: generate_pb2.StreamRequest) -> SharedCall:
+        """Opens the stream under a number of its own."""
+        request.number = next(self._numbers)
+        return self.streams.open(request)
+
+    async def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 30.0) -> Lease:
+        return await self.kv.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
+
+    async def push(self, lease: Lease, prompt_ids: tuple[int, ...]) -> None:
+        """Prefills on its own and pushes, layer by layer, in two halves."""
+        buffer, _ = prefilled(self.decoder, prompt_ids)
+        await self.push_kv(lease, buffer)
+
+    async def push_kv(self, lease: Lease, buffer: KvBuffer) -> None:
+        """Pushes all that the buffer holds."""
+        whole = buffer.tokens
+        push = self.kv.open_push(lease)
+        for layer in range(self.decoder.config.num_layers):
+            for tokens in whole.split(max(1, len(whole) // 2)):
+                push.offer(layer, tokens, buffer.export(layer, tokens))
+        push.finish()
+        assert (await push.result()).num_bytes == buffer.num_bytes
+
+    async def push_and_commit(self, lease: Lease, prompt_ids: tuple[int, ...], params: SamplingParams = SHORT) -> None:
+        await self.push(lease, prompt_ids)
+        await self.kv.commit(lease.ref, [sampled_next(self.decoder, prompt_ids, (), params)])
+
+    async def status(self) -> generate_pb2.GenerationStatus:
+        with translate_rpc_errors():
+            return await self.stub.GetStatus(IDLE)
+
+    async def num_streams(self) -> int:
+        return self.server.engine.status().num_streams
+
+    async def until_empty(self) -> None:
+        status = await eventually(self.status, lambda held: held.num_free == held.num_slots, within_s=10)
+        assert status.num_bytes_held == 0
+
+
+async def read(call: SharedCall) -> list[TokenEvent]:
+    """A stream to its end."""
+    events = []
+    while (message := await call.read()) is not None:
+        events.append(event_from_proto(message))
+    return events
+
+
+def ids_in(events: list[TokenEvent]) -> list[int]:
+    assert [event.finish is not None for event in events] == [False] * (len(events) - 1) + [True]
+    return [event.token.token_id for event in events if event.token is not None]
+
+
+@asynccontextmanager
+async def serving(
+    config: EngineConfig, decoder: Decoder | None = None, tokenizer: Tokenizer | None = None
+) -> AsyncIterator[Client]:
+    """A tiny model's server, unless a decoder is given."""
+    torch.set_num_threads(1)
+    decoder, tokenizer = decoder or eos_decoder(), tokenizer or letter_tokenizer()
+    server = await GenerationServer.start(decoder, tokenizer, config, clock=SystemClock(), host="127.0.0.1")
+    try:
+        async with make_channel(f"127.0.0.1:{server.port}") as channel:
+            client = Client(server, channel, decoder)
+            yield client
+            await client.streams.close()
+    finally:
+        await server.stop()
+    assert server.slots.ledger().num_active == 0

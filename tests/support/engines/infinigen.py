@@ -1,0 +1,57 @@
+"""InfiniGen for tests: a tiny model, and bases and selections that nobody fitted."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.sampling_params import SamplingParams
+from baton.types import KvLayout
+from generate_workers.residency.paged_row import MakeMemory
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.infinigen import InfinigenResidency
+from modeling.forward.decoder import Decoder
+from modeling.forward.selection import Selection
+from modeling.sparse.bases import Basis, BasisKind
+from modeling.sparse.selection_file import PreparedSelection
+from tests.support.models.tiny_models import random_decoder
+
+DECODER = random_decoder(num_layers=5)
+LAYOUT = DECODER.layout
+LAYERS = range(2, LAYOUT.num_layers)
+ALL = Selection(math.inf, 1.0, 0, 1)
+SOME = Selection(3.0, 0.2, 2, 3)
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+LENGTHS = (40, 7, 1, 61)
+NUM_COLUMNS = 6
+lookaheads = pytest.mark.parametrize("lookahead", [0, 1])
+
+
+def random_basis(layout: KvLayout, num_columns: int = NUM_COLUMNS) -> Basis:
+    generator = torch.Generator().manual_seed(num_columns)
+    shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
+    q_LGHR, k_LGHR = (torch.randn(shape, generator=generator) / math.sqrt(layout.head_dim) for _ in range(2))
+    return Basis(BasisKind.CENTRED, q_LGHR, k_LGHR)
+
+
+def prepared(
+    selection: Selection = SOME, lookahead: int = 0, basis: Basis | None = None, decoder: Decoder = DECODER
+) -> PreparedSelection:
+    layout = decoder.layout
+    return PreparedSelection(
+        basis or random_basis(layout), selection, lookahead, layout.model_fingerprint, "text", 0.9, 0.1
+    )
+
+
+def infinigen(
+    found: PreparedSelection, decoder: Decoder = DECODER
+) -> Callable[[KvShape, MakeMemory], InfinigenResidency]:
+    return lambda shape, make: InfinigenResidency(shape, make, found, decoder)
+
+
+def partial_of(k_SGH: Tensor, basis: Basis, layer: int) -> Tensor:
+    """In bf16, one kv head after the other."""
+    heads = range(k_SGH.shape[1])
+    return torch.stack([k_SGH[:, g].float() @ basis.k_LGHR[layer, g] for g in heads], dim=1).bfloat16()

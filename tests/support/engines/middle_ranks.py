@@ -1,0 +1,77 @@
+"""A prefill rank between two neighbours that are the test itself, at the other end of links."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+
+from baton.clock import Clock, SystemClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.types import TokenRange
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import KvBuffer, MakeBuffer, byte_view
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job
+from prefill_workers.links import LinkHeader, Links, LinkStatus
+from tests.support.engines.chains import WAIT_S, cached_prefix
+from tests.support.engines.link_groups import Recorder, in_process_connects
+
+IDS = (5, 6, 7, 8, 9, 10)
+CHUNKS = (TokenRange(0, 2), TokenRange(2, 5), TokenRange(5, 6))
+
+
+class Middle:
+    """Rank 1 of 3 is an engine; ranks 0 and 2 are bare links and what they record."""
+
+    def __init__(self, engine: PrefillEngine, links: dict[int, Links], recorders: dict[int, Recorder]) -> None:
+        self.engine = engine
+        self.links = links
+        self.recorders = recorders
+        self.decoder = engine.decoder
+        self.kv = cached_prefix(self.decoder, IDS, len(IDS))
+
+    def job(self, number: int = 1, num_ranks: int = 3) -> Job:
+        """Ranks 0 to 2, or 0 and 1."""
+        chunks = CHUNKS if num_ranks == 3 else (CHUNKS[0], TokenRange(2, 6))
+        ranks = tuple(Rank(rank) for rank in range(num_ranks))
+        return Job(JobId(number), Epoch(1), RequestId("r"), 1, ranks, chunks, IDS)
+
+    def send_rows(self, layer: int, number: int = 1, tokens: TokenRange = CHUNKS[0], epoch: int = 1) -> None:
+        """What rank 0 would send."""
+        payload = byte_view(self.kv.span(layer, tokens).clone())
+        header = LinkHeader(Epoch(epoch), JobId(number), layer, tokens, LinkStatus.DATA, payload.nbytes)
+        self.links[0].send(Rank(1), header, payload)
+
+    def send_all_rows(self, number: int = 1) -> None:
+        for layer in range(self.decoder.config.num_layers):
+            self.send_rows(layer, number)
+
+    def send_bare(self, status: LinkStatus, number: int = 1) -> None:
+        self.links[0].send(Rank(1), LinkHeader.bare(Epoch(1), JobId(number), status), None)
+
+    def poke(self) -> None:
+        """Makes a waiting engine look at a clock that the test has moved."""
+        with self.engine._changed:
+            self.engine._changed.notify_all()
+
+
+@contextmanager
+def middle_rank(
+    decoder: Decoder, *, clock: Clock | None = None, floor_s: float = 20.0, make_buffer: MakeBuffer = KvBuffer
+) -> Iterator[Middle]:
+    """An epoch of three ranks, whose middle one serves; at the end its threads and all links have ended."""
+    engine = PrefillEngine(decoder, clock or SystemClock(), watchdog_floor_s=floor_s, make_buffer=make_buffer)
+    recorders = {0: Recorder(), 2: Recorder()}
+    connects = in_process_connects(3)
+    with ThreadPoolExecutor(2) as pool:
+        bare = {rank: pool.submit(connects[rank], recorder) for rank, recorder in recorders.items()}
+        engine.start_epoch(Epoch(1), Rank(1), 3, connects[1])
+        links = {rank: future.result(WAIT_S) for rank, future in bare.items()}
+    try:
+        yield Middle(engine, links, recorders)
+    finally:
+        for recorder in recorders.values():
+            recorder.gate.set()
+        engine.close()
+        for each in links.values():
+            each.close()
+            assert each.wait_closed(WAIT_S)

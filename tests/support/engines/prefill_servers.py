@@ -1,0 +1,107 @@
+"""Two prefill ranks behind real servers, and a receiver of what they push."""
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch.distributed import TCPStore
+
+from baton.clock import SystemClock
+from baton.sampling_params import SamplingParams
+from baton.types import Lease, TokenRange
+from baton.v1 import prefill_pb2
+from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from modeling.forward.decoder import Decoder
+from modeling.prefix_store.node import DiskPlace
+from prefill_workers.servicer import PrefillServer
+from tests.support.engines.prefixes import PLENTY
+from tests.support.models.tiny_models import random_decoder
+from tests.support.wire.kv_loopback import Loopback, loopback
+from transport.channel import make_channel
+from transport.proto_types import history_to_proto, lease_to_proto, range_to_proto
+from transport.status import translate_rpc_errors
+
+if TYPE_CHECKING:
+    from baton.v1.prefill_pb2_grpc import PrefillRankAsyncStub
+
+HOST = "127.0.0.1"
+IDS = tuple(range(3, 33))
+CHUNKS = (TokenRange(0, 13), TokenRange(13, 30))
+TIMEOUT_S = 20.0
+
+
+@dataclass
+class Ranks:
+    """Two ranks behind their servers, and a receiver of KV."""
+
+    decoder: Decoder
+    servers: list[PrefillServer]
+    stubs: "list[PrefillRankAsyncStub]"
+    receiver: Loopback
+    store: TCPStore
+    epoch: int = 0
+    jobs: int = field(default=0)
+
+    async def start_epoch(self, ranks: Sequence[int] = (0, 1), timeout_s: float = TIMEOUT_S) -> None:
+        self.epoch += 1
+        requests = [
+            prefill_pb2.StartEpochRequest(
+                epoch=self.epoch, rank=rank, num_ranks=2, store=f"{HOST}:{self.store.port}", timeout_s=timeout_s
+            )
+            for rank in ranks
+        ]
+        with translate_rpc_errors():
+            await asyncio.gather(*(self.stubs[request.rank].StartEpoch(request) for request in requests))
+
+    async def lease(self) -> Lease:
+        return dataclasses.replace(await self.receiver.reserve(len(IDS)), endpoint=self.receiver.endpoint)
+
+    def job(self, lease: Lease, *, params: SamplingParams | None = None) -> prefill_pb2.PrefillJob:
+        self.jobs += 1
+        return prefill_pb2.PrefillJob(
+            epoch=self.epoch,
+            job=self.jobs,
+            request_id="r",
+            attempt=1,
+            ranks=[0, 1],
+            chunks=[range_to_proto(chunk) for chunk in CHUNKS],
+            history=history_to_proto(IDS[:25], IDS[25:], params or SamplingParams()),
+            lease=lease_to_proto(lease),
+        )
+
+    async def run(self, rank: int, job: prefill_pb2.PrefillJob) -> prefill_pb2.PrefillReport:
+        with translate_rpc_errors():
+            return await self.stubs[rank].Run(job, timeout=TIMEOUT_S)
+
+    async def status(self, rank: int) -> prefill_pb2.PrefillStatus:
+        return await self.stubs[rank].GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=TIMEOUT_S)
+
+
+@asynccontextmanager
+async def two_ranks(prefix_folder: Path | None = None, prefix_disk: DiskPlace | None = None) -> AsyncIterator[Ranks]:
+    torch.set_num_threads(1)
+    decoder = random_decoder(num_layers=3)
+    async with AsyncExitStack() as stack:
+        receiver = await stack.enter_async_context(loopback(layout=decoder.layout))
+        servers = [
+            await PrefillServer.start(
+                decoder,
+                clock=SystemClock(),
+                host=HOST,
+                prefix_folder=prefix_folder,
+                prefix_bytes=PLENTY,
+                prefix_disk=prefix_disk,
+            )
+            for _ in range(2)
+        ]
+        channels = [await stack.enter_async_context(make_channel(f"{HOST}:{server.port}")) for server in servers]
+        store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
+        try:
+            yield Ranks(decoder, servers, [PrefillRankStub(channel) for channel in channels], receiver, store)
+        finally:
+            await asyncio.gather(*(server.stop() for server in servers))

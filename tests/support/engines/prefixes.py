@@ -1,0 +1,62 @@
+"""Prefix stores for tests: a folder in memory that must be left clean, and blocks to put there."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from baton.clock import Clock, ManualClock
+from baton.types import KvLayout, TokenRange
+from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.block_files import HEADER_BYTES
+from modeling.prefix_store.store import PrefixStore, Room
+from tests.support.engines.chains import until
+
+PLENTY = 1 << 30
+
+
+def mapped(folder: Path) -> list[str]:
+    """This process's mappings of files in `folder`, removed ones too."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+def blocks_in(folder: Path) -> set[str]:
+    """Names of the sealed blocks, and of whatever else does not belong there."""
+    return {each.name for each in folder.iterdir()} - {".lock"}
+
+
+@contextmanager
+def prefix_folder() -> Iterator[Path]:
+    """In memory, as a node's is. Nothing may be left mapped, or half-written."""
+    with TemporaryDirectory(dir="/dev/shm", prefix="baton-test-", ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        yield folder
+        until(lambda: not mapped(folder), 5.0)
+        assert not folder.exists() or not [name for name in blocks_in(folder) if name.startswith(".")]
+
+
+def store_in(folder: Path, layout: KvLayout, *, bound_bytes: int = PLENTY, clock: Clock | None = None) -> PrefixStore:
+    """A store whose clock stands still, unless it is given one."""
+    return PrefixStore(folder, layout, bound_bytes=bound_bytes, clock=clock or ManualClock(1e9))
+
+
+def file_bytes(layout: KvLayout, block_tokens: int) -> int:
+    """Of a block."""
+    return HEADER_BYTES + block_tokens * layout.token_bytes
+
+
+def fill(room: Room, kv: KvBuffer) -> None:
+    """Writes all that there is room for, and seals it."""
+    for writer in room.writers:
+        for layer in range(kv.layout.num_layers):
+            writer.write(layer, writer.tokens, kv.export(layer, writer.tokens))
+    room.seal()
+
+
+def keep(store: PrefixStore, kv: KvBuffer, names: Sequence[str] = ("p",)) -> Room:
+    """Puts KV there, in as many blocks as there are names."""
+    block_tokens = len(kv.tokens) // len(names)
+    kept = TokenRange(kv.tokens.start, kv.tokens.start + len(names) * block_tokens)
+    room = store.take(names, kept, block_tokens)
+    fill(room, kv)
+    return room

@@ -1,0 +1,121 @@
+"""Slot tables for tests: tiny, on a manual clock, with memory poisoned by NaN until it is written."""
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from baton.clock import Clock
+from baton.ids import RequestId
+from baton.results import KvLedger
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.host import HostResidency
+from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tensor
+from generate_workers.residency.paged_row import MakeMemory
+from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.slots.memory import KvMemory, MemoryLimits
+from generate_workers.slots.table import SlotTable
+from modeling.kv.buffers import KvBuffer
+from modeling.kv.memory import PAGE_BYTES, PagedMemory
+from transport.kv_sink import ReserveSpec
+
+Policy = str | Callable[[KvShape, MakeMemory], Residency]
+"""device, host, or how to make another."""
+LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
+FIRST = SampledToken(token_id=7)
+UNLIMITED = MemoryLimits(1 << 40)
+
+
+class PoisonedMemory(PagedMemory):
+    """Memory in which every row that nobody wrote shows: NaN spreads to whatever reads it."""
+
+    def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
+        had_LP = self._has_page_LP.copy()
+        super().commit(tokens, layer)
+        for at, page in np.argwhere(self._has_page_LP & ~had_LP):
+            ctypes.memset(self.address + int(at) * self._layer_bytes + int(page) * PAGE_BYTES, 0xFF, PAGE_BYTES)
+
+
+def make_residency(
+    shape: KvShape, policy: Policy = "device", copy: CopyTensor = copy_tensor, *, poison: bool = True
+) -> Residency:
+    """A policy, over poisoned memory unless told otherwise."""
+    make = PoisonedMemory if poison else PagedMemory
+    if not isinstance(policy, str):
+        return policy(shape, make)
+    if policy == "host":
+        return HostResidency(shape, make, make, HostLink(copy))
+    return DeviceResidency(shape, make)
+
+
+def memories_of(memory: KvMemory) -> list[PagedMemory]:
+    """The home memories of all slots."""
+    residency = memory.residency
+    assert isinstance(residency, DeviceResidency | HostResidency | SelectiveResidency)
+    memories = [row.memory for row in residency._rows]
+    assert all(isinstance(each, PagedMemory) for each in memories)
+    return [each for each in memories if isinstance(each, PagedMemory)]
+
+
+def make_slots(
+    clock: Clock,
+    *,
+    num_slots: int = 2,
+    max_slot_tokens: int = 12,
+    layout: KvLayout = LAYOUT,
+    limits: MemoryLimits = UNLIMITED,
+    growth_tokens: int = 256,
+    policy: str = "device",
+) -> SlotTable:
+    """A table of poisoned slots."""
+    shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
+    memory = KvMemory(make_residency(shape, policy), shape, limits, growth_tokens)
+    return SlotTable(memory, clock, endpoint="127.0.0.1:1")
+
+
+def page_bytes(num_tokens: int, layout: KvLayout = LAYOUT) -> int:
+    """What a row of that many tokens takes: in each layer a whole number of pages."""
+    return layout.num_layers * -(-num_tokens * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def kv_ledger(leased: int = 0, active: int = 0, quarantined: int = 0, *, limits: MemoryLimits = UNLIMITED) -> KvLedger:
+    """Bytes promised to slots in these states, and all others free."""
+    return KvLedger(limits.kv_bytes, limits.kv_bytes - leased - active - quarantined, leased, active, quarantined)
+
+
+def make_memory(*, num_slots: int = 1, max_slot_tokens: int = 12, layout: KvLayout = LAYOUT) -> KvMemory:
+    """Unlimited memory on the device."""
+    shape = KvShape(layout, (None,) * layout.num_layers, num_slots, max_slot_tokens)
+    return KvMemory(make_residency(shape), shape, UNLIMITED, growth_tokens=4)
+
+
+def lease(slots: SlotTable, num_tokens: int = 4, capacity_tokens: int = 8, ttl_s: float = 5.0) -> Lease:
+    """A lease of the table."""
+    return slots.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
+
+
+def push_zeros(slots: SlotTable, ref: LeaseRef, num_tokens: int) -> None:
+    """Writes all of a lease's KV."""
+    data = memoryview(bytes(num_tokens * slots.layout.row_bytes))
+    with slots.open_push(ref) as target:
+        for layer in range(slots.layout.num_layers):
+            target.write(layer, TokenRange(0, num_tokens), data)
+
+
+def push_buffer(slots: SlotTable, ref: LeaseRef, buffer: KvBuffer, tokens: TokenRange) -> None:
+    """Writes `tokens` of another buffer into a lease."""
+    with slots.open_push(ref) as target:
+        for layer in range(slots.layout.num_layers):
+            target.write(layer, tokens, buffer.export(layer, tokens))
+
+
+@contextmanager
+def ends_empty(slots: SlotTable) -> Iterator[None]:
+    """Within it anything may be held; at the end nothing may, and the ledger balances."""
+    yield
+    ledger = slots.ledger()
+    assert ledger.balances
+    assert ledger.is_empty, ledger

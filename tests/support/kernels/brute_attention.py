@@ -1,0 +1,32 @@
+"""Attention by its definition, in float64, one query and one head at a time: what every kernel is checked against."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from modeling.kv.buffers import KvRows
+
+
+def brute_attention(
+    q_TNH: Tensor, rows: KvRows, first_query: int, window: int | None = None, dense: bool = False
+) -> tuple[Tensor, Tensor]:
+    """`(o_TNH, lse_TN)` in float64 of queries at positions from `first_query`; `dense` ignores positions. A query that
+    sees nothing gets zeros and minus infinity."""
+    num_queries, num_heads, head_dim = q_TNH.shape
+    group = num_heads // rows.k_SGH.shape[1]
+    o_TNH = torch.zeros(q_TNH.shape, dtype=torch.float64)
+    lse_TN = torch.full((num_queries, num_heads), -math.inf, dtype=torch.float64)
+    for t in range(num_queries):
+        position = first_query + t
+        low = 0 if dense or window is None else max(position - window + 1 - rows.first_position, 0)
+        high = rows.k_SGH.shape[0] if dense else min(position + 1 - rows.first_position, rows.k_SGH.shape[0])
+        if low >= high:
+            continue
+        for head in range(num_heads):
+            k_SH = rows.k_SGH[low:high, head // group].double().cpu()
+            v_SH = rows.v_SGH[low:high, head // group].double().cpu()
+            scores_S = k_SH @ q_TNH[t, head].double().cpu() / math.sqrt(head_dim)
+            lse_TN[t, head] = scores_S.logsumexp(0)
+            o_TNH[t, head] = (scores_S - lse_TN[t, head]).exp() @ v_SH
+    return o_TNH, lse_TN

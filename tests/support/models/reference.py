@@ -1,0 +1,48 @@
+"""What one process would have generated, and whether a stream equals it by the rule of DESIGN.md, section 7.
+
+One forward over prompt and output gives the reference's decision at every position, given the stream's own past. A
+token may differ only where the reference's margin, the gap between its best score and that of the stream's choice
+(perturbed by the seed's noise when sampling), is below 1e-3; more than one in a thousand, at least one, fails.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from modeling.forward.decoder import Decoder
+from modeling.forward.sampling import SamplerState, gumbel_noise, noise_key, sample
+from modeling.kv.buffers import BufferSpan, KvBuffer
+
+MARGIN = 1e-3
+
+
+def check_equal_tokens(
+    decoder: Decoder, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+) -> None:
+    """Asserts that `output_ids` are the reference's; prints the exceptions that the rule allows."""
+    ids = [*prompt_ids, *output_ids]
+    tokens = TokenRange(0, len(ids) - 1)
+    with torch.inference_mode():
+        hidden_TD = decoder.forward(ids[:-1], [BufferSpan(KvBuffer(decoder.layout, tokens), tokens)])
+        logits_RV = decoder.logits(hidden_TD[len(prompt_ids) - 1 :])
+    margins = []
+    for index, token_id in enumerate(output_ids):
+        state = SamplerState(params, prompt_ids, output_ids[:index], decoder.config.eos_token_ids)
+        expected = sample(logits_RV[index : index + 1].clone(), [state])[0].token_id
+        if expected != token_id:
+            margins.append(_margin(logits_RV[index], state, expected, token_id))
+    assert all(margin < MARGIN for margin in margins), f"tokens differ by margins {margins}"
+    assert len(margins) <= max(1, len(output_ids) // 1000), f"{len(margins)} of {len(output_ids)} tokens differ"
+    if margins:
+        print(f"{len(margins)} of {len(output_ids)} tokens differ within the margin: {margins}")
+
+
+def _margin(logits_V: torch.Tensor, state: SamplerState, expected: int, token_id: int) -> float:
+    scores_V = logits_V.clone()
+    state.adjust(scores_V)
+    if state.params.temperature:
+        key = noise_key(state.params.seed, state.position)
+        scores_V = scores_V / state.params.temperature + gumbel_noise([key], torch.arange(len(scores_V)))[0]
+    return float(scores_V[expected] - scores_V[token_id])

@@ -1,0 +1,105 @@
+"""A prefill engine whose links and outlets fail by a plan: real ones, wrapped."""
+
+import threading
+from concurrent.futures import Future
+
+from baton.clock import Clock
+from baton.errors import ChainError, LinkBrokenError, TransferError
+from baton.ids import Epoch, Rank
+from baton.types import SampledToken, TokenRange
+from deploy.chaos.faults import Fault, FaultPlan
+from modeling.forward.decoder import Decoder
+from prefill_workers.engine import PrefillEngine
+from prefill_workers.job import Job, JobReport, KvOutlet
+from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
+
+SLOW_S = 0.05
+"""A slow call's delay, at most."""
+
+
+class FaultyLinks:
+    """Links that are slow, break, or fall silent for good. Implements Links."""
+
+    def __init__(self, inner: Links, handler: LinkHandler, plan: FaultPlan) -> None:
+        self._inner = inner
+        self._handler = handler
+        self._plan = plan
+        self._pause = threading.Event()
+        self._silent = False
+
+    def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        strike = self._plan.next("link", (Fault.SLOW, Fault.REFUSE, Fault.DROP))
+        if strike is not None and strike.fault is Fault.SLOW:
+            self._pause.wait(strike.amount * SLOW_S)
+        elif strike is not None and strike.fault is Fault.REFUSE:
+            self._inner.close()
+            self._tell(LinkBrokenError(f"the link to rank {target} broke: start the next epoch"))
+            return
+        elif strike is not None:
+            self._silent = True
+        if not self._silent:
+            self._inner.send(target, header, payload)
+
+    def close(self) -> None:
+        self._inner.close()
+
+    def wait_closed(self, timeout_s: float) -> bool:
+        return self._inner.wait_closed(timeout_s)
+
+    def _tell(self, error: ChainError) -> None:
+        """On a thread of the links, as promised."""
+        threading.Thread(target=self._handler.broken, args=(error,), name="faulty-link").start()
+
+
+class FaultyOutlet:
+    """An outlet that is slow, refuses, or pushes twice. Implements KvOutlet."""
+
+    def __init__(self, inner: KvOutlet, plan: FaultPlan, *, repeats: bool) -> None:
+        """`repeats`: whether it may push twice, which an outlet that also keeps what is pushed does not take."""
+        self._inner = inner
+        self._plan = plan
+        self._pause = threading.Event()
+        self._faults = (Fault.SLOW, Fault.REFUSE, *([Fault.TWICE] if repeats else []))
+
+    @property
+    def num_present(self) -> int:
+        return self._inner.num_present
+
+    def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        strike = self._plan.next("outlet", self._faults)
+        if strike is not None and strike.fault is Fault.SLOW:
+            self._pause.wait(strike.amount * SLOW_S)
+        elif strike is not None and strike.fault is Fault.REFUSE:
+            raise TransferError(f"layer {layer} could not be pushed: retry as a new attempt")
+        elif strike is not None:
+            self._inner.push(layer, tokens, data)
+        self._inner.push(layer, tokens, data)
+
+    def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        self._inner.received(layer, tokens, data)
+
+    def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        self._inner.finish(firsts)
+
+    def abort(self, error: BaseException) -> None:
+        self._inner.abort(error)
+
+
+class FaultyEngine(PrefillEngine):
+    """Wraps what it is given."""
+
+    def __init__(
+        self, decoder: Decoder, clock: Clock, plan: FaultPlan, *, watchdog_floor_s: float, repeats: bool = True
+    ) -> None:
+        super().__init__(decoder, clock, watchdog_floor_s=watchdog_floor_s)
+        self._plan = plan
+        self._repeats = repeats
+
+    def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
+        def connect_faulty(handler: LinkHandler) -> Links:
+            return FaultyLinks(connect(handler), handler, self._plan)
+
+        super().start_epoch(epoch, rank, num_ranks, connect_faulty)
+
+    def submit(self, job: Job, outlet: KvOutlet) -> "Future[JobReport]":
+        return super().submit(job, FaultyOutlet(outlet, self._plan, repeats=self._repeats))

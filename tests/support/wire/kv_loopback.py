@@ -1,0 +1,117 @@
+"""A real KvReceiver and its client on one loop, over loopback gRPC, around a MemorySink."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+import xxhash
+
+from baton.clock import Clock, SystemClock
+from baton.errors import BatonError
+from baton.ids import RequestId, Stamp
+from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.v1 import kv_pb2
+from tests.support.wire.memory_sink import MemorySink
+from transport.channel import bind, make_channel, make_server
+from transport.kv_receiver import KvReceiverServicer
+from transport.kv_sender import KvPushClient, PushSession
+from transport.kv_sink import ReserveSpec
+from transport.proto_types import lease_ref_to_proto, range_to_proto
+from transport.status import translate_rpc_errors
+
+LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")
+NUM_TOKENS = 8
+WHOLE = TokenRange(0, NUM_TOKENS)
+WIDE = KvLayout("weights", num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32")
+"""1.5 KiB a token and layer: 682 tokens a piece."""
+FIRST = SampledToken(token_id=7)
+
+
+@dataclass(frozen=True)
+class Loopback:
+    """Both ends of one KvReceiver."""
+
+    sink: MemorySink
+    client: KvPushClient
+    channel: grpc.aio.Channel
+    endpoint: str
+    layout: KvLayout
+
+    async def reserve(self, num_tokens: int = NUM_TOKENS, ttl_s: float = 60.0) -> Lease:
+        return await self.client.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s))
+
+    async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
+        """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
+        return await self.push_bytes([message.SerializeToString() for message in messages])
+
+    async def push_bytes(self, frames: Iterable[bytes]) -> kv_pb2.PushReply:
+        """As `push`, for frames that need not even be messages."""
+        method = self.channel.stream_unary(
+            "/baton.v1.KvReceiver/Push", request_serializer=bytes, response_deserializer=kv_pb2.PushReply.FromString
+        )
+        with translate_rpc_errors():
+            return await method(iter(frames))
+
+    def piece(self, ref: LeaseRef, layer: int = 0, tokens: TokenRange = WHOLE, seed: int = 0) -> kv_pb2.KvPiece:
+        """A piece that the receiver takes; tests spoil it."""
+        payload = rows(tokens, seed, self.layout)
+        header = kv_pb2.KvPieceHeader(
+            lease=lease_ref_to_proto(ref),
+            layout_fingerprint=self.layout.fingerprint,
+            layer=layer,
+            tokens=range_to_proto(tokens),
+            checksum=xxhash.xxh3_64_intdigest(payload),
+        )
+        return kv_pb2.KvPiece(header=header, payload=payload)
+
+
+@asynccontextmanager
+async def loopback(
+    *,
+    layout: KvLayout = LAYOUT,
+    clock: Clock | None = None,
+    capacity_tokens: int = 64,
+    servicer: type[KvReceiverServicer] = KvReceiverServicer,
+) -> AsyncIterator[Loopback]:
+    """One slot behind a server on 127.0.0.1, and a client of it."""
+    clock = clock or SystemClock()
+    sink = MemorySink(layout, clock, capacity_tokens=capacity_tokens)
+    server = make_server()
+    servicer(sink).add_to(server)
+    endpoint = f"127.0.0.1:{bind(server, '127.0.0.1')}"
+    await server.start()
+    try:
+        async with make_channel(endpoint) as channel:
+            yield Loopback(sink, KvPushClient(channel, layout, clock=clock), channel, endpoint, layout)
+    finally:
+        await server.stop(grace=0)
+
+
+def rows(tokens: TokenRange, seed: int = 0, layout: KvLayout = LAYOUT) -> bytes:
+    """The bytes of `tokens` in one layer: they differ by position and seed."""
+    period = bytes(range(251))
+    start = (seed + tokens.start * layout.row_bytes) % 251
+    num_bytes = len(tokens) * layout.row_bytes
+    return (period * (num_bytes // 251 + 2))[start : start + num_bytes]
+
+
+def offer_all(session: PushSession, layout: KvLayout = LAYOUT, num_tokens: int = NUM_TOKENS) -> None:
+    """Offers the first tokens' rows in every layer."""
+    tokens = TokenRange(0, num_tokens)
+    for layer in range(layout.num_layers):
+        session.offer(layer, tokens, memoryview(rows(tokens, layer, layout)))
+
+
+async def result_of(session: PushSession) -> object:
+    """What the session came to, bounded: its summary or its error."""
+    try:
+        return await asyncio.wait_for(session.result(), 20)
+    except BatonError as error:
+        return error
+
+
+def stale(lease: Lease) -> Lease:
+    """The same slot under a stamp that was never given."""
+    return Lease(LeaseRef(lease.ref.slot, Stamp(lease.ref.stamp + 1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)

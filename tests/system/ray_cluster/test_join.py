@@ -1,0 +1,61 @@
+"""A cluster on a Ray that was there before: joined, served from, left as it was found."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton import Client
+from baton.sampling_params import SamplingParams
+from modeling.checkpoints.weights import load_decoder
+from tests.support.clusters.ray_clusters import run_baton, served, until
+from tests.support.clusters.ray_heads import RayHead, ray_head
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.texts import passage_ids
+
+PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
+POOLS = {"baton_prefill": 2, "baton_generate": 1}
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    with ray_head(POOLS) as running:
+        yield running
+
+
+@pytest.mark.parametrize("how", ["interrupt", pytest.param("kill the launcher, then stop", marks=pytest.mark.soak)])
+def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
+    head: RayHead, smollm2: Path, tmp_path: Path, how: str
+) -> None:
+    prompt = passage_ids(smollm2, 90)
+    with served(tmp_path, smollm2, address=head.address) as running:
+        with Client(running.target) as client:
+            answer = client.generate(token_ids=prompt, params=PARAMS).collect()
+        check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
+        assert not head.is_empty()
+        if how == "interrupt":
+            running.interrupt()
+            assert running.process.wait(60) == 0
+        else:
+            running.process.kill()
+            running.process.wait()
+            stopped = running.command("stop")
+            assert stopped.returncode == 0, stopped.stderr
+    until(head.is_empty)
+    assert not list((tmp_path / "baton" / "clusters").iterdir())
+
+
+def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2: Path, tmp_path: Path) -> None:
+    settings = (f"model.name={smollm2}", "orchestrator.port=0", "prefill.num_ranks=3")
+    began_s = time.monotonic()
+    refused = run_baton(
+        tmp_path, "serve", "--address", head.address, *(part for each in settings for part in ("--set", each))
+    )
+    assert time.monotonic() - began_s < 60  # where starting a worker may take 120
+    assert refused.returncode == 1
+    reason = refused.stderr.splitlines()[-1]
+    assert reason.startswith("baton: Ray has no room for prefill-0 (3 of baton_prefill on one node; it has 1 nodes")
+    assert "Traceback" not in refused.stderr
+    until(head.is_empty)
+    assert not list((tmp_path / "baton" / "clusters").iterdir())

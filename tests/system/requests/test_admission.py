@@ -1,0 +1,156 @@
+"""Classes, tenants and deadlines over gRPC: what a call says of itself reaches the queue, and who may not is told."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+
+from baton import AsyncClient
+from baton.clock import SystemClock
+from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnauthenticatedError
+from baton.sampling_params import SamplingParams
+from baton.v1 import orchestrator_pb2 as pb
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.tenants import Tenant, Tenants, hash_key
+from planning.cost_model import CostModel
+from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.planners import planner_of
+from tests.support.engines.generation import prompt
+from tests.support.eventually import eventually
+
+GREEDY = SamplingParams(max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
+SLOW = planner_of(CostModel(num_layers=10, linear_s=0.2, pair_s=0.0, kv_bytes=0))
+"""Says that a token of a prompt takes two seconds."""
+TENANTS = Tenants(
+    [Tenant("acme", key_hashes=(hash_key("acme-key"),)), Tenant("small", max_queued=1)],
+    trust_metadata=True,
+    require_key=True,
+)
+OPEN = Tenants(trust_metadata=True)
+
+
+@pytest.fixture
+async def narrow() -> AsyncIterator[Relay]:
+    """One slot, and a queue of three."""
+    async with relay(num_slots=1, config=OrchestratorConfig(max_queued=3, tenants=OPEN)) as made:
+        yield made
+        await made.until_empty()
+
+
+async def ask(made: Relay, metadata: tuple[tuple[str, str], ...] = (), **fields: Any) -> Answer:
+    """A call without a timeout of its own: gRPC rounds them, and the queue goes by deadlines."""
+    answer = Answer()
+    call = made.stub.Generate(made.request(prompt(10), GREEDY, **fields), metadata=metadata)
+    await asyncio.wait_for(answer.drain(call), 60)
+    return answer
+
+
+async def occupied(made: Relay) -> grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]:
+    """The one slot is taken until the call is cancelled."""
+    call = made.open(made.request(prompt(10), LONG))
+    await Answer().read(call, 1)
+    made.group_gates[0].shut()
+    return call
+
+
+async def queued(made: Relay, num: int) -> None:
+    await eventually(made.state, lambda state: state.num_queued == num, within_s=5)
+
+
+async def test_a_more_urgent_request_that_came_later_is_served_first(narrow: Relay) -> None:
+    call = await occupied(narrow)
+    asked = []
+    for num, priority in enumerate([pb.PRIORITY_BATCH, pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_INTERACTIVE], start=1):
+        asked.append(asyncio.create_task(ask(narrow, priority=priority)))
+        await queued(narrow, num)
+    narrow.group_gates[0].open()
+    call.cancel()
+    batch, standard, interactive = [answer.finished for answer in await asyncio.gather(*asked)]
+    assert batch is not None and standard is not None and interactive is not None
+    assert interactive.timings.admitted_ns < standard.timings.admitted_ns < batch.timings.admitted_ns
+
+
+async def test_a_tenants_place_in_a_full_queue_goes_to_one_that_has_less(narrow: Relay) -> None:
+    call = await occupied(narrow)
+    heavy = (("baton-tenant", "heavy"),)
+    asked = []
+    for num in range(1, 4):
+        asked.append(asyncio.create_task(ask(narrow, heavy)))
+        await queued(narrow, num)
+    with pytest.raises(ResourceExhaustedError, match="3 requests wait already"):
+        await ask(narrow, heavy)
+    light = asyncio.create_task(ask(narrow, (("baton-tenant", "light"),)))
+    with pytest.raises(ResourceExhaustedError, match="better claim") as caught:
+        await asked[2]
+    assert caught.value.retry_after_s is not None and caught.value.retry_after_s > 0
+    narrow.group_gates[0].open()
+    call.cancel()
+    await asyncio.gather(light, *asked[:2])
+
+
+async def test_a_call_is_its_keys_and_others_are_unauthenticated() -> None:
+    async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+        assert len((await ask(made, (("authorization", "Bearer acme-key"),))).token_ids) == 4
+        async with AsyncClient(f"{HOST}:{made.server.port}", api_key="acme-key") as client:
+            await client.generate(token_ids=prompt(10), params=GREEDY, priority="interactive").collect()
+        for metadata, text in (
+            ((("authorization", "Bearer other"),), "the API key is unknown here"),
+            ((), "the call has no API key"),
+            ((("baton-tenant", "acme"),), "reached by its API key only"),
+        ):
+            with pytest.raises(UnauthenticatedError, match=text):
+                await ask(made, metadata)
+        refused = made.stub.Generate(made.request(prompt(10), GREEDY), timeout=60)
+        assert await refused.code() is grpc.StatusCode.UNAUTHENTICATED
+        await made.until_empty()
+
+
+async def test_a_tenants_own_bound_is_told_by_name() -> None:
+    small = (("baton-tenant", "small"),)
+    async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+        first = made.stub.Generate(made.request(prompt(10), LONG), timeout=60, metadata=small)
+        await Answer().read(first, 1)
+        made.group_gates[0].shut()
+        waiting = asyncio.create_task(ask(made, small))
+        await queued(made, 1)
+        with pytest.raises(ResourceExhaustedError, match="tenant small may have 1 requests waiting, this makes 2"):
+            await ask(made, small)
+        made.group_gates[0].open()
+        first.cancel()
+        await waiting
+        await made.until_empty()
+
+
+async def test_an_unknown_priority_is_refused(narrow: Relay) -> None:
+    with pytest.raises(InvalidArgumentError, match="priority = 7 is unknown"):
+        await ask(narrow, priority=7)
+
+
+async def test_a_deadline_before_the_predicted_first_token_is_refused_at_once() -> None:
+    async with relay(planner=SLOW) as made:
+        first = made.open(made.request(prompt(10), LONG))  # alone it finds out for itself
+        await Answer().read(first, 1)
+        made.group_gates[0].shut()
+        before_s = SystemClock().now_s()
+        with pytest.raises(ResourceExhaustedError, match="first token is predicted after .* deadline is in") as caught:
+            await ask(made, deadline_ms=2000)
+        assert SystemClock().now_s() - before_s < 1.5
+        assert caught.value.retry_after_s is not None
+        made.group_gates[0].open()
+        first.cancel()
+        await made.until_empty()
+
+
+async def test_a_stream_that_is_resumed_is_refused_by_no_prediction() -> None:
+    async with relay(planner=SLOW) as made:
+        first = made.open(made.request(prompt(10), LONG))
+        await Answer().read(first, 1)
+        known = pb.GenerateRequest().outputs
+        known.add(token_ids=[5])
+        answer = await ask(made, deadline_ms=4000, outputs=known)
+        assert answer.indices == [1, 2, 3]
+        first.cancel()
+        await made.until_empty()

@@ -1,0 +1,119 @@
+"""Both clients over the real orchestrator and real workers: equal tokens, a restarted controller, nothing left."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import pytest
+
+from baton import AsyncClient, Client
+from baton.errors import DeadlineExceededError, InvalidArgumentError
+from baton.results import Completion, ModelInfo
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from orchestrator.api.frontend import OrchestratorServer
+from tests.support.clusters.orchestrators import CLOCK, HOST, MAX_TOKENS, Relay, relay
+from tests.support.clusters.planners import linear_planner
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer, text_of
+
+SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
+LONG = replace(SAMPLED, max_tokens=300)
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Relay]:
+    async with relay() as made:
+        yield made
+        await made.until_empty()
+
+
+def target_of(running: Relay) -> str:
+    return f"{HOST}:{running.server.port}"
+
+
+def ids_of(output: Completion) -> list[int]:
+    return [token.token_id for token in output.tokens]
+
+
+async def restart(running: Relay) -> None:
+    """The controller ends and another one starts on its port; the workers stay."""
+    port = running.server.port
+    await running.server.stop()
+    decoder = running.decoder
+    model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, decoder.layout.fingerprint)
+    running.server = await OrchestratorServer.start(
+        running.members,
+        letter_tokenizer(),
+        model,
+        clock=CLOCK,
+        host=HOST,
+        port=port,
+        eos_token_ids=(EOS_ID,),
+        planner=linear_planner(),
+    )
+
+
+async def test_sixteen_streams_of_one_client_equal_one_process(running: Relay) -> None:
+    asked = [(prompt(5 + 17 * n), replace(SAMPLED, seed=n)) for n in range(16)]
+    async with AsyncClient(target_of(running)) as client:
+        outputs = await asyncio.gather(
+            *(client.generate(token_ids=ids, params=params).collect() for ids, params in asked)
+        )
+    for (ids, params), output in zip(asked, outputs, strict=True):
+        assert ids_of(output) == reference_ids(running.decoder, ids, params)
+        assert (output.text, output.finish) == (text_of(ids_of(output)), FinishReason.LENGTH)
+
+
+async def test_a_thread_gets_text_usage_and_timings(running: Relay) -> None:
+    def ask() -> Completion:
+        with Client(target_of(running)) as client:
+            return client.generate("Hello there", max_tokens=4, ignore_eos=True).collect()
+
+    output = await asyncio.to_thread(ask)
+    assert output.usage is not None and output.usage.num_output_tokens == 4
+    assert output.timings is not None and (output.timings.time_to_first_token_s or 0) > 0
+    assert len(output.timings.ranks) == 2
+
+
+async def test_a_stream_outlives_its_controller(running: Relay) -> None:
+    async with AsyncClient(target_of(running)) as client:
+        stream = client.generate(token_ids=prompt(30), params=LONG)
+        for _ in range(3):
+            await anext(stream)
+        await restart(running)
+        output = await asyncio.wait_for(stream.collect(), 60)
+    assert output.num_resumes >= 1
+    assert ids_of(output) == reference_ids(running.decoder, prompt(30), LONG)
+    assert output.text == text_of(ids_of(output))
+
+
+async def test_a_cancelled_stream_leaves_nothing(running: Relay) -> None:
+    async with AsyncClient(target_of(running)) as client:
+        async with client.generate(token_ids=prompt(30), params=LONG) as stream:
+            await anext(stream)
+        await running.until_empty()
+
+
+async def test_a_deadline_brings_usage(running: Relay) -> None:
+    running.group_gates[0].shut()
+    try:
+        async with AsyncClient(target_of(running)) as client:
+            stream = client.generate(token_ids=prompt(30), params=LONG, deadline_s=0.5)
+            with pytest.raises(DeadlineExceededError):
+                await stream.collect()
+    finally:
+        running.group_gates[0].open()
+    assert (stream.finish, stream.usage is not None) == (FinishReason.DEADLINE, True)
+
+
+async def test_a_refusal_names_the_field(running: Relay) -> None:
+    async with AsyncClient(target_of(running)) as client:
+        for stream, named in (
+            (client.generate(""), "prompt"),
+            (client.generate("Hi", model="other"), "model"),
+            (client.generate(token_ids=[10**6]), "token_ids"),
+            (client.generate(b"x" * (9 * 2**20)), "prompt"),
+        ):
+            with pytest.raises(InvalidArgumentError, match=named):
+                await stream.collect()

@@ -1,0 +1,102 @@
+"""The largest request that is accepted, beside a stream that runs: it delays that no more than a plain request does.
+
+Orchestrator, chain, generation group and client are in one process: they share a loop and the GIL, so bounds are wide.
+"""
+
+import asyncio
+import itertools
+import statistics
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from baton.errors import InvalidArgumentError
+from baton.sampling_params import (
+    MAX_LOGIT_BIASES,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
+from baton.v1 import common_pb2
+from baton.v1 import orchestrator_pb2 as pb
+from tests.support.clusters.orchestrators import MAX_TOKENS, Answer, Relay, relay
+from tests.support.engines.generation import prompt
+from tests.support.models.tiny_tokenizer import VOCAB_SIZE
+from tests.support.wire.loop_lag import ticking
+
+NUM_CHOICES = 16
+NUM_ROUNDS = 5
+RUNNING = SamplingParams(max_tokens=MAX_TOKENS - 20, ignore_eos=True)
+PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, temperature=0.5, seed=1, n=NUM_CHOICES)
+LARGEST = replace(
+    PLAIN,
+    stop=tuple("a" * (MAX_STOP_CHARS - 1) + chr(ord("A") + index) for index in range(MAX_STOP_STRINGS)),
+    stop_token_ids=tuple(range(VOCAB_SIZE))[:MAX_STOP_TOKEN_IDS],
+    logit_bias=dict.fromkeys(range(VOCAB_SIZE)[:MAX_LOGIT_BIASES], 0.5),
+    min_tokens=20,
+)
+MAX_LAG_S = 0.05
+MAX_REFUSAL_LAG_S = 0.25
+"""Megabytes are written, sent and parsed on the one loop."""
+
+
+@dataclass
+class Beside:
+    """What a request did to what ran beside it."""
+
+    lag_s: float
+    """Of the loop."""
+    longest_step_s: float
+    """Between two tokens of the running stream."""
+
+
+@pytest.fixture
+async def running() -> AsyncIterator[Relay]:
+    async with relay(num_ranks=1, num_slots=NUM_CHOICES + 1) as made:
+        yield made
+        await made.until_empty()
+
+
+async def beside(running: Relay, params: SamplingParams) -> Beside:
+    """Asks while another stream runs; what that and the loop felt."""
+    answer, call = Answer(), running.open(running.request(prompt(12), RUNNING))
+    await answer.read(call, 1)
+    times_ns: list[int] = []
+    request = running.request(prompt(30), params)
+    async with ticking() as lag:
+        asked = asyncio.create_task(running.ask(request))
+        while not asked.done():
+            event = await call.read()
+            assert isinstance(event, pb.GenerateEvent) and not event.HasField("finished"), "it ran too short"
+            times_ns.append(event.token.unix_ns)
+    assert len((await asked).others) == NUM_CHOICES - 1
+    call.cancel()
+    steps = [(after - before) / 1e9 for before, after in itertools.pairwise(times_ns)]
+    return Beside(lag.worst_s, max(steps))
+
+
+async def test_the_largest_request_delays_others_as_a_plain_one_does(running: Relay) -> None:
+    await beside(running, PLAIN)  # what is made at first use
+    rounds = [(await beside(running, PLAIN), await beside(running, LARGEST)) for _ in range(NUM_ROUNDS)]
+    calm, loaded = ([pair[which] for pair in rounds] for which in (0, 1))
+    assert min(each.lag_s for each in loaded) < MAX_LAG_S
+    assert min(each.longest_step_s for each in loaded) < 2 * statistics.median(each.longest_step_s for each in calm)
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
+async def test_lists_of_megabytes_are_refused_by_their_length(running: Relay, name: str) -> None:
+    sampling = common_pb2.SamplingParams(max_tokens=4, n=NUM_CHOICES)
+    match name:
+        case "stop":
+            sampling.stop.extend(["a"] * 2**20)
+        case "stop_token_ids":
+            sampling.stop_token_ids.extend([7] * 2**22)
+        case "logit_bias":
+            sampling.logit_bias.update(dict.fromkeys(range(2**19), 1.0))
+    request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[5]), sampling=sampling)
+    async with ticking() as lag:
+        with pytest.raises(InvalidArgumentError, match=rf"sampling\.{name} has \d+ entries: use at most"):
+            await running.ask(request)
+    assert lag.worst_s < MAX_REFUSAL_LAG_S

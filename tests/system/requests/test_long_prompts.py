@@ -1,0 +1,96 @@
+"""Prompts of 8 MiB, read by the real server and by a gateway before it: refused while everything else goes on.
+
+The tokenizer is the sample model's own. Server, gateway and client share one loop, which is what must not stand still.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+
+from baton.channel_options import MAX_MESSAGE_BYTES
+from baton.clock import SystemClock
+from baton.errors import InvalidArgumentError
+from baton.results import ModelInfo
+from baton.v1 import orchestrator_pb2 as pb
+from orchestrator.api.frontend import SERVICE, OrchestratorServer
+from orchestrator.api.gateway import Gateway, ask_model
+from orchestrator.membership.members import Members
+from tests.support.clusters.planners import linear_planner
+from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
+from tests.support.models.tokenizers import smollm_gguf
+from tests.support.wire.loop_lag import ticking
+from text.gguf_tokenizer import write_tokenizer
+from text.tokenizer import Tokenizer
+from transport.channel import make_channel
+from transport.status import translate_rpc_errors
+
+HOST = "127.0.0.1"
+SIZE = 8 * 2**20
+MODEL = ModelInfo("smollm2", 8192, 49152, "float32", True, "layout")
+MAX_LAG_S = 0.1
+MAX_GROWTH_BYTES = 200 * 2**20
+
+
+def chat(*contents: str) -> pb.Chat:
+    return pb.Chat(messages=[pb.ChatMessage(role="user", content=content) for content in contents])
+
+
+LONG: dict[str, Callable[[], pb.GenerateRequest]] = {
+    "words": lambda: pb.GenerateRequest(prompt=b"hello world " * (SIZE // 12)),
+    "one word": lambda: pb.GenerateRequest(prompt=b"a" * SIZE),
+    "emoji": lambda: pb.GenerateRequest(prompt="\U0001f308".encode() * (SIZE // 4)),
+    "special tokens": lambda: pb.GenerateRequest(prompt=b"<|im_end|>" * (SIZE // 10)),
+    "no UTF-8": lambda: pb.GenerateRequest(prompt=b"a" * (SIZE - 1) + b"\xff"),
+    "chat": lambda: pb.GenerateRequest(chat=chat("hello world " * (SIZE // 12))),
+    "long chat": lambda: pb.GenerateRequest(chat=chat(*["a"] * 200_000)),
+    "token ids": lambda: pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * SIZE)),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("smollm")
+    write_tokenizer(smollm_gguf(), folder)
+    return Tokenizer.load(folder)
+
+
+@pytest.fixture(params=["orchestrator", "gateway"])
+async def channel(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> AsyncIterator[grpc.aio.Channel]:
+    """To the orchestrator, or to a gateway before it."""
+    clock = SystemClock()
+    async with AsyncExitStack() as stack:
+        server = await OrchestratorServer.start(
+            Members(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner()
+        )
+        stack.push_async_callback(server.stop)
+        port = server.port
+        if request.param == "gateway":
+            behind = await stack.enter_async_context(make_channel(f"{HOST}:{port}"))
+            gateway = await Gateway.start(behind, tokenizer, await ask_model(behind, 10), clock=clock, host=HOST)
+            stack.push_async_callback(gateway.stop)
+            port = gateway.port
+        yield await stack.enter_async_context(make_channel(f"{HOST}:{port}"))
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_a_prompt_of_8_mib_keeps_the_loop_from_nothing(channel: grpc.aio.Channel, name: str) -> None:
+    request = LONG[name]().SerializeToString()  # here: what a client does is its own
+    assert len(request) < MAX_MESSAGE_BYTES
+    await refused(channel, pb.GenerateRequest(model="other").SerializeToString())  # connected, and all is loaded
+    before_bytes = process_bytes()
+    reset_peak()
+    async with ticking() as lag:
+        text = await refused(channel, request)
+    assert "limit" in text or "takes at most" in text or "not UTF-8" in text
+    assert lag.worst_s < MAX_LAG_S
+    assert peak_bytes() - before_bytes < MAX_GROWTH_BYTES
+
+
+async def refused(channel: grpc.aio.Channel, request: bytes) -> str:
+    """What a client is told that sends these bytes."""
+    generate: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Generate")
+    with pytest.raises(InvalidArgumentError) as caught, translate_rpc_errors():
+        await generate(request, timeout=60).read()
+    return str(caught.value)

@@ -1,0 +1,171 @@
+"""`baton drain` and `baton status` as a user types them, against a real orchestrator and its workers."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from baton.results import GroupState
+from baton.sampling_params import SamplingParams
+from deploy.cli import main
+from deploy.commands.drain import left_of
+from deploy.commands.record import ClusterRecord, process_start
+from deploy.commands.status import readiness
+from planning.hardware import cpu_rank
+from planning.model_shape import SHAPES
+from planning.step_times import nominal_steps
+from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
+from tests.support.clusters.planners import linear_planner, planner_of
+from tests.support.engines.generation import prompt
+from tests.support.eventually import eventually
+
+LONG = SamplingParams(max_tokens=150, seed=4, ignore_eos=True)
+GROUP = GroupState("g", "generate", ("h:1",), 0, True, 4, 4, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a command left."""
+
+    status: int
+    out: str
+    err: str
+
+
+class Shell:
+    """Runs commands on the machine that `cluster` was brought up on."""
+
+    def __init__(self, cluster: Relay, capsys: pytest.CaptureFixture[str]) -> None:
+        self.cluster = cluster
+        self._capsys = capsys
+
+    @property
+    def target(self) -> str:
+        return f"{HOST}:{self.cluster.server.port}"
+
+    async def run(self, *arguments: str) -> Run:
+        status = await asyncio.to_thread(main, list(arguments))
+        captured = self._capsys.readouterr()
+        return Run(status, captured.out, captured.err)
+
+
+UNREACHABLE = f"no orchestrator answers at {HOST}:1 within 5 s: name one that is served, or check --target"
+
+
+@pytest.fixture
+async def shell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> AsyncIterator[Shell]:
+    """Of a cluster named mine, with two generation groups behind one rank."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = SHAPES["smollm2-135m"]
+    planner = planner_of(linear_planner().cost)
+    planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
+    async with relay(num_ranks=1, num_groups=2, num_slots=2, planner=planner) as cluster:
+        made = Shell(cluster, capsys)
+        pid = os.getpid()
+        ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", made.target).save()
+        yield made
+        await cluster.until_empty()
+
+
+async def test_a_group_is_drained_and_has_work_again(shell: Shell) -> None:
+    drained = Run(0, "group-0 is drained: it has nothing left to do\n", "")
+    assert await shell.run("drain", "group-0", "mine", "--keep") == drained
+    assert shell.cluster.members.orders.drained == {"group-0"}
+    assert await shell.run("drain", "group-0", "--undo", "--target", shell.target) == Run(
+        0, "group-0 may get work again\n", ""
+    )
+    assert not shell.cluster.members.orders.drained
+
+
+async def test_a_drain_waits_for_what_runs_or_says_what_is_left(shell: Shell) -> None:
+    call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
+    await answer.read(call, 3)
+    (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
+    shell.cluster.group_gates[int(busy[-1])].shut()
+    late = await shell.run("drain", busy, "mine", "--timeout", "0.5")
+    assert (late.status, late.out) == (1, "")
+    assert late.err == (
+        f"baton: {busy} is not done after 0.5 s, with 1 request, 1 of 2 slots: it stays drained; wait on, or --undo\n"
+    )
+    shown = await shell.run("status", "mine")
+    assert f"{busy}  draining" in shown.out and f"degraded: {busy} is drained" in shown.out
+    waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
+    shell.cluster.group_gates[int(busy[-1])].open()
+    await answer.drain(call)
+    assert (await waiting).out == f"{busy} is drained: it has nothing left to do\n"
+    assert len(answer.token_ids) == LONG.max_tokens
+
+
+async def test_a_group_that_gets_work_again_meanwhile_is_not_drained(shell: Shell) -> None:
+    call, answer = shell.cluster.open(shell.cluster.request(prompt(20), LONG)), Answer()
+    await answer.read(call, 3)
+    (busy,) = [name for name in ("group-0", "group-1") if shell.cluster.members.load(name).num_requests]
+    waiting = asyncio.create_task(shell.run("drain", busy, "mine", "--keep"))
+    await eventually(lambda: drained(shell), lambda names: busy in names, within_s=10)
+    shell.cluster.members.undrain(busy)
+    undone = await waiting
+    assert (undone.status, undone.err) == (1, f"baton: {busy} was let have work again meanwhile: it is not drained\n")
+    call.cancel()
+
+
+async def drained(shell: Shell) -> frozenset[str]:
+    return shell.cluster.members.orders.drained
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "text"),
+    [
+        (("group-0", "mine"), 1, "group-0 cannot leave, as no supervisor ends its workers: drain it with --keep"),
+        (("group-9", "mine"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
+        (("group-9", "mine", "--undo"), 1, "there is no group group-9: name one of chain, group-0, group-1"),
+        (("group-0", "yours"), 2, "cluster yours is not running here: start it with `baton serve`, or give --target"),
+        (("group-0", "--target", f"{HOST}:1"), 1, UNREACHABLE),
+        (("group-0", "mine", "--timeout", "0"), 2, "--timeout 0 is out of range: use a time above 0 seconds"),
+    ],
+)
+async def test_mistakes_are_said_in_one_line(shell: Shell, arguments: tuple[str, ...], status: int, text: str) -> None:
+    assert await shell.run("drain", *arguments) == Run(status, "", f"baton: {text}\n")
+
+
+async def test_status_shows_slots_memory_predictions_and_metrics(shell: Shell) -> None:
+    shown = await shell.run("status", "mine")
+    assert (shown.status, shown.err) == (0, "")
+    first, calibration, steps, metrics, *tables = shown.out.splitlines()
+    assert first == f"cluster mine on {shell.target}: 0 running, 0 queued with 0 prompt tokens"
+    assert calibration.startswith("predictions by calibration ") and "measured" in calibration
+    assert steps.endswith(": nominal rates: `baton calibrate --generate` measures them")
+    assert metrics == f"metrics on http://{HOST}:{shell.cluster.server.metrics_port}/metrics"
+    slots = next(line.split() for line in tables if line.split()[:2] == ["group-1", "slots"])
+    assert slots == ["group-1", "slots", "2", "2", "0", "0", "0"]
+
+
+async def test_status_says_why_a_cluster_does_not_serve(shell: Shell) -> None:
+    for name in ("group-0", "group-1"):
+        shell.cluster.members.drain(name)
+    shown = await shell.run("status", "mine")
+    assert shown.status == 1
+    assert "not serving: no generation group is ready" in shown.out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("group", "word"),
+    [
+        (GROUP, "yes"),
+        (replace(GROUP, is_ready=False), "no"),
+        (replace(GROUP, is_ready=False, is_broken=True), "broken"),
+        (replace(GROUP, is_ready=False, is_drained=True, num_requests=1), "draining"),
+        (replace(GROUP, is_ready=False, is_drained=True), "drained"),
+    ],
+)
+def test_one_word_says_whether_a_group_gets_work(group: GroupState, word: str) -> None:
+    assert readiness(group) == word
+
+
+def test_what_is_left_is_counted() -> None:
+    assert left_of(replace(GROUP, num_requests=2, num_free=1)) == "2 requests, 3 of 4 slots"
+    assert left_of(replace(GROUP, role="prefill", num_requests=1)) == "1 request"

@@ -1,0 +1,84 @@
+"""A cluster is found again by its record, and what a killed launcher left by the files that it holds open."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError, UnavailableError
+from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, record_path, require_reachable
+
+HOLD = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> ClusterRecord:
+    folder = tmp_path / "ray"
+    folder.mkdir()
+    return ClusterRecord("mine", os.getpid(), process_start(os.getpid()), "127.0.0.1:1", str(folder))
+
+
+def test_a_record_is_read_back_and_removed_with_its_folder(record: ClusterRecord) -> None:
+    record.save()
+    assert load_record("mine") == record
+    record.remove()
+    assert load_record("mine") is None
+    assert not Path(record.ray_folder).exists()
+    record.remove()
+
+
+def test_a_later_save_replaces_the_record(record: ClusterRecord) -> None:
+    record.save()
+    record.serving("127.0.0.1:2").save()
+    loaded = load_record("mine")
+    assert loaded is not None
+    assert loaded.endpoint == "127.0.0.1:2"
+    assert [path.name for path in record_path("mine").parent.iterdir()] == ["mine.json"]
+
+
+def test_a_damaged_record_is_named(record: ClusterRecord) -> None:
+    record.save()
+    record_path("mine").write_text("{}")
+    with pytest.raises(ConfigError, match="mine.json is damaged .*: remove it"):
+        load_record("mine")
+
+
+def test_a_reused_process_id_is_another_launcher(record: ClusterRecord) -> None:
+    assert record.launcher_lives
+    assert not replace(record, launcher_started="1").launcher_lives
+
+
+def test_an_ended_process_has_no_start() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        child.wait()
+    assert process_start(child.pid) == ""
+
+
+def test_what_holds_a_file_of_that_ray_is_killed_and_nothing_else(record: ClusterRecord, tmp_path: Path) -> None:
+    ours, other = Path(record.ray_folder) / "log", tmp_path / "ray-of-another"
+    command = [sys.executable, "-c", HOLD]
+    with (
+        subprocess.Popen([*command, str(other)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as spared,
+        subprocess.Popen([*command, str(ours)], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as doomed,
+    ):
+        for child in (spared, doomed):
+            assert child.stdout is not None
+            assert child.stdout.readline() == b"open\n"
+        assert kill_ray(record.ray_folder) == 1
+        assert doomed.wait() == -9
+        assert spared.poll() is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "no address"])
+def test_a_ray_that_is_not_there_is_named_at_once(address: str) -> None:
+    with pytest.raises(UnavailableError, match=f"Ray at {address} cannot be reached"):
+        require_reachable(address)

@@ -1,0 +1,78 @@
+"""The timeline shows every stage at its place in time."""
+
+import io
+
+from rich.console import Console
+
+from baton.results import Interval, RankTiming, Timings, Usage, WidthChoice, WidthOption
+from baton.types import FinishReason, TokenRange
+from deploy.commands.timeline import draw_timeline
+
+MS = 1_000_000
+TOKEN_NS = [1000 * MS, 1010 * MS, 1020 * MS]
+
+
+def _rank(rank: int, start: int, end: int) -> RankTiming:
+    middle = (start + end) // 2
+    return RankTiming(
+        rank=rank,
+        tokens=TokenRange(100 * rank, 100 * rank + 100),
+        start_ns=start * MS,
+        end_ns=end * MS,
+        wait_s=0.01,
+        push_start_ns=start * MS,
+        push_end_ns=end * MS,
+        num_bytes_pushed=2**20,
+        num_bytes_sent=0,
+        layers=(Interval(start * MS, middle * MS), Interval(middle * MS, end * MS)),
+    )
+
+
+def _draw(token_ns: list[int]) -> list[str]:
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    ranks = (_rank(0, 100, 500), _rank(1, 500, 900))
+    width = WidthChoice(2, 4, 1, 3, tuple(WidthOption(width, 1 / width, 0.25 * width) for width in range(1, 5)))
+    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], ranks, width)
+    draw_timeline(timings, Usage(200, 3, 1), [FinishReason.LENGTH], token_ns, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue().splitlines()
+
+
+def test_each_stage_has_a_row() -> None:
+    labels = [line[:18].strip() for line in _draw(TOKEN_NS) if line[:18].strip()]
+    assert labels[labels.index("queue, slot") :] == [
+        "queue, slot",
+        "rank 0 layers",
+        "rank 0 transfer",
+        "rank 1 layers",
+        "rank 1 transfer",
+        "commit, 1st token",
+        "tokens",
+    ]
+
+
+def test_rank_1_is_drawn_after_rank_0() -> None:
+    rows = {line[:18].strip(): line[18:86] for line in _draw(TOKEN_NS)}
+    first, second = rows["rank 0 layers"], rows["rank 1 layers"]
+    assert len(first.rstrip()) <= len(second) - len(second.lstrip()) + 1
+
+
+def test_notes_carry_the_numbers() -> None:
+    text = "\n".join(_draw(TOKEN_NS))
+    assert "TTFT 1.000 s" in text
+    assert "10.0 ms a token, 100.0 tokens/s" in text
+    assert "1.0 MiB in 0.400 s" in text
+
+
+def test_the_width_is_given_with_its_reason() -> None:
+    text = " ".join(_draw(TOKEN_NS))
+    assert "2 of 4 ranks behind 1 of 3 jobs" in text
+    assert "1: 1.000 + 0.250, 2: 0.500 + 0.500" in text
+
+
+def test_a_request_without_tokens_draws_nothing() -> None:
+    assert _draw([]) == []
+
+
+def test_no_line_is_wider_than_the_terminal() -> None:
+    assert max(len(line) for line in _draw(TOKEN_NS)) <= 120

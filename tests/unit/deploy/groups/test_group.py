@@ -1,0 +1,191 @@
+"""A group's supervisor: what ended is replaced, chains get new links, and what cannot be is said."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.errors import ModelError, UnavailableError, VersionMismatchError
+from baton.types import KernelChoice
+from baton.v1.prefill_pb2 import PrefillStatus
+from deploy.groups.chain_links import ChainLinks
+from deploy.groups.cluster import Cluster
+from deploy.groups.group import Agreement, Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.restarts import Backoff
+from modeling.kernels.products import KERNELS
+from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from tests.support.models.tiny_models import random_decoder
+from transport.proto_types import kernels_to_proto
+
+
+class Bench:
+    """A chain of two ranks and an engine over one spawner."""
+
+    def __init__(self) -> None:
+        self.spawner = InProcessSpawner()
+        self.num_changes = 0
+        self.reports: list[str] = []
+        self.around = Surroundings(
+            self.spawner,
+            Heartbeat(0.05, 5.0),
+            SystemClock(),
+            self.reports.append,
+            self._count,
+            backoff=Backoff(first_s=0.2, most_s=0.4),
+        )
+        self.links = ChainLinks(HOST, 10.0)
+        ranks = [tiny_worker("prefill", rank) for rank in range(2)]
+        self.chain = WorkerGroup("prefill-0", ranks, self.around, self.links)
+        self.engine = WorkerGroup("generate-0", [tiny_worker("generate")], self.around)
+        self.cluster = Cluster([self.chain], [self.engine], self.around)
+
+    def _count(self) -> None:
+        self.num_changes += 1
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+@asynccontextmanager
+async def running(bench: Bench) -> AsyncIterator[Bench]:
+    await bench.cluster.start()
+    try:
+        yield bench
+    finally:
+        await bench.cluster.close()
+    assert all(worker.ended for worker in bench.spawner.made)
+
+
+async def test_a_started_cluster_is_ready_and_seen(bench: Bench) -> None:
+    async with running(bench):
+        view = bench.cluster.view(num_slots=2, max_slot_tokens=64)
+    assert [(group.name, group.ready, group.epoch, len(group.endpoints)) for group in view.prefill] == [
+        ("prefill-0", True, 1, 2)
+    ]
+    assert [(group.name, group.ready) for group in view.generation] == [("generate-0", True)]
+    assert view.generation[0].layout_fingerprint == random_decoder().layout.fingerprint
+    assert (view.generation[0].residency, view.generation[0].is_approximate) == ("device", False)
+
+
+async def test_a_chain_is_seen_with_the_prefix_store_of_its_node(bench: Bench, tmp_path: Path) -> None:
+    async with running(bench):
+        assert bench.cluster.view(num_slots=2, max_slot_tokens=64).prefill[0].prefix_store == ""
+    keeping = Bench()
+    keeping.spawner.prefix_folder = tmp_path / "prefixes"
+    async with running(keeping):
+        (group,) = keeping.cluster.view(num_slots=2, max_slot_tokens=64).prefill
+        stat = keeping.spawner.prefix_folder.stat()
+        assert group.prefix_store.endswith(f":{stat.st_dev}:{stat.st_ino}")
+
+
+async def test_an_ended_rank_is_replaced_and_the_chain_linked_anew(bench: Bench) -> None:
+    async with running(bench):
+        survivor, victim = bench.chain.endpoints
+        bench.chain.workers[1].handle.kill()
+        await bench.chain.workers[1].handle.wait()
+        bench.chain.suspect()
+        await bench.cluster.until_ready(20)
+        assert bench.chain.endpoints[0] == survivor
+        assert bench.chain.endpoints[1] != victim
+        assert bench.links.epoch >= 2
+        assert bench.engine.ready
+
+
+async def test_an_ended_engine_is_replaced_and_the_chain_left_alone(bench: Bench) -> None:
+    async with running(bench):
+        before = bench.engine.endpoints
+        changes = bench.num_changes
+        bench.engine.workers[0].handle.kill()
+        await bench.engine.workers[0].handle.wait()
+        bench.engine.suspect()
+        await bench.cluster.until_ready(20)
+        assert bench.engine.endpoints != before
+        assert bench.links.epoch == 1
+        assert bench.num_changes >= changes + 2
+
+
+async def test_a_replacement_that_fails_is_tried_again(bench: Bench) -> None:
+    async with running(bench):
+        bench.spawner.failures = [UnavailableError("not now"), UnavailableError("not yet")]
+        bench.engine.suspect()
+        bench.engine.workers[0].handle.kill()
+        await bench.engine.workers[0].handle.wait()
+        bench.engine.suspect()
+        await bench.cluster.until_ready(20)
+        assert not bench.spawner.failures
+        assert len(bench.spawner.made) == 4
+    assert bench.reports[-4:-1] == [
+        "generate-0 ended with a word: replacing it",
+        "generate-0 could not be replaced (not now), 2 times in a row: next try in 0.2 s",
+        "generate-0 could not be replaced (not yet), 3 times in a row: next try in 0.4 s",
+    ]
+
+
+async def test_a_worker_that_ends_again_and_again_is_waited_for_and_its_neighbours_stay(bench: Bench) -> None:
+    async with running(bench):
+        survivor = bench.chain.endpoints[0]
+        for _ in range(3):
+            await bench.chain.workers[1].handle.close()
+            bench.chain.suspect()
+            await bench.cluster.until_ready(20)
+        assert bench.chain.endpoints[0] == survivor
+    ends = [line for line in bench.reports if "ended" in line]
+    assert ends == [
+        "prefill-0.1 ended with a word: replacing it",
+        "prefill-0.1 ended with a word, 2 times in a row: next try in 0.2 s",
+        "prefill-0.1 ended with a word, 3 times in a row: next try in 0.4 s",
+    ]
+    assert not [line for line in bench.reports if "prefill-0.0 ended" in line]
+
+
+async def test_a_failed_start_leaves_nothing(bench: Bench) -> None:
+    bench.spawner.failures = [ModelError("no such model")]
+    with pytest.raises(ModelError, match="no such model"):
+        await bench.cluster.start()
+    assert len(bench.spawner.made) == 2
+    assert all(worker.ended for worker in bench.spawner.made)
+
+
+async def test_workers_of_two_models_are_refused(bench: Bench) -> None:
+    bench.spawner.decoders["prefill-0.1"] = random_decoder(num_kv_heads=4)
+    with pytest.raises(VersionMismatchError, match="workers differ in version or KV layout: .* run one version"):
+        await bench.cluster.start()
+    assert all(worker.ended for worker in bench.spawner.made)
+
+
+def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
+    agreement = Agreement()
+    ours = KernelChoice("Zen [12]", "dot", "widened", 64)
+    others = KernelChoice("Xeon [34]", "tiles", "tiles", None)
+    for rank, choice in enumerate((ours, others, ours)):
+        agreement.check(tiny_worker("prefill", rank), PrefillStatus(kernels=kernels_to_proto(choice)))
+    differing = PrefillStatus(kernels=kernels_to_proto(replace(ours, torch_rows=None)))
+    with pytest.raises(
+        VersionMismatchError, match=r"on Zen \[12\] differ in kernels: prefill-0.0 has .* prefill-0.3 has"
+    ):
+        agreement.check(tiny_worker("prefill", 3), differing)
+
+
+async def test_a_group_names_the_processors_of_its_ranks(bench: Bench) -> None:
+    async with running(bench):
+        kernels = KERNELS.choice
+        assert bench.chain.processors == (f"{kernels.processor}: {kernels}",)
+        (group,) = bench.cluster.view(2, 64).prefill
+        assert group.processors == bench.chain.processors
+
+
+async def test_a_new_supervisor_counts_on_from_the_epoch_that_it_finds(bench: Bench) -> None:
+    bench.links.skip_to(41)
+    async with running(bench):
+        assert bench.links.epoch == 42
+
+
+async def test_waiting_for_readiness_is_bounded(bench: Bench) -> None:
+    with pytest.raises(UnavailableError, match="have not been ready for 0.01 s"):
+        await asyncio.wait_for(bench.cluster.until_ready(0.01), 5)

@@ -1,0 +1,190 @@
+"""There is always a calibration: a given one, else the kept one, else one by nominal rates."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from deploy.config.cluster import ClusterConfig, GenerateSection, PrefillSection
+from deploy.config.worker import LocalConfig
+from deploy.machine.calibrations import (
+    calibration_path,
+    find_calibration,
+    find_step_times,
+    kept_path,
+    local_planner,
+    nominal_calibration,
+    nominal_step_times,
+    served_calibration,
+    served_planner,
+)
+from planning import step_times
+from planning.calibration import Calibration, save
+from planning.fit import RankRow
+from planning.step_times import StepTimes, path_beside, tabulate
+
+CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 97,
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Of a model; the user's cache is empty."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    made = tmp_path / "tiny"
+    made.mkdir()
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    return made
+
+
+def measured(assumed: Calibration, path: Path) -> Calibration:
+    """Another one of the same model and hardware, written there."""
+    made = dataclasses.replace(assumed, rank_rows=(RankRow(10, 0, True, 1.0),))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save(made, path)
+    return made
+
+
+def test_without_a_measurement_the_shape_and_nominal_rates_count(folder: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    assert find_calibration(assumed, "") is assumed and not assumed.is_measured
+    assert (assumed.shape.num_layers, assumed.shape.vocab, assumed.shape.gated) == (2, 97, True)
+    assert assumed.cost.kv_bytes == 2 * 2 * 16 * 4
+    fingerprints = {
+        nominal_calibration(folder, dtype, threads, quantization).fingerprint
+        for dtype in ("float32", "bfloat16")
+        for threads in (1, 2)
+        for quantization in ("none", "int8")
+    }
+    assert len(fingerprints) == 8
+
+
+def test_what_is_kept_is_found_and_what_is_given_goes_first(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    kept = measured(assumed, kept_path(assumed))
+    assert find_calibration(assumed, "") == kept
+    given = tmp_path / "given.json"
+    other = measured(dataclasses.replace(kept, link_points=((1.0, 1.0),)), given)
+    assert find_calibration(assumed, str(given)) == other
+    assert calibration_path(assumed, "") == kept_path(assumed)
+    assert calibration_path(assumed, str(given)) == given
+
+
+def test_a_kept_file_that_is_damaged_is_not_used_and_the_log_says_so(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    path = kept_path(assumed)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"kind": "baton-calibration", "schema"')
+    assert find_calibration(assumed, "") is assumed
+    assert str(path) in caplog.text
+    with pytest.raises(ConfigError, match=path.name):
+        find_calibration(assumed, str(path))
+
+
+def test_a_file_that_is_missing_or_of_another_machine_is_refused(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_calibration(folder, "float32", 1)
+    with pytest.raises(ConfigError, match=r"none\.json: cannot be read"):
+        find_calibration(assumed, str(tmp_path / "none.json"))
+    given = tmp_path / "given.json"
+    measured(dataclasses.replace(assumed, hardware="an abacus"), given)
+    with pytest.raises(ConfigError, match="calibrated for tiny on an abacus, and this is tiny on .*: run `baton cal"):
+        find_calibration(assumed, str(given))
+
+
+def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    made = measured(nominal_calibration(folder, "bfloat16", 2), given)
+    prefill = PrefillSection(num_ranks=3, num_threads=2, calibration=str(given))
+    config = ClusterConfig(prefill=prefill)
+    assert served_calibration(config, folder) == made
+    planner = served_planner(config, folder)
+    assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
+    local = local_planner(LocalConfig(folder, num_ranks=0, max_slot_tokens=100))
+    assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (1, 100, False)
+
+
+def test_a_next_life_searches_partitions_only_for_another_calibration(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    made = measured(nominal_calibration(folder, "bfloat16", 1), given)
+    config = ClusterConfig(prefill=PrefillSection(num_ranks=2, num_threads=1, calibration=str(given)))
+    planner = served_planner(config, folder)
+    assert served_planner(config, folder, planner) is planner
+    other = measured(dataclasses.replace(made, link_points=((1.0, 2.0),)), given)
+    following = served_planner(config, folder, planner)
+    assert following is not planner and following.calibration == other
+
+
+def tabulated(assumed: StepTimes, path: Path) -> StepTimes:
+    """A table of the same model and engine, written there."""
+    made, _ = tabulate(assumed, (1, 4), (64, 256), ((0.01, 0.02), (0.02, 0.05)))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    step_times.save(made, path)
+    return made
+
+
+def test_step_times_lie_beside_the_calibration(folder: Path, tmp_path: Path) -> None:
+    assumed = nominal_step_times(folder, "float32", 1, residency="device")
+    assert not assumed.is_measured and assumed.step_s(2, 100) > 0
+    kept = kept_path(nominal_calibration(folder, "float32", 1))
+    assert find_step_times(assumed, kept) is assumed
+    made = tabulated(assumed, path_beside(kept, assumed))
+    assert find_step_times(assumed, kept) == made
+    others = [
+        nominal_step_times(folder, "float32", 2, residency="device"),
+        nominal_step_times(folder, "bfloat16", 1, residency="device"),
+        nominal_step_times(folder, "float32", 1, residency="host"),
+        nominal_step_times(folder, "float32", 1, residency="device", quantization="int8"),
+    ]
+    assert len({assumed.fingerprint, *(other.fingerprint for other in others)}) == 5
+    assert find_step_times(others[0], kept) is others[0]
+
+
+def test_int8_weights_are_taken_to_be_read_as_such(folder: Path) -> None:
+    plain, int8 = (
+        nominal_step_times(folder, "bfloat16", 1, residency="device", quantization=each) for each in ("none", "int8")
+    )
+    assert int8.cost.base_s == pytest.approx(plain.cost.base_s / 2)
+
+
+def test_step_times_that_are_damaged_or_foreign_are_not_used(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assumed, kept = nominal_step_times(folder, "float32", 1, residency="device"), tmp_path / "kept.json"
+    path = path_beside(kept, assumed)
+    path.write_text("{")
+    assert find_step_times(assumed, kept) is assumed and str(path) in caplog.text
+    caplog.clear()
+    tabulated(dataclasses.replace(assumed, hardware="an abacus"), path)
+    assert find_step_times(assumed, kept) is assumed and "of another model or hardware" in caplog.text
+
+
+def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    measured(nominal_calibration(folder, "bfloat16", 1), given)
+    config = ClusterConfig(
+        prefill=PrefillSection(num_threads=1, calibration=str(given)), generate=GenerateSection(num_threads=2)
+    )
+    assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
+    planner = served_planner(config, folder)
+    assert planner.steps == assumed
+    made = tabulated(assumed, path_beside(given, assumed))
+    assert served_planner(config, folder, planner) is planner
+    assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.steps == made
+    local = LocalConfig(folder, dtype="bfloat16", generate_threads=2)
+    assert local_planner(local).steps == assumed
+    tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", local.prefill_threads)), assumed))
+    assert local_planner(local).steps == made

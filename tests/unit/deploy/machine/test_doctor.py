@@ -1,0 +1,196 @@
+"""The doctor sees what would keep a cluster from running, and says what would help."""
+
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from baton.errors import ConfigError
+from deploy.config.file import load_config
+from deploy.machine.calibrations import nominal_calibration
+from deploy.machine.doctor import (
+    CHOOSING,
+    Finding,
+    Machine,
+    Verdict,
+    check_compiler,
+    check_cores,
+    check_memory,
+    check_model,
+    check_port,
+    check_selection,
+    check_shm,
+    examine,
+    inspect_machine,
+    measure_rates,
+    require,
+    weight_bytes,
+)
+from deploy.machine.probe import Measured, measure
+from generate_workers.residency.policies import POLICIES
+from planning.model_shape import ModelShape
+from tests.support.models.letter_models import write_letter_model
+
+MACHINE = Machine(cores=frozenset({0, 1}), available_bytes=64 * 2**30, shm_bytes=2**30, compiler="/usr/bin/c++")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A model of 6 weights, whole as far as files go."""
+    save_file({"a": np.zeros((2, 2), np.float16), "b": np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text("{}")
+    return tmp_path
+
+
+def test_weights_are_counted_as_they_will_be_loaded(folder: Path) -> None:
+    assert (weight_bytes(folder, "bfloat16"), weight_bytes(folder, "float32")) == (12, 24)
+
+
+def test_a_truncated_weights_file_is_named(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(ConfigError, match="model.safetensors is no safetensors file"):
+        weight_bytes(folder, "float32")
+
+
+def test_a_model_that_lacks_files_fails(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+    finding = check_model(load_config(None), folder)
+    assert finding.verdict is Verdict.FAILED
+    assert "lacks tokenizer.json" in finding.text
+
+
+def test_every_policy_that_chooses_keys_is_known() -> None:
+    assert {*CHOOSING, "device", "host", "int4"} == set(POLICIES)
+
+
+def test_keys_cannot_be_chosen_by_what_nobody_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    plain, sparse = load_config(None, []), load_config(None, ["generate.residency=infinigen"])
+    assert check_selection(plain).verdict is Verdict.OK
+    found = check_selection(sparse)
+    assert found.verdict is Verdict.FAILED and "run `baton prepare` with this model" in found.text
+    path = tmp_path / "baton" / "selections" / "some.safetensors"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+    assert check_selection(sparse).verdict is Verdict.OK
+    named = load_config(None, ["generate.residency=infinigen", f"generate.selection_file={path}"])
+    assert check_selection(named).verdict is Verdict.OK
+    path.unlink()
+    found = check_selection(named)
+    assert found.verdict is Verdict.FAILED and f"{path} is no file: set generate.selection_file" in found.text
+
+
+def test_a_pinned_core_that_is_absent_fails() -> None:
+    finding = check_cores(load_config(None, ["orchestrator.cores=[0, 7]"]), MACHINE)
+    assert finding.verdict is Verdict.FAILED
+    assert "[7]" in finding.text
+
+
+def test_more_workers_than_cores_is_a_warning_only() -> None:
+    assert check_cores(load_config(None), MACHINE).verdict is Verdict.WARNING
+    assert check_cores(load_config(None, ["prefill.num_ranks=1"]), MACHINE).verdict is Verdict.OK
+
+
+def test_workers_that_do_not_fit_into_memory_fail(folder: Path) -> None:
+    config = load_config(None, ["prefill.num_ranks=3"])
+    assert check_memory(config, folder, MACHINE).verdict is Verdict.OK
+    finding = check_memory(config, folder, replace(MACHINE, available_bytes=2**30))
+    assert finding.verdict is Verdict.FAILED
+    assert "2.0 GiB for 4 workers" in finding.text
+
+
+def test_kv_that_does_not_fit_beside_the_weights_is_a_warning(folder: Path) -> None:
+    values = ["prefill.num_ranks=1", "generate.num_groups=2", "generate.kv_memory_bytes=4GiB"]
+    short = replace(MACHINE, available_bytes=9 * 2**30)
+    assert check_memory(load_config(None, values[:2]), folder, short).verdict is Verdict.OK
+    finding = check_memory(load_config(None, values), folder, short)
+    assert finding.verdict is Verdict.WARNING
+    assert "8.0 GiB for KV: lower generate.kv_memory_bytes" in finding.text
+    assert check_memory(load_config(None, values), folder, MACHINE).verdict is Verdict.OK
+
+
+def test_an_object_store_that_does_not_fit_fails() -> None:
+    assert check_shm(load_config(None, ["ray.object_store_mib=1024"]), MACHINE).verdict is Verdict.OK
+    assert check_shm(load_config(None, ["ray.object_store_mib=1025"]), MACHINE).verdict is Verdict.FAILED
+
+
+def test_no_compiler_is_a_warning_only() -> None:
+    assert check_compiler(replace(MACHINE, compiler=None)).verdict is Verdict.WARNING
+
+
+def test_a_port_in_use_fails_and_port_0_never() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        finding = check_port(load_config(None, [f"orchestrator.port={server.getsockname()[1]}"]))
+    assert finding.verdict is Verdict.FAILED
+    assert check_port(load_config(None, ["orchestrator.port=0"])).verdict is Verdict.OK
+
+
+def test_a_metrics_port_in_use_fails_and_none_never() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        finding = check_port(load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={taken}"]))
+    assert finding.verdict is Verdict.FAILED
+    assert f"127.0.0.1:{taken} cannot be listened on" in finding.text and "orchestrator.metrics_port" in finding.text
+    for metrics_port in (0, -1):
+        config = load_config(None, ["orchestrator.port=0", f"orchestrator.metrics_port={metrics_port}"])
+        assert check_port(config) == Finding("port", Verdict.OK, "127.0.0.1:0 is free")
+
+
+def test_a_host_of_another_machine_fails() -> None:
+    assert check_port(load_config(None, ["orchestrator.host=192.0.2.77"])).verdict is Verdict.FAILED
+
+
+def test_failed_findings_are_raised_by_name(folder: Path) -> None:
+    config = load_config(None, ["orchestrator.port=0"])
+    require(examine(config, folder, MACHINE))
+    with pytest.raises(ConfigError, match="/dev/shm: 0 MiB free"):
+        require(examine(config, folder, replace(MACHINE, shm_bytes=0)))
+
+
+def test_a_cluster_elsewhere_is_not_judged_by_this_machine(folder: Path) -> None:
+    config = load_config(None, ["orchestrator.port=0", "ray.address=10.0.0.1:6379"])
+    require(examine(config, folder, replace(MACHINE, shm_bytes=0, available_bytes=0)))
+
+
+def test_this_machine_can_be_inspected() -> None:
+    machine = inspect_machine()
+    assert machine.cores
+    assert machine.available_bytes > 0
+
+
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", "none"), ("bfloat16", "int8")])
+def test_rates_are_those_of_the_configured_model_and_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, dtype: str, quantization: str
+) -> None:
+    for name in ("_READ_BYTES", "_OUT_OF_CACHE_BYTES", "_KV_BYTES"):
+        monkeypatch.setattr(f"deploy.machine.probe.{name}", 2**18)
+    asked = []
+
+    def recorded(shape: ModelShape, *args: Any, **options: Any) -> Measured:
+        asked.append((shape, *args, options))
+        return measure(shape, *args, **options)
+
+    monkeypatch.setattr("deploy.machine.probe.measure", recorded)
+    values = ["generate.num_threads=1", f"model.dtype={dtype}", f"model.quantization={quantization}"]
+    folder = write_letter_model(tmp_path)
+    finding = measure_rates(load_config(None, values), folder, MACHINE)
+    shape = nominal_calibration(folder, dtype, 1).shape
+    assert asked == [(shape, dtype, 1, MACHINE.available_bytes, {"quantization": quantization})]
+    doubt = "this machine is busy" in finding.text or "at least" in finding.text
+    assert finding.verdict is (Verdict.WARNING if doubt else Verdict.OK)
+    assert re.match(r"reads \S+ GB/s, computes \S+ TFLOP/s, attends to \S+ GB/s.* \(1 thread\)", finding.text)
+
+
+def test_rates_that_cannot_be_measured_leave_the_other_findings(folder: Path, tmp_path: Path) -> None:
+    config, short = load_config(None), replace(MACHINE, available_bytes=2**20)
+    (tmp_path / "letters").mkdir()
+    finding = measure_rates(config, folder, MACHINE)
+    assert finding.verdict is Verdict.WARNING and finding.text.startswith("not measured: ")
+    finding = measure_rates(config, write_letter_model(tmp_path / "letters"), short)
+    assert finding.verdict is Verdict.WARNING and "GB of memory, 0.0 are free: free some" in finding.text

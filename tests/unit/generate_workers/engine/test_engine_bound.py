@@ -1,0 +1,54 @@
+"""The engine keeps its own bound: on a clock that moves as much as a step's work says, rows that decode are not kept
+waiting by a prompt beyond it, and tokens stay exact.
+"""
+
+from collections.abc import Sequence
+
+import pytest
+from torch import Tensor
+
+from baton.clock import ManualClock
+from baton.sampling_params import SamplingParams
+from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
+from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+
+STREAM = SamplingParams(max_tokens=90, ignore_eos=True)
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+class Timed(Decoder):
+    """A decoder whose forwards take, on a manual clock, some time for each call, row and token of prefill."""
+
+    def __init__(self, decoder: Decoder, clock: ManualClock) -> None:
+        super().__init__(decoder.config, decoder.weights, decoder.kernel)
+        self._clock = clock
+
+    def forward(
+        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+    ) -> Tensor:
+        num_decoded = sum(len(span.tokens) == 1 for span in spans)
+        self._clock.advance(0.010 + 0.001 * num_decoded + 0.001 * (len(token_ids) - num_decoded))
+        return super().forward(token_ids, spans, turns)
+
+
+@pytest.mark.parametrize(("stretch", "most_s"), [(3.0, 0.040), (float("inf"), 0.075)])
+def test_a_prompt_delays_running_rows_by_its_bound(stretch: float, most_s: float) -> None:
+    clock = ManualClock(start_s=100.0)
+    decoder = Timed(eos_decoder(), clock)
+    with harness(
+        decoder=decoder, clock=clock, max_slot_tokens=400, max_prefill_tokens_per_step=64, max_step_stretch=stretch
+    ) as made:
+        _, stream = made.submit(prompt(20), STREAM)
+        for _ in range(8):
+            made.engine.step()
+        _, late = made.submit(prompt(300), SHORT)
+        steps_s = []
+        while not late.ended.is_set():
+            before_s = clock.now_s()
+            made.engine.step()
+            steps_s.append(clock.now_s() - before_s)
+        made.run(stream)
+    assert max(steps_s) <= most_s + 1e-6
+    assert max(steps_s) > 0.6 * most_s  # what may be used is used
+    assert stream.token_ids == reference_ids(decoder, prompt(20), STREAM)
+    assert late.token_ids == reference_ids(decoder, prompt(300), SHORT)

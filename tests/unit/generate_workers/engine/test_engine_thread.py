@@ -1,0 +1,118 @@
+"""The engine on its own thread: it sleeps when there is nothing to do, wakes for everything, and fails in the open."""
+
+import threading
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.errors import (
+    UnavailableError,
+)
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from tests.support.engines.generation import WAIT_S, harness, prompt, reference_ids
+
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+LONG = SamplingParams(max_tokens=60, ignore_eos=True)
+
+
+# On its own thread.
+
+
+def test_the_thread_serves_streams_from_many_threads() -> None:
+    with harness(clock=SystemClock(), num_slots=3, max_waiting=64) as made:
+        made.engine.start()
+        threads = [threading.Thread(target=made.submit, args=(prompt(3 + n), SHORT)) for n in range(20)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for stream in made.streams:
+            assert stream.ended.wait(WAIT_S)
+            assert stream.finish is FinishReason.LENGTH
+
+
+def test_a_sleeping_engine_wakes_for_a_commit() -> None:
+    with harness(clock=SystemClock()) as made:
+        made.engine.start()
+        ref = made.reserve(9, 80, ttl_s=60.0).ref
+        _, stream = made.submit(prompt(9), SHORT, ref=ref)
+        made.push_and_commit(ref, prompt(9), SHORT)
+        assert stream.ended.wait(WAIT_S)
+        assert stream.token_ids == reference_ids(made.decoder, prompt(9), SHORT)
+
+
+def test_a_sleeping_engine_wakes_for_a_deadline() -> None:
+    with harness(clock=SystemClock()) as made:
+        made.engine.start()
+        _, stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=0.1).ref)
+        assert stream.ended.wait(WAIT_S)
+        assert stream.error.startswith("LeaseExpiredError")
+
+
+def test_a_sleeping_engine_wakes_for_a_cancel_and_for_a_freed_slot() -> None:
+    with harness(clock=SystemClock(), num_slots=1) as made:
+        made.engine.start()
+        ticket, leased_stream = made.submit(prompt(9), SHORT, ref=made.reserve(9, 80, ttl_s=60.0).ref)
+        _, waiting = made.submit(prompt(5), SHORT)
+        made.engine.cancel(ticket)
+        assert leased_stream.ended.wait(WAIT_S)
+        assert waiting.ended.wait(WAIT_S)
+        assert waiting.finish is FinishReason.LENGTH
+
+
+def test_an_idle_engine_sleeps() -> None:
+    class CountingClock(SystemClock):
+        num_reads = 0
+
+        def now_s(self) -> float:
+            self.num_reads += 1
+            return super().now_s()
+
+    clock = CountingClock()
+    with harness(clock=clock) as made:
+        made.engine.start()
+        _, stream = made.submit(prompt(5), SHORT)
+        assert stream.ended.wait(WAIT_S)
+
+        def is_quiet() -> bool:
+            num_reads = clock.num_reads
+            threading.Event().wait(0.2)
+            return clock.num_reads == num_reads
+
+        assert any(is_quiet() for _ in range(20))
+
+
+def test_a_broken_engine_ends_every_stream_and_says_so() -> None:
+    class BrokenClock(SystemClock):
+        broken = False
+
+        def now_s(self) -> float:
+            if self.broken:
+                raise OSError("no clock")
+            return super().now_s()
+
+    clock = BrokenClock()
+    with harness(clock=clock) as made:
+        made.engine.start()
+        clock.broken = True
+        _, stream = made.submit(prompt(9), LONG)
+        assert stream.ended.wait(WAIT_S)
+        clock.broken = False
+        made.engine.close()
+        assert stream.error == "the generation engine failed: OSError: no clock: restart the worker"
+        with pytest.raises(UnavailableError, match="no clock"):
+            made.engine.status()
+
+
+def test_status_counts_steps_rows_and_streams() -> None:
+    with harness(num_slots=1, max_prefill_tokens_per_step=16) as made:
+        made.submit(prompt(20), SHORT)
+        made.submit(prompt(5), SHORT)
+        made.engine.step()
+        status = made.engine.status()
+        assert (status.num_streams, status.num_rows, status.num_steps) == (2, 1, 1)
+        assert status.last_step is not None
+        assert (status.last_step.num_decode_rows, status.last_step.num_prefill_tokens) == (0, 16)
+        made.run()
+        assert made.engine.status().num_steps == 5 + 4

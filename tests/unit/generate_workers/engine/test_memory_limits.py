@@ -1,0 +1,85 @@
+"""How much memory KV may take: what is configured, or what the machine has."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from baton.errors import ConfigError
+from baton.process.memory import free_bytes
+from generate_workers.engine.core import EngineConfig
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
+from generate_workers.residency.port import KvBytes
+from generate_workers.slots.memory import MemoryLimits
+from modeling.forward.linear import PanelLinear, has_panel_linear
+from tests.support.engines.generation import eos_decoder
+
+DECODER = eos_decoder()
+WEIGHTS = weight_bytes(DECODER.weights)
+
+
+def limits(config: EngineConfig) -> MemoryLimits:
+    return make_memory(DECODER, config).limits
+
+
+def test_by_default_all_slots_fit_whole() -> None:
+    memory = make_memory(DECODER, EngineConfig(num_slots=3, max_slot_tokens=100))
+    assert memory.limits == MemoryLimits(3 * memory.residency.bytes_for(100).home)
+
+
+def test_by_default_kv_takes_half_of_what_is_free_at_most() -> None:
+    few = limits(EngineConfig(num_slots=64, max_slot_tokens=1 << 24)).kv_bytes
+    assert few == pytest.approx(free_bytes() / 2, rel=0.2)  # others take and give meanwhile
+
+
+def test_weights_come_off_the_device_s_memory() -> None:
+    config = EngineConfig(kv_memory_bytes=1 << 20, device_memory_bytes=WEIGHTS + 50_000)
+    assert limits(config) == MemoryLimits(1 << 20, 50_000)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (EngineConfig(device_memory_bytes=WEIGHTS), "device_memory_bytes = .* weights take .* use more"),
+        (EngineConfig(device_memory_bytes=WEIGHTS + 5), "device_memory_bytes leaves 5 for KV, less than one token"),
+        (EngineConfig(kv_memory_bytes=5), "kv_memory_bytes = 5, less than one token of KV takes: raise it"),
+        (EngineConfig(residency="disk"), "residency = 'disk' is unknown"),
+    ],
+)
+def test_a_group_that_could_serve_nothing_does_not_start(config: EngineConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_memory(DECODER, config)
+
+
+def test_by_default_engines_of_one_machine_share_its_memory() -> None:
+    alone, fourth = (limits(EngineConfig(64, 1 << 24, num_engines=number)).kv_bytes for number in (1, 4))
+    assert fourth == pytest.approx(alone / 4, rel=0.2)
+
+
+def test_a_step_reads_all_weights_but_the_embedding_that_is_no_head() -> None:
+    config = DECODER.config
+    embedding = config.vocab_size * config.hidden_size * 4
+    assert 0 < WEIGHTS - embedding - bytes_per_step(DECODER.weights) < 0.2 * WEIGHTS  # positions besides
+
+
+def test_bytes_of_weights_are_counted_as_they_are_kept() -> None:
+    """Also when the operator's own attributes have been looked at, which makes it refer to itself."""
+    weight_NK = torch.ones(40, 32, dtype=torch.bfloat16)
+    if not has_panel_linear():
+        pytest.skip("needs a C++ compiler and a processor for it")
+    assert torch.ops.baton.linear.default is not None
+    ours = PanelLinear(weight_NK)
+    weights = dataclasses.replace(DECODER.weights, embedding=ours, head=ours)
+    ends = DECODER.weights.embedding.num_bytes + DECODER.weights.head.num_bytes * (
+        DECODER.weights.head is not DECODER.weights.embedding
+    )
+    assert weight_bytes(weights) == WEIGHTS - ends + 64 * 32 * 2
+
+
+def test_limits_name_the_one_that_is_exceeded() -> None:
+    both = MemoryLimits(100, 50)
+    assert both.exceeded_by(KvBytes(100, 50)) == ""
+    assert both.exceeded_by(KvBytes(101, 51)).startswith("kv_memory_bytes = 100")
+    assert both.exceeded_by(KvBytes(100, 51)).startswith("device_memory_bytes leaves 50")
+    assert MemoryLimits(100).exceeded_by(KvBytes(100, 1 << 40)) == ""

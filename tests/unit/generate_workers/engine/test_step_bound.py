@@ -1,0 +1,172 @@
+"""What steps take, learnt from steps; and how much prefill fits beside rows that decode."""
+
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.ids import SlotId
+from baton.types import TokenRange
+from generate_workers.engine.batcher import Batcher, StepPlan
+from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
+
+BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3
+WORK = PrefillWork(pair_work=1e-3)
+
+
+def step_s(decoding: Decoding, work: float) -> float:
+    """An engine that keeps to the model."""
+    decode_s = BASE_S + decoding.num_rows * ROW_S + decoding.num_tokens * TOKEN_S if decoding.num_rows else 0.0
+    return decode_s + work * RATE_S
+
+
+def taught(max_stretch: float = 1.5) -> StepBound:
+    """Has seen decoding of some sizes, and prefill alone."""
+    bound = StepBound(max_stretch)
+    for num_rows, context in ((1, 100), (2, 900), (4, 300), (8, 500), (8, 1500)):
+        decoding = Decoding(num_rows, num_rows * context)
+        bound.observe(decoding, 0, step_s(decoding, 0))
+    bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
+    return bound
+
+
+def test_nothing_is_known_at_first() -> None:
+    bound = StepBound(1.5)
+    assert bound.decode_s(Decoding(3, 300)) is None
+    assert bound.prefill_s(10) is None
+    assert bound.max_work(Decoding(3, 300)) == 0
+    assert bound.max_work(Decoding(0, 0)) == math.inf
+
+
+def test_decoding_is_known_for_sizes_that_were_not_seen() -> None:
+    unseen = Decoding(6, 6 * 800)
+    assert taught().decode_s(unseen) == pytest.approx(step_s(unseen, 0))
+
+
+def test_prefill_beside_rows_is_bounded_by_their_time() -> None:
+    bound, decoding = taught(), Decoding(8, 4000)
+    assert bound.max_work(decoding) == pytest.approx(0.5 * step_s(decoding, 0) / RATE_S)
+    assert taught(1.0).max_work(decoding) == 0
+
+
+def test_the_rate_follows_the_engine() -> None:
+    bound, decoding = taught(), Decoding(4, 1200)
+    for _ in range(60):
+        bound.observe(decoding, 10, step_s(decoding, 30))  # prefill has become three times as slow
+    assert bound.prefill_s(10) == pytest.approx(30 * RATE_S, rel=0.05)
+
+
+def test_a_step_that_did_both_teaches_where_nothing_else_did() -> None:
+    bound, decoding = StepBound(1.5), Decoding(4, 1200)
+    bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
+    bound.observe(decoding, 4, step_s(decoding, 4))
+    assert bound.decode_s(decoding) == pytest.approx(step_s(decoding, 0))
+
+
+def test_a_time_of_nothing_teaches_nothing() -> None:
+    bound = StepBound(1.5)
+    bound.observe(Decoding(1, 10), 0, 0.0)
+    assert bound.decode_s(Decoding(1, 10)) is None
+
+
+@given(start=st.integers(0, 8000), most=st.floats(0, 1e4), pair_work=st.floats(0, 0.1))
+def test_what_fits_is_as_much_as_can_be(start: int, most: float, pair_work: float) -> None:
+    work = PrefillWork(pair_work)
+    num_tokens = work.num_fitting(start, most)
+    assert work.of(TokenRange(start, start + num_tokens)) <= most * (1 + 1e-9)
+    assert work.of(TokenRange(start, start + num_tokens + 1)) > most * (1 - 1e-9)
+
+
+def run(batcher: Batcher) -> StepPlan:
+    """One step of the engine that keeps to the model."""
+    plan = batcher.plan()
+    batcher.ran(plan)
+    for span in plan.spans:
+        if span.samples:
+            batcher.sampled(span.slot)
+    batcher.took(plan, step_s(plan.decoding, plan.prefill_work))
+    return plan
+
+
+@settings(max_examples=40)
+@given(
+    contexts=st.lists(st.integers(1, 3000), min_size=1, max_size=8),
+    num_tokens=st.integers(2, 2000),
+    stretch=st.floats(1.0, 3.0),
+)
+def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
+    contexts: list[int], num_tokens: int, stretch: float
+) -> None:
+    batcher = Batcher(512, StepBound(stretch), WORK)
+    for slot, context in enumerate(contexts):
+        batcher.join(SlotId(slot), num_cached=context, num_known=context + 1)
+    for _ in range(3):
+        run(batcher)
+    newcomer, start = SlotId(99), 0
+    batcher.join(newcomer, num_cached=0, num_known=num_tokens)
+    turn = 0
+    while num_tokens - start > 1:  # a last token alone is a row's that decodes
+        plan = run(batcher)
+        if not plan.prefill_work:  # to learn
+            assert turn % 32 == 0 and turn
+            plan = run(batcher)
+        (chunk,) = (span.tokens for span in plan.spans if span.slot == newcomer)
+        assert len(chunk) >= min(16, num_tokens - start)
+        if turn > 20:  # the rate is known by then; before, chunks are small
+            decode_s = step_s(plan.decoding, 0)
+            least_s = WORK.of(TokenRange(start, min(start + 16, num_tokens))) * RATE_S
+            took_s = step_s(plan.decoding, plan.prefill_work)
+            assert took_s <= max(stretch * decode_s * 1.05, decode_s + least_s) + 1e-9
+        start, turn = chunk.end, turn + 1
+
+
+@pytest.mark.parametrize("row_s", [5e-4, 5e-3])
+def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_decoded_alone(row_s: float) -> None:
+    def took_s(plan: StepPlan) -> float:
+        return step_s(plan.decoding, plan.prefill_work) + plan.decoding.num_rows * (row_s - ROW_S)
+
+    def step() -> StepPlan:
+        plan = batcher.plan()
+        batcher.ran(plan)
+        for span in plan.spans:
+            if span.samples:
+                batcher.sampled(span.slot)
+        batcher.took(plan, took_s(plan))
+        return plan
+
+    batcher = Batcher(512, StepBound(1.5), PrefillWork())
+    batcher.join(SlotId(0), num_cached=0, num_known=100)
+    for _ in range(10):
+        step()  # one row, alone
+    for slot in range(1, 25):
+        batcher.join(SlotId(slot), num_cached=0, num_known=40)
+    batcher.join(SlotId(99), num_cached=0, num_known=100_000)
+    plans = [step() for _ in range(400)]
+    assert all(before.prefill_work or after.prefill_work for before, after in itertools.pairwise(plans))
+    mixed = [plan for plan in plans[200:] if plan.prefill_work]
+    assert len(mixed) > 0.95 * 200
+    for plan in mixed:
+        assert plan.decoding.num_rows == 25
+        decode_s = took_s(replace(plan, prefill_work=0.0))
+        assert 1.3 * decode_s < took_s(plan) < 1.6 * decode_s
+
+
+def test_without_rows_the_whole_budget_is_prefilled() -> None:
+    batcher = Batcher(64, taught(), WORK)
+    batcher.join(SlotId(1), num_cached=0, num_known=200)
+    assert run(batcher).num_prefill_tokens == 64
+
+
+def test_prefills_share_what_a_step_may_take() -> None:
+    decoding = Decoding(1, 101)
+    batcher = Batcher(512, taught(8.0), PrefillWork())
+    batcher.join(SlotId(1), num_cached=100, num_known=101)
+    batcher.join(SlotId(2), num_cached=0, num_known=40)
+    batcher.join(SlotId(3), num_cached=0, num_known=500)
+    plan = batcher.plan()
+    assert plan.decoding == decoding
+    assert plan.num_prefill_tokens == int(7 * step_s(decoding, 0) / RATE_S)
+    assert [len(span.tokens) for span in plan.spans] == [1, 40, plan.num_prefill_tokens - 40]

@@ -1,0 +1,286 @@
+"""Answers are stored while their rows hold their slots: whole blocks, right bytes, and nothing of what is given up."""
+
+import math
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.ids import RequestId
+from baton.prefix_blocks import BlockNaming, PromptBlocks
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, TokenRange
+from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.slots.memory import MemoryLimits
+from modeling.kv.memory import PAGE_BYTES
+from modeling.prefix_store.store import Filled, PrefixStore
+from tests.support.engines.chains import until
+from tests.support.engines.generation import Collector, Harness, eos_decoder, harness, prefilled, prompt
+from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, prefix_folder, store_in
+
+BLOCK = 8
+DECODER = eos_decoder()
+NAMING = BlockNaming(BLOCK, "salt")
+PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
+ASKED = prompt(15)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with prefix_folder() as made:
+        yield made
+
+
+@dataclass
+class Saved:
+    """One stream, and the last that was said of it."""
+
+    made: Harness
+    ticket: Ticket
+    events: Collector
+    filled: list[Filled] = field(default_factory=list)
+
+    def until_told(self) -> Filled:
+        """Steps until the engine has said what was stored."""
+
+        def told() -> bool:
+            self.made.engine.step()
+            return bool(self.filled)
+
+        until(told, 10.0)
+        [filled] = self.filled
+        return filled
+
+
+def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NAMING) -> Saved:
+    events, filled = Collector(num_choices=params.n), list[Filled]()
+    request = GenerationRequest(RequestId("r"), ASKED, (), params, naming=naming)
+    ticket = made.engine.submit(request, events, filled.append)
+    made.streams.append(events)
+    return Saved(made, ticket, events, filled)
+
+
+@contextmanager
+def storing(
+    folder: Path, *, bound_bytes: int = PLENTY, policy: str = "device"
+) -> Iterator[tuple[Harness, PrefixStore]]:
+    store = store_in(folder, DECODER.layout, bound_bytes=bound_bytes)
+    with harness(decoder=DECODER, store=store, policy=policy) as made:
+        yield made, store
+
+
+def names(token_ids: tuple[int, ...]) -> tuple[str, ...]:
+    return PromptBlocks.of(token_ids, BLOCK, DECODER.layout.fingerprint, NAMING.salt).names
+
+
+@pytest.mark.parametrize("policy", ["device", "host"])
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_what_is_stored_is_the_kv_of_prompt_and_output(folder: Path, policy: str, num_choices: int) -> None:
+    params = SamplingParams(max_tokens=10, temperature=1.5, seed=3, ignore_eos=True, n=num_choices)
+    with storing(folder, policy=policy) as (made, store):
+        asked = ask(made, params)
+        filled = asked.until_told()
+        expected: list[str] = []
+        for choice in range(num_choices):
+            known = (*ASKED, *asked.events.choice(choice).token_ids)[:-1]
+            buffer, _ = prefilled(DECODER, known)
+            blocks = store.open(names(known), BLOCK)
+            assert len(blocks) == 3
+            for block in blocks:
+                torch.testing.assert_close(block.data, buffer.data[:, block.tokens.start : block.tokens.end])
+            expected += names(known)
+            del blocks, block
+        assert filled == Filled(tuple(dict.fromkeys(expected)), ())
+        assert blocks_in(folder) == set(expected)
+
+
+def test_an_answer_without_a_last_whole_block_stores_what_it_has(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        asked = ask(made, SamplingParams(max_tokens=9, ignore_eos=True))
+        assert asked.until_told().stored == names((*ASKED, *asked.events.token_ids[:-1]))[:2]
+
+
+def test_a_slot_is_held_while_its_answer_is_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():  # nobody has room meanwhile
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.num_quarantined, ledger.balances) == (1, 0, True)
+            assert (asked.filled, made.engine.status().num_streams) == ([], 1)
+        assert len(asked.until_told().stored) == 3
+        assert made.slots.ledger().is_empty
+        assert made.engine.status().num_streams == 0
+
+
+def test_others_run_while_an_answer_is_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            made.run(ask(made).events)
+            assert made.answer(prompt(9, seed=3), PARAMS).finish is FinishReason.LENGTH
+        while not made.slots.ledger().is_empty:
+            made.engine.step()
+
+
+def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine.cancel(asked.ticket)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.balances) == (0, True)
+            assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
+            assert asked.filled == [Filled()]
+        until(lambda: made.slots.ledger().is_empty, 1.0)
+        assert not blocks_in(folder)
+        assert asked.events.finish is FinishReason.LENGTH
+
+
+def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            first = ask(made)
+            made.run(first.events)
+            until(lambda: not waiting(made), 5.0)  # it has begun
+            second = ask(made)
+            made.run(second.events)
+            assert (made.slots.ledger().num_active, waiting(made)) == (2, 1)
+            assert made.engine.num_saving(second.ticket) == 1
+            made.engine.cancel(second.ticket)
+            made.engine.step()
+            ledger = made.slots.ledger()
+            assert (ledger.num_active, ledger.num_quarantined, waiting(made)) == (1, 0, 0)
+            assert (second.filled, made.engine.num_saving(second.ticket)) == ([Filled()], 0)
+        assert len(first.until_told().stored) == 3
+
+
+def test_a_saver_outlives_what_nobody_expects(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reached = threading.Event()
+
+    def fail(*_: object) -> None:
+        reached.set()
+        raise RuntimeError("unheard of")
+
+    below = store_in(tmp_path, DECODER.layout)
+    store = store_in(folder, DECODER.layout)
+    store.below = below
+    monkeypatch.setattr(store, "sink", fail)
+    with harness(decoder=DECODER, store=store) as made:
+        for _ in range(2):
+            assert len(ask(made).until_told().stored) == 3
+        assert reached.wait(5)
+        assert made.engine._saver is not None and not made.engine._saver.is_busy
+
+
+def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, store = threading.Event(), store_in(folder, DECODER.layout)
+    store.below = store_in(tmp_path, DECODER.layout)
+    monkeypatch.setattr(store, "sink", lambda *_: opened.wait(30))
+    with harness(decoder=DECODER, store=store) as made:
+        try:
+            for salt in ("a", "b"):
+                assert len(ask(made, naming=BlockNaming(BLOCK, salt)).until_told().stored) == 3
+            assert made.slots.ledger().is_empty
+        finally:
+            opened.set()
+
+
+def test_a_saver_whose_thread_is_gone_takes_nothing(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        assert made.engine._saver is not None
+        made.engine._saver.close()
+        assert ask(made).until_told() == Filled()
+
+
+def test_what_is_stored_gives_way_before_a_row_that_runs(folder: Path) -> None:
+    store = store_in(folder, DECODER.layout)
+    pages = math.ceil(96 * DECODER.layout.row_bytes / PAGE_BYTES)
+    limits = MemoryLimits(2 * DECODER.layout.num_layers * pages * PAGE_BYTES)
+    with harness(decoder=DECODER, store=store, limits=limits, growth_tokens=1) as made:
+        with store.locked():
+            saved = [ask(made) for _ in range(3)]
+            made.run(*(each.events for each in saved))
+            until(lambda: waiting(made) == 2, 5.0)
+            answer = made.answer(prompt(10), SamplingParams(max_tokens=110, ignore_eos=True))
+            assert answer.finish is FinishReason.LENGTH
+            assert made.engine.status().num_preemptions == 0
+            assert [each.filled for each in saved] == [[Filled()]] * 3
+        until(lambda: made.slots.ledger().is_empty, 5.0)
+
+
+def waiting(made: Harness) -> int:
+    """Answers that nobody has begun to store."""
+    assert made.engine._saver is not None
+    return len(made.engine._saver._waiting)
+
+
+def test_a_store_without_room_keeps_nothing(folder: Path) -> None:
+    with storing(folder, bound_bytes=file_bytes(DECODER.layout, BLOCK) - 1) as (made, _):
+        assert ask(made).until_told() == Filled()
+        assert not blocks_in(folder)
+
+
+def test_what_had_to_go_is_told(folder: Path) -> None:
+    with storing(folder, bound_bytes=3 * file_bytes(DECODER.layout, BLOCK)) as (made, store):
+        first = ask(made).until_told()
+        second = ask(made, naming=BlockNaming(BLOCK, "another")).until_told()
+        assert (sorted(second.evicted), len(second.stored)) == (sorted(first.stored), 3)
+        assert set(store.names()) == set(second.stored)
+
+
+def test_a_store_whose_folder_is_gone_fails_no_request(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        folder.rename(folder.with_name(folder.name + "-gone"))
+        try:
+            asked = ask(made)
+            assert asked.until_told() == Filled()
+            assert asked.events.finish is FinishReason.LENGTH
+        finally:
+            folder.with_name(folder.name + "-gone").rename(folder)
+
+
+def test_who_ends_otherwise_stores_nothing(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        asked = ask(made, SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(4):
+            made.engine.step()
+        made.engine.cancel(asked.ticket)
+        assert asked.until_told() == Filled()
+        assert not blocks_in(folder)
+
+
+def test_an_engine_that_closes_gives_up_what_is_being_stored(folder: Path) -> None:
+    with storing(folder) as (made, store):
+        with store.locked():
+            asked = ask(made)
+            made.run(asked.events)
+            made.engine._book.close("enough")
+            made.engine._end_all()
+            assert asked.filled == [Filled()]
+        made.engine.close()
+        assert made.slots.ledger().is_empty
+        assert not blocks_in(folder)
+
+
+def test_a_row_that_is_released_is_read_no_more(folder: Path) -> None:
+    with harness(decoder=DECODER) as made:
+        _, events = made.submit(ASKED, SamplingParams(max_tokens=60, ignore_eos=True))
+        made.engine.step()
+        [row] = made.engine._running.rows.values()
+        reader = made.slots.open_read(row.ref)
+        assert len(reader.export(0, TokenRange(0, 15))) == 15 * DECODER.layout.row_bytes
+        made.engine.cancel(row.stream.ticket)
+        made.engine.step()
+        with pytest.raises(Exception, match="is stale"):
+            reader.export(0, TokenRange(0, 15))
+        assert made.slots.ledger().num_quarantined == 1
+        reader.close()
+        reader.close()
+        assert (made.slots.ledger().is_empty, events.finish) == (True, FinishReason.CANCELLED)

@@ -1,0 +1,234 @@
+"""Leases that begin with a node's blocks: what is there is right to the byte, what is missing is pushed or computed."""
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.clock import ManualClock
+from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError, StaleStampError
+from baton.ids import RequestId
+from baton.types import Lease, TokenRange
+from generate_workers.prefixes.loading import PrefixLoader
+from generate_workers.slots.leases import Standing
+from generate_workers.slots.table import SlotTable
+from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.store import Leading, PrefixStore
+from tests.support.engines.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
+from tests.support.engines.slot_tables import FIRST, LAYOUT, ends_empty, make_slots, push_buffer
+from tests.support.eventually import eventually
+from transport.kv_sink import ReserveSpec
+
+BLOCK = 4
+NAMES = ("a", "b", "c")
+NUM_TOKENS = 14
+SPEC = ReserveSpec(RequestId("r"), 1, NUM_TOKENS, 20, 5.0, prefix_blocks=NAMES, block_tokens=BLOCK)
+LOCAL = replace(SPEC, prefills_locally=True)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with prefix_folder() as made:
+        yield made
+
+
+@pytest.fixture
+def store(folder: Path) -> PrefixStore:
+    return store_in(folder, LAYOUT)
+
+
+@pytest.fixture(params=["device", "host"])
+def slots(request: pytest.FixtureRequest) -> Iterator[SlotTable]:
+    table = make_slots(ManualClock(100.0), num_slots=2, max_slot_tokens=20, policy=request.param)
+    with ends_empty(table):
+        yield table
+    table.memory.residency.close()
+
+
+def kv() -> KvBuffer:
+    """Of the whole prompt: no two values alike."""
+    made = KvBuffer(LAYOUT, TokenRange(0, NUM_TOKENS))
+    made.data.copy_(torch.arange(made.data.numel()).view(made.data.shape))
+    return made
+
+
+def stock(store: PrefixStore, names: Sequence[str] = NAMES) -> None:
+    whole = kv()
+    for name in names:
+        start = NAMES.index(name) * BLOCK
+        block = KvBuffer(LAYOUT, TokenRange(start, start + BLOCK))
+        block.copy_from(whole, block.tokens) if not start else block.data.copy_(whole.data[:, start : start + BLOCK])
+        keep(store, block, [name])
+
+
+def check(slots: SlotTable, lease: Lease, num_tokens: int) -> None:
+    """The row has the prompt's KV; and leaves."""
+    whole = kv()
+    [seat] = slots.activate(lease.ref)
+    assert seat.num_cached == num_tokens
+    for layer in range(LAYOUT.num_layers):
+        tokens = TokenRange(0, num_tokens)
+        if num_tokens:
+            assert seat.row.export(layer, tokens) == whole.export(layer, tokens)
+    slots.release(lease.ref)
+
+
+@pytest.mark.parametrize(("there", "num_present"), [("abc", 12), ("ab", 8), ("ac", 4), ("bc", 0), ("", 0)])
+async def test_what_is_missing_is_pushed(slots: SlotTable, store: PrefixStore, there: str, num_present: int) -> None:
+    stock(store, tuple(there))
+    loader = PrefixLoader(slots, store)
+    lease = await loader.reserve(SPEC)
+    assert lease.num_present_tokens == num_present
+    push_buffer(slots, lease.ref, kv(), TokenRange(num_present, NUM_TOKENS))
+    assert await slots.commit(lease.ref, [FIRST], wait_s=10) == NUM_TOKENS * LAYOUT.token_bytes
+    await loader.close()
+    check(slots, lease, NUM_TOKENS)
+    assert loader.num_bytes == num_present * LAYOUT.token_bytes
+
+
+@pytest.mark.parametrize(("there", "num_present"), [("abc", 12), ("a", 4), ("", 0)])
+async def test_a_local_prefill_begins_behind_what_is_there(
+    slots: SlotTable, store: PrefixStore, there: str, num_present: int
+) -> None:
+    stock(store, tuple(there))
+    loader = PrefixLoader(slots, store)
+    lease = await loader.reserve(LOCAL)
+    assert (lease.num_present_tokens, slots.leased_tokens(lease.ref)) == (num_present, NUM_TOKENS)
+    await loader.close()
+    assert slots.standing(lease.ref) is Standing.READY
+    with pytest.raises(LeaseError, match="prefilled by its own stream"):
+        await slots.commit(lease.ref, [FIRST])
+    check(slots, lease, num_present)
+
+
+async def test_what_is_there_is_not_to_be_pushed_again(slots: SlotTable, store: PrefixStore) -> None:
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    lease = await loader.reserve(SPEC)
+    await loader.close()
+    with slots.open_push(lease.ref) as target:
+        rows = kv().export(0, TokenRange(0, BLOCK))
+        assert not target.write(0, TokenRange(0, BLOCK), rows)
+    slots.abort(lease.ref)
+
+
+async def test_a_lease_that_ends_lets_go_of_its_blocks(slots: SlotTable, store: PrefixStore, folder: Path) -> None:
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    lease = await loader.reserve(SPEC)
+    slots.abort(lease.ref)
+    await loader.close()
+    with pytest.raises(StaleStampError):
+        await slots.commit(lease.ref, [FIRST])
+    assert slots.ledger().is_empty
+    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+
+
+async def test_no_slot_costs_no_disk(slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    leases = [await loader.reserve(SPEC) for _ in range(2)]
+    opened: list[Sequence[str]] = []
+    monkeypatch.setattr(store, "open_leading", lambda names, _: opened.append(names))
+    with pytest.raises(ResourceExhaustedError, match="fewer than 1 of 2 slots are free"):
+        await loader.reserve(SPEC)
+    assert not opened
+    for lease in leases:
+        slots.abort(lease.ref)
+    await loader.close()
+
+
+async def test_a_slot_that_goes_while_blocks_are_opened_keeps_none_open(
+    slots: SlotTable, store: PrefixStore, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    leases = [await loader.reserve(SPEC) for _ in range(2)]
+    monkeypatch.setattr(slots, "check_room", lambda _: None)  # there was room then
+    with pytest.raises(ResourceExhaustedError):
+        await loader.reserve(SPEC)
+    for lease in leases:
+        slots.abort(lease.ref)
+    await loader.close()
+    await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+    assert blocks_in(folder) == set(NAMES)
+
+
+async def test_blocks_that_are_long_in_copying_keep_no_thread_from_others(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened = threading.Event(), threading.Event()
+
+    def wait(*_: object) -> None:
+        begun.set()
+        assert opened.wait(30)
+
+    stock(store)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    loader = PrefixLoader(slots, store)
+    monkeypatch.setattr(loader, "_copy", wait)
+    lease = await loader.reserve(SPEC)
+    try:
+        async with asyncio.timeout(5):
+            await asyncio.to_thread(begun.wait)
+            assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
+    finally:
+        opened.set()
+    await loader.close()
+    slots.abort(lease.ref)
+
+
+async def test_a_disk_that_is_long_in_answering_keeps_no_thread_from_others(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, opened, open_leading = threading.Event(), threading.Event(), store.open_leading
+
+    def wait(names: Sequence[str], block_tokens: int) -> Leading:
+        begun.set()
+        assert opened.wait(30)
+        return open_leading(names, block_tokens)
+
+    stock(store)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    loader = PrefixLoader(slots, store)
+    monkeypatch.setattr(store, "open_leading", wait)
+    reserving = [asyncio.create_task(loader.reserve(SPEC)) for _ in range(2)]
+    try:
+        async with asyncio.timeout(5):
+            await eventually(lambda: asyncio.sleep(0, begun.is_set()), bool, within_s=5)
+            assert (await asyncio.to_thread(store.holdings)).num_blocks == len(NAMES)
+            nothing = await loader.reserve(replace(LOCAL, prefix_blocks=()))  # waits for no disk either
+            slots.abort(nothing.ref)
+    finally:
+        opened.set()
+    for lease in await asyncio.gather(*reserving):
+        slots.abort(lease.ref)
+    await loader.close()
+
+
+async def test_a_name_that_is_none_is_refused(slots: SlotTable, store: PrefixStore) -> None:
+    loader = PrefixLoader(slots, store)
+    with pytest.raises(InvalidArgumentError, match="is no name"):
+        await loader.reserve(replace(SPEC, prefix_blocks=("../x",)))
+    await loader.close()
+
+
+async def test_blocks_that_cannot_be_copied_end_their_lease(
+    slots: SlotTable, store: PrefixStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    stock(store)
+    loader = PrefixLoader(slots, store)
+    for row in slots.memory.residency._rows:  # type: ignore[attr-defined]
+        monkeypatch.setattr(row, "write", fail)
+    lease = await loader.reserve(SPEC)
+    await loader.close()
+    with pytest.raises(StaleStampError):
+        await slots.commit(lease.ref, [FIRST])

@@ -1,0 +1,98 @@
+"""A node's folder is there while anybody uses it, and no longer, however its users end."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from baton.errors import ConfigError
+from modeling.prefix_store import folder as store_folder
+from modeling.prefix_store.folder import StoreFolder, node_folder, share_bytes, sweep
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where node folders lie in this test."""
+    monkeypatch.setattr(store_folder, "MEMORY", tmp_path)
+    yield tmp_path
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_last_user_removes_it(parent: Path) -> None:
+    path = node_folder("c")
+    first, second = StoreFolder(path), StoreFolder(path)
+    (path / "block").write_text("kv")
+    first.close()
+    assert (path / "block").exists()
+    second.close()
+    assert not path.exists()
+
+
+def test_a_folder_in_use_is_not_swept_and_one_that_was_left_is(parent: Path) -> None:
+    used, left, stranger = StoreFolder(node_folder("used")), node_folder("left"), parent / "baton-of-others"
+    left.mkdir()
+    (left / "block").write_text("kv")
+    stranger.mkdir()
+    sweep(parent)
+    assert used.path.exists() and stranger.exists() and not left.exists()
+    used.close()
+    stranger.rmdir()
+
+
+def test_a_killed_user_holds_nothing(parent: Path) -> None:
+    path = node_folder("c")
+    program = f"""
+import os, signal
+from pathlib import Path
+from modeling.prefix_store.folder import StoreFolder
+folder = StoreFolder(Path({str(path)!r}))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program], check=False)
+    assert killed.returncode == -9
+    assert path.exists()
+    sweep(parent)
+    assert not path.exists()
+
+
+def test_what_is_left_under_a_name_is_taken_over(parent: Path) -> None:
+    path = node_folder("c")
+    path.mkdir()
+    (path / "block").write_text("kv")
+    folder = StoreFolder(path)
+    assert (path / "block").exists()
+    folder.close()
+
+
+def test_a_folder_that_cannot_be_made_is_said(parent: Path) -> None:
+    file = parent / "file"
+    file.touch()
+    with pytest.raises(ConfigError, match="set prefill.prefix_share to 0"):
+        StoreFolder(file / "folder")
+    file.unlink()
+
+
+def test_shares_are_of_all_that_fits(parent: Path) -> None:
+    assert share_bytes(0.0, parent) == 0
+    assert 0 < 2 * share_bytes(0.25, parent) <= share_bytes(0.5, parent) + 1
+    with pytest.raises(ConfigError, match="cannot be used"):
+        share_bytes(0.5, parent / "nowhere")
+
+
+def test_what_another_boot_left_on_disk_is_not_taken_over(
+    parent: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert node_folder("c", parent) == node_folder("c", parent)
+    left = node_folder("c", parent)
+    left.mkdir()
+    (left / "block").write_text("perhaps zeros")
+    boot = tmp_path / "boot_id"
+    boot.write_text("another\n")
+    monkeypatch.setattr(store_folder, "_BOOT_ID", boot)
+    folder = StoreFolder(node_folder("c", parent))
+    sweep(parent)
+    assert folder.path.name.endswith("-c-another") and folder.path.exists() and not left.exists()
+    folder.close()
+    boot.unlink()

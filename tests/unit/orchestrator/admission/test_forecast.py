@@ -1,0 +1,226 @@
+"""Waits by hand, and chains as dispatch would place them."""
+
+import random
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from baton.clock import ManualClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.prefix_blocks import PromptBlocks
+from baton.sampling_params import SamplingParams
+from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
+from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.placement.chooser import Chooser
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from tests.support.clusters.planners import deciding_planner, linear_planner
+
+STATIC = OrchestratorConfig(elastic=False, block_tokens=32)
+GROUP = PrefillGroup("chain", ("h:1", "h:2"), Epoch(1), prefix_store="node")
+
+
+@pytest.mark.parametrize(
+    ("num_free", "num_before", "num_needed", "wait_s"),
+    [
+        (2, 0.0, 1, 0.0),  # a slot is free
+        (2, 1.0, 2, 2.5),  # one is missing
+        (0, 0.0, 1, 2.5),
+        (0, 7.0, 1, 20.0),  # the eighth to be free
+        (-2, 0.0, 1, 7.5),  # two of those in use are no more
+        (0, 0.5, 1, 3.75),
+    ],
+)
+def test_slots_come_free_one_after_the_other(num_free: int, num_before: float, num_needed: int, wait_s: float) -> None:
+    assert predict_wait_s(num_free, num_before, num_needed, 2.5) == pytest.approx(wait_s)
+    assert predict_wait_s(num_free, num_before, num_needed, None) == 0.0  # nobody knows how fast
+
+
+def test_turnover_is_measured_while_somebody_waits() -> None:
+    turnover = Turnover()
+    turnover.freed(1, 5.0)  # nobody waited
+    assert turnover.slot_s is None
+    turnover.waited_for(True, 10.0)
+    turnover.waited_for(True, 11.0)
+    turnover.freed(2, 13.0)
+    assert turnover.slot_s == pytest.approx(1.5)
+    turnover.waited_for(False, 13.0)
+    turnover.freed(1, 90.0)
+    turnover.waited_for(True, 100.0)
+    turnover.freed(1, 101.0)
+    assert turnover.slot_s == pytest.approx((0.95 * 3.0 + 1.0) / (0.95 * 2 + 1))
+
+
+def test_turnover_follows_a_change_within_some_tens_of_ends() -> None:
+    turnover = Turnover()
+    turnover.waited_for(True, 0.0)
+    for number in range(1, 101):
+        turnover.freed(1, float(number))
+    assert turnover.slot_s == pytest.approx(1.0)
+    for number in range(1, 61):
+        turnover.freed(1, 100.0 + 4.0 * number)
+    assert turnover.slot_s == pytest.approx(4.0, rel=0.05)
+
+
+def test_a_correction_follows_what_requests_took() -> None:
+    correction = Correction()
+    assert correction.factor == 1.0
+    correction.observe(0.2, 0.8)
+    assert correction.factor == pytest.approx((0.95 + 0.8) / (0.95 + 0.2))
+    for _ in range(60):
+        correction.observe(0.2, 0.8)
+    assert correction.factor == pytest.approx(4.0, rel=0.05)
+    for _ in range(60):
+        correction.observe(0.5, 0.5)
+    assert correction.factor == pytest.approx(1.0, abs=0.1)
+
+
+def test_one_in_twenty_takes_longer_than_the_cautious_prediction() -> None:
+    correction, rng, num_late = Correction(), random.Random(0), 0
+    for number in range(2200):
+        predicted_s = rng.uniform(0.1, 1.0)
+        measured_s = predicted_s * rng.gauss(2.0, 0.4)
+        if number >= 200:
+            num_late += measured_s > predicted_s * correction.cautious_factor
+        correction.observe(predicted_s, measured_s)
+    assert 0.03 < num_late / 2000 < 0.08
+
+
+def test_where_predictions_are_right_caution_costs_nothing() -> None:
+    correction = settled()
+    assert correction.cautious_factor == pytest.approx(1.0)
+    correction.observe(3.0, 0.3)  # a long queue that was gone when its turn came
+    assert correction.cautious_factor == correction.factor < 1.0
+
+
+def test_one_that_hung_does_not_shut_out_the_next() -> None:
+    correction = settled()
+    correction.observe(0.3, 0.3 * 4)
+    late = correction.cautious_factor
+    correction = settled()
+    correction.observe(0.3, 30.0)
+    assert correction.cautious_factor - correction.factor == pytest.approx(late - settled_factor(0.3 * 4))
+
+
+def settled() -> Correction:
+    """After many predictions that were right."""
+    correction = Correction()
+    for _ in range(100):
+        correction.observe(0.3, 0.3)
+    return correction
+
+
+def settled_factor(measured_s: float) -> float:
+    correction = settled()
+    correction.observe(0.3, measured_s)
+    return correction.factor
+
+
+def request(num_tokens: int, **params: int) -> RequestRecord:
+    return RequestRecord.of(RequestId("r"), tuple(range(num_tokens)), SamplingParams(**params), 0)  # type: ignore[arg-type]
+
+
+@dataclass
+class Cluster:
+    """A prefill group and a generation group, with nobody behind them."""
+
+    config: OrchestratorConfig = STATIC
+    prefill: tuple[PrefillGroup, ...] = (GROUP,)
+    members: Members = field(default_factory=Members)
+
+    def __post_init__(self) -> None:
+        self.members.update(ClusterView(self.prefill, (GenerationGroup("g", "h:9", "layout", 4, 8192),)))
+        self.chooser = Chooser(self.members, linear_planner(), ManualClock(100.0), self.config)
+
+    def chain_s(self, record: RequestRecord) -> float:
+        return ChainForecast(self.members, self.chooser).chain_s(record)
+
+    def book(self, job: Pending) -> None:
+        self.members.backlogs.add(GROUP.life, JobId(1), job, 100.0)
+
+
+def test_a_chain_on_idle_ranks_and_behind_a_job() -> None:
+    cluster = Cluster()
+    alone_s = cluster.chain_s(request(200))
+    assert 0.08 < alone_s <= 0.1  # 200 tokens of 1 ms on two ranks; of the last layer not all is needed
+    cluster.book(Pending(due_s=100.0, latest_s=200.0, left_s={Rank(0): 3.0, Rank(1): 2.0}))
+    assert cluster.chain_s(request(200)) == pytest.approx(3.0 + alone_s)
+
+
+def test_a_short_prompt_overtakes_where_the_ranks_serve_elastically() -> None:
+    cluster = Cluster(OrchestratorConfig())
+    cluster.book(Pending(due_s=103.0, latest_s=200.0, left_s={Rank(0): 3.0, Rank(1): 3.0}))
+    assert cluster.chain_s(request(20)) < 0.1
+
+
+def test_what_is_cached_need_not_be_computed() -> None:
+    cluster = Cluster()
+    record = request(200)
+    blocks = PromptBlocks.of(record.prompt_ids, 32, "layout", record.prefix_salt)
+    cluster.chooser.prefixes.use(GROUP.prefix_store, blocks.names)
+    assert cluster.chain_s(record) < 0.01  # 8 of 200 tokens are left
+    assert cluster.chain_s(replace(record, prefix_salt="another")) > 0.08
+
+
+@pytest.mark.parametrize("prefill", [(), (replace(GROUP, ready=False),)])
+def test_what_a_generation_group_prefills_counts_as_nothing(prefill: tuple[PrefillGroup, ...]) -> None:
+    assert Cluster(prefill=prefill).chain_s(request(200)) == 0.0
+
+
+def test_the_best_group_that_could_take_it_counts() -> None:
+    cluster, record = Cluster(), request(200)
+    away = GenerationGroup("away", "h:8", "layout", 4, 8192, ready=False, prefix_store="away")
+    full = GenerationGroup("full", "h:7", "other layout", 0, 8192, prefix_store="full")
+    cluster.chooser = Chooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
+    cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
+    for group in (away, full):
+        names = PromptBlocks.of(record.prompt_ids, 32, group.layout_fingerprint, record.prefix_salt).names
+        cluster.chooser.prefixes.use(group.prefix_store, names)
+    assert cluster.chain_s(record) > 0.08  # nothing is cached at the one group with room
+    cluster.members.update(ClusterView((), (away, full)))
+    assert 0 < cluster.chain_s(record) < 0.01  # none has room: once it has
+
+
+def test_a_scored_prompt_takes_no_chain() -> None:
+    assert Cluster().chain_s(request(200, prompt_logprobs=1)) == 0.0
+
+
+def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> RequestRecord:
+    """The request's turn came, and its first token, if it had any."""
+    record.admitted_ns = record.leased_ns = int(admitted_s * 1e9)
+    record.first_seen_ns = 0 if first_s is None else int(first_s * 1e9)
+    return record
+
+
+def test_predictions_are_corrected_by_what_requests_took() -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), int(9e9))
+    assert forecast.chain_s(request(200)) == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
+
+
+def factor_after(predicted_s: float, measured_s: float) -> float:
+    correction = Correction()
+    correction.observe(predicted_s, measured_s)
+    return correction.cautious_factor
+
+
+@pytest.mark.parametrize("waited", [0.5, 4.0])
+def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float) -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(ended(record, 5.0, None), int((5.0 + waited * alone_s) * 1e9))
+    factor = factor_after(alone_s, waited * alone_s) if waited > 1 else 1.0
+    assert forecast.chain_s(request(200)) == pytest.approx(factor * alone_s, rel=1e-6)
+
+
+@pytest.mark.parametrize("spoilt", [{"attempt": 2}, {"forecast_s": 0.0}, {"leased_ns": 0}])
+def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: dict[str, int]) -> None:
+    cluster, record = Cluster(), request(200)
+    forecast = ChainForecast(cluster.members, cluster.chooser)
+    alone_s = forecast.chain_s(record)
+    forecast.ended(replace(ended(record, 5.0, 50.0), **spoilt), int(60e9))  # type: ignore[arg-type]
+    assert forecast.chain_s(request(200)) == pytest.approx(alone_s)

@@ -1,0 +1,272 @@
+"""Slots and ranks through an attempt: waited for, kept while the chain stands still, given back when nobody wants them;
+jobs are in the book of their group for as long as ranks have them.
+"""
+
+import asyncio
+import math
+import random
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+
+import grpc
+import pytest
+
+from baton.clock import SystemClock
+from baton.errors import BatonError
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.proto_types import timings_from_proto
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent
+from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
+from orchestrator.controller import GenerateSpec
+from orchestrator.dispatch.attempt import Dispatcher
+from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Finished, RequestRecord
+from orchestrator.requests.tenants import Tenant
+from orchestrator.workers.client import Clients
+from planning.cost_model import CostModel
+from tests.support.clusters.orchestrators import CLOCK, HASTY, Answer, Relay, relay
+from tests.support.clusters.planners import linear_planner, planner_of
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.eventually import eventually
+from transport.channel import bind, make_server
+from transport.kv_sink import ReserveSpec
+
+Context = grpc.aio.ServicerContext[object, object]
+PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
+COSTLY = planner_of(CostModel(num_layers=2, linear_s=1e-4, pair_s=0.0, kv_bytes=0, fixed_s=2e-3))
+"""Under load, several ranks are for long prompts only."""
+SLOW = planner_of(CostModel(num_layers=2, linear_s=0.1, pair_s=0.0, kv_bytes=0))
+"""What ranks have before them is there as long as a test may take."""
+
+
+class HeldReceiver(kv_pb2_grpc.KvReceiverServicer):
+    """Grants slots when the test lets it, and remembers what was given back."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.granted = asyncio.Event()
+        self.aborted: list[int] = []
+
+    async def Reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
+        self.asked.set()
+        await self.granted.wait()
+        return common_pb2.Lease(ref=common_pb2.LeaseRef(slot=1, stamp=77), num_tokens=request.num_tokens)
+
+    async def Renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
+        raise AssertionError("nothing runs that would need the slot")
+
+    async def Push(self, request_iterator: AsyncIterator[kv_pb2.KvPiece], context: Context) -> kv_pb2.PushReply:
+        raise AssertionError("nothing was computed")
+
+    async def Commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
+        raise AssertionError("nothing was pushed")
+
+    async def Abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
+        self.aborted.append(request.lease.stamp)
+        return kv_pb2.AbortReply()
+
+
+def ignore(event: TokenEvent) -> None:
+    raise AssertionError(f"no token was due: {event}")
+
+
+@pytest.fixture
+async def receiver() -> AsyncIterator[tuple[HeldReceiver, str]]:
+    server, held = make_server(), HeldReceiver()
+    kv_pb2_grpc.add_KvReceiverServicer_to_server(held, server)
+    endpoint = f"127.0.0.1:{bind(server, '127.0.0.1')}"
+    await server.start()
+    yield held, endpoint
+    await server.stop(0)
+
+
+async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(receiver: tuple[HeldReceiver, str]) -> None:
+    held, endpoint = receiver
+    members, clients = Members(), Clients()
+    group = GenerationGroup("g", endpoint, "layout", num_slots=1, max_slot_tokens=100)
+    members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
+    dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
+    record = RequestRecord.of(RequestId("r"), (1, 2, 3), PARAMS, received_ns=0)
+    record.admit(1)
+    attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
+    await held.asked.wait()
+    assert len(members.backlogs) == 0  # what has no slot runs nowhere
+    attempt.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await attempt
+    assert members.load("g").num_requests == 0
+    held.granted.set()
+    await dispatcher.close()
+    assert held.aborted == [77]
+    await clients.prune(())
+
+
+async def test_a_lease_is_kept_alive_while_the_chain_stands_still() -> None:
+    async with relay(config=OrchestratorConfig(lease_ttl_s=0.2)) as made:
+        made.rank_gates[0].shut()
+        running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
+        await made.rank_gates[0].until_reached()
+        await asyncio.sleep(0.6)  # not for anybody: time itself is what would end the lease
+        assert made.groups[0].slots.ledger().num_leased == 1
+        made.rank_gates[0].open()
+        answer = await running
+        assert answer.finished is not None
+        assert answer.finished.usage.num_attempts == 1
+
+
+async def test_a_slot_that_a_stranger_holds_is_waited_for() -> None:
+    async with relay(num_slots=1) as made:
+        slots = made.groups[0].slots
+        lease = slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60))
+        running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
+        await eventually(made.state, lambda state: state.groups[1].num_requests == 1, within_s=5)
+        slots.abort(lease.ref)
+        answer = await running
+        assert answer.finished is not None
+        assert answer.finished.usage.num_attempts == 1
+
+
+async def loaded(made: Relay, name: str) -> int:
+    return made.members.load(name).num_requests
+
+
+async def test_a_group_that_has_no_room_after_all_is_left_for_one_that_has() -> None:
+    """And both are asked again while neither has: whichever has room first takes the request."""
+    async with relay(num_groups=2, num_slots=1) as made:
+        leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
+        made.groups[1].slots.abort(leases[1].ref)
+        answer = await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 10)
+        assert answer.finished is not None and answer.finished.usage.num_attempts == 1
+        leases[1] = made.groups[1].slots.reserve(ReserveSpec(RequestId("stranger"), 2, 10, 20, 60))
+        running = asyncio.create_task(made.ask(made.request(prompt(20), PARAMS)))
+        for name in ("group-1", "group-0", "group-1"):
+            await eventually(partial(loaded, made, name), bool, within_s=5)
+        made.groups[0].slots.abort(leases[0].ref)
+        answer = await asyncio.wait_for(running, 10)
+        assert answer.finished is not None and answer.finished.usage.num_attempts == 1
+        made.groups[1].slots.abort(leases[1].ref)
+
+
+async def test_requests_that_no_group_has_room_for_are_given_up_in_time() -> None:
+    async with relay(num_groups=2, num_slots=1, config=HASTY) as made:
+        leases = [group.slots.reserve(ReserveSpec(RequestId("stranger"), 1, 10, 20, 60)) for group in made.groups]
+        with pytest.raises(BatonError):
+            await asyncio.wait_for(made.ask(made.request(prompt(20), PARAMS)), 20)
+        for group, lease in zip(made.groups, leases, strict=True):
+            group.slots.abort(lease.ref)
+
+
+# Ranks, and the book of what they have before them.
+
+
+def occupy(made: Relay, left_s: dict[Rank, float]) -> Callable[[], None]:
+    """Books a job that is served before all others; returns what takes it out again."""
+    (group,), now_s = made.view().prefill, CLOCK.unix_ns() / 1e9
+    made.members.backlogs.add(group.life, JobId(1), Pending(0.0, math.inf, left_s), now_s)
+    return lambda: made.members.backlogs.release(group.life, JobId(1), list(left_s), now_s)
+
+
+async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
+    async with relay(num_ranks=3) as made:
+        for busy, expected in (((), (0, 1, 2)), ((0,), (1, 2)), ((1,), (0, 2)), ((0, 2), (1,))):
+            free = occupy(made, {Rank(rank): 1e6 for rank in busy}) if busy else None
+            answer = await made.ask(made.request(prompt(40), PARAMS))
+            if free is not None:
+                free()
+            assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
+            assert answer.finished is not None
+            timings = timings_from_proto(answer.finished.timings)
+            assert tuple(rank.rank for rank in timings.ranks) == expected
+            assert sum(len(rank.tokens) for rank in timings.ranks) == 40
+            assert timings.width is not None
+            assert (timings.width.width, timings.width.num_ranks) == (len(expected), 3)
+            assert [option.width for option in timings.width.options] == [1, 2, 3]
+        await made.until_empty()
+
+
+async def test_a_job_is_booked_on_each_rank_until_that_has_done_its_part() -> None:
+    async with relay() as made:
+        (group,) = made.view().prefill
+        made.rank_gates[1].shut()
+        running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
+        await made.rank_gates[1].until_reached()
+
+        async def ranks() -> list[set[Rank]]:
+            return [set(job.left_s) for job in made.members.backlogs.pending(group.life, CLOCK.unix_ns() / 1e9)]
+
+        await eventually(ranks, lambda booked: booked == [{Rank(1)}], within_s=5)
+        made.rank_gates[1].open()
+        await running
+        assert len(made.members.backlogs) == 0
+
+
+async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank() -> None:
+    async with relay(num_ranks=1, planner=SLOW) as made:
+
+        async def ask(number: int, tenant: str) -> Finished:
+            spec = GenerateSpec(RequestId(f"{number}"), prompt(40, number), PARAMS, tenant=Tenant(tenant))
+            events = [event async for event in made.server.controller.generate(spec)]
+            ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
+            assert ids == reference_ids(made.decoder, prompt(40, number), PARAMS)
+            assert isinstance(events[-1], Finished)
+            return events[-1]
+
+        async def num_booked() -> int:
+            return len(made.members.backlogs)
+
+        made.rank_gates[0].shut()
+        asked = []
+        for number, tenant in enumerate(("heavy", "heavy", "heavy", "light")):
+            asked.append(asyncio.create_task(ask(number, tenant)))
+            await eventually(num_booked, lambda booked, most=number + 1: booked == most, within_s=5)  # type: ignore[misc]
+        made.rank_gates[0].open()
+        *_, heavy, light = await asyncio.gather(*asked)
+        assert light.timings.width is not None
+        assert (light.timings.width.num_ahead, light.timings.width.num_jobs) == (1, 3)
+        assert light.timings.ranks[0].end_ns < heavy.timings.ranks[0].start_ns
+        await made.until_empty()
+
+
+async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:
+    async with relay(config=OrchestratorConfig(elastic=False), planner=COSTLY) as made:
+        answers = await asyncio.gather(*(made.ask(made.request(prompt(5 + n), PARAMS)) for n in range(6)))
+        for answer in answers:
+            assert answer.finished is not None
+            assert [rank.rank for rank in answer.finished.timings.ranks] == [0, 1]
+        await made.until_empty()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
+    rng = random.Random(seed)
+    asked = [prompt(rng.choice([3, 10, 30, 300]), n) for n in range(24)]
+    widths = set()
+    async with relay(num_ranks=3, num_slots=12, planner=COSTLY) as made:
+        leaving = [made.open(made.request(ids, PARAMS)) for ids in asked[:8]]
+        running = [asyncio.create_task(made.ask(made.request(ids, PARAMS))) for ids in asked]
+        for call in leaving:
+            await Answer().read(call, rng.randrange(3))
+            call.cancel()
+        for ids, answer in zip(asked, await asyncio.gather(*running), strict=True):
+            assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
+            assert answer.finished is not None
+            widths.add(len(answer.finished.timings.ranks))
+        await made.until_empty()
+    assert len(widths) > 1
+
+
+async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
+    async with relay(config=HASTY) as made:
+        made.rank_gates[1].shut()
+        running = asyncio.create_task(made.ask(made.request(prompt(40), PARAMS)))
+        await made.rank_gates[1].until_reached()
+        assert len(made.members.backlogs) == 1
+        made.members.update(made.view(prefill_ready=False))
+        made.rank_gates[1].open()
+        await made.ranks[0].stop()
+        answer = await running
+        assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
+        assert len(made.members.backlogs) == 0

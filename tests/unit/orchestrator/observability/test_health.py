@@ -1,0 +1,141 @@
+"""Health says what is true, over gRPC too: no path, books that do not balance and leaks end SERVING."""
+
+from dataclasses import replace
+
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from baton.ids import RequestId
+from baton.results import GroupState, KvLedger
+from baton.types import Lease
+from generate_workers.slots.leases import SlotState
+from orchestrator.membership.members import AbsentGroup
+from orchestrator.observability.health import why_degraded, why_not_serving
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import HASTY, Relay, relay
+from tests.support.eventually import eventually
+from transport.kv_sink import ReserveSpec
+
+SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+GROUP = GroupState("g", "generate", ("h:1",), 0, True, 4, 4, 0, 0, 0)
+CHAIN = GroupState("p", "prefill", ("h:2",), 1, True, 0, 0, 0, 0, 0)
+
+
+def test_a_sound_cluster_serves_and_is_not_degraded() -> None:
+    assert (why_not_serving([GROUP, CHAIN]), why_degraded([GROUP, CHAIN])) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("groups", "reason"),
+    [
+        ([], "no generation group is ready"),
+        ([CHAIN, replace(GROUP, is_ready=False)], "no generation group is ready"),
+        ([GROUP, replace(GROUP, name="x", imbalance="1 is not 2")], "x: 1 is not 2"),
+        ([GROUP, replace(GROUP, name="x", num_leaked=2)], "x: 2 slots are held by no request"),
+        ([GROUP, replace(CHAIN, num_leaked=1)], "p: 1 jobs are held by no request"),
+    ],
+)
+def test_what_ends_serving(groups: list[GroupState], reason: str) -> None:
+    assert why_not_serving(groups) == (reason,)
+
+
+def test_what_an_earlier_life_left_does_not_end_serving() -> None:
+    assert why_not_serving([replace(GROUP, num_leaked=2)], leaks_count=False) == ()
+
+
+@pytest.mark.parametrize(
+    ("group", "absence"),
+    [
+        (replace(CHAIN, is_ready=False), "p is not ready: its workers start, or are being repaired"),
+        (replace(CHAIN, is_ready=False, is_drained=True), "p is drained"),
+        (replace(CHAIN, is_ready=False, is_broken=True), "p gets no work for a while: attempts there failed"),
+    ],
+)
+def test_an_absent_chain_degrades_and_it_is_said_why(group: GroupState, absence: str) -> None:
+    first, second = why_degraded([group, GROUP])
+    assert first.startswith(absence)
+    assert second == "no prefill group is ready: generation groups prefill by themselves"
+    assert len(why_degraded([group, replace(CHAIN, name="q"), GROUP])) == 1
+
+
+def test_a_group_without_workers_is_said_to_have_left_or_to_start() -> None:
+    absent = [AbsentGroup("p", "prefill"), AbsentGroup("x", "generate", starts=True)]
+    assert why_degraded([GROUP], [*absent, replace(absent[1], name="y", error="no room")]) == (
+        "p has left: `baton drain p --undo` starts it again",
+        "x starts",
+        "y did not start, and is tried again: no room",
+        "no prefill group is ready: generation groups prefill by themselves",
+    )
+
+
+def test_without_chains_configured_nothing_is_degraded() -> None:
+    assert why_degraded([GROUP]) == ()
+
+
+async def verdict(made: Relay) -> "health_pb2.HealthCheckResponse.ServingStatus":
+    stub = health_pb2_grpc.HealthStub(made.channel)
+    return (await stub.Check(health_pb2.HealthCheckRequest(service="baton.v1.Orchestrator"))).status
+
+
+async def until(made: Relay, status: int) -> None:
+    await eventually(lambda: verdict(made), lambda value: value == status, within_s=10)
+
+
+async def test_health_follows_drains_of_the_last_path() -> None:
+    async with relay(num_groups=2) as made:
+        await until(made, SERVING)
+        made.members.drain("group-0")
+        assert (await made.state()).why_not_serving == []
+        made.members.drain("group-1")
+        await until(made, NOT_SERVING)
+        assert (await made.state()).why_not_serving == ["no generation group is ready"]
+        made.members.undrain("group-0")
+        await until(made, SERVING)
+
+
+async def test_health_follows_the_ledger() -> None:
+    async with relay() as made:
+        await until(made, SERVING)
+        table = made.groups[0].slots
+        table._slots[3].state = SlotState.ACTIVE  # held by nobody, and promised nothing
+        await until(made, NOT_SERVING)
+        (reason,) = (await made.state()).why_not_serving
+        assert reason.startswith("group-0: (0, 1, 0) slots leased, active, quarantined are promised")
+        assert (await made.metrics())['baton_ledger_imbalance{group="group-0"}'] == 1
+        table._slots[3].state = SlotState.FREE
+        await until(made, SERVING)
+
+
+def hidden_lease(made: Relay) -> Lease:
+    """A slot that no request of the orchestrator knows of."""
+    return made.groups[0].slots.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=60.0))
+
+
+async def test_health_follows_leaks() -> None:
+    async with relay(config=replace(HASTY, lease_ttl_s=0.1)) as made:
+        await until(made, SERVING)
+        lost = hidden_lease(made)
+        await until(made, NOT_SERVING)
+        assert (await made.state()).why_not_serving == ["group-0: 1 slots are held by no request"]
+        made.groups[0].slots.abort(lost.ref)
+        await until(made, SERVING)
+
+
+async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
+    async with relay(config=OrchestratorConfig(lease_ttl_s=60.0)) as made:
+        seats = made.groups[0].slots.occupy(4, 8)  # a row, which no lease explains
+        assert seats is not None
+
+        async def num_leaked() -> int:
+            return (await made.state()).groups[-1].num_leaked
+
+        await eventually(num_leaked, lambda count: count == 1, within_s=10)
+        assert await verdict(made) == SERVING
+        made.groups[0].slots.release(seats[0].ref)
+        await made.until_empty(within_s=10)
+
+
+def test_a_ledger_s_parts_are_the_whole() -> None:
+    assert KvLedger(10, 4, 3, 2, 1).imbalance == ""
+    assert KvLedger(10, 5, 3, 2, 1).imbalance == "5 bytes free and 6 promised are not the 10 of KV"
+    assert KvLedger(5, -1, 3, 2, 1).imbalance

@@ -1,0 +1,132 @@
+"""The group that costs least, or the least loaded, of those that can take the request; None when none can."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from baton.ids import Epoch, Rank, RequestId
+from baton.results import PlacementTerms
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from orchestrator.membership.members import ClusterView, GenerationGroup, Load, PrefillGroup
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.placement.chain_width import WidthPolicy
+from orchestrator.placement.comparison import Chain, LoadOf, choose_generation, choose_prefill, compare
+from orchestrator.requests.record import RequestRecord
+from tests.support.clusters.planners import linear_planner
+
+A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
+B = replace(A, name="b", endpoint="h:2", num_slots=4)
+P = PrefillGroup("p", ("h:3",), Epoch(1))
+Q = PrefillGroup("q", ("h:4",), Epoch(1))
+WIDE = PrefillGroup("w", ("h:5", "h:6"), Epoch(1))
+REQUEST = RequestRecord.of(RequestId("r"), tuple(range(90)), SamplingParams(max_tokens=10), received_ns=0)
+
+
+def terms(
+    queue_s: float = 0.0, prefill_s: float = 0.0, steps_s: float = 0.0, transfer_s: float = 0.0, others_s: float = 0.0
+) -> PlacementTerms:
+    return PlacementTerms(queue_s, prefill_s, steps_s, transfer_s, others_s)
+
+
+def loads(given: Mapping[str, Load]) -> LoadOf:
+    return lambda name: given.get(name, Load())
+
+
+def generation(*groups: GenerationGroup, avoid: frozenset[object] = frozenset(), **held: int) -> GenerationGroup | None:
+    load_of = loads({name: Load(num_slots=number) for name, number in held.items()})
+    return choose_generation(ClusterView(generation=groups), load_of, REQUEST, avoid)
+
+
+def prefill(*groups: PrefillGroup, avoid: frozenset[object] = frozenset(), **busy_s: float) -> PrefillGroup | None:
+    policy, now_s = WidthPolicy(linear_planner(), elastic=True, overtaking=0.15), 1000.0
+
+    def chain_for(group: PrefillGroup) -> Chain:
+        left_s = {Rank(rank): busy_s.get(group.name, 0.0) for rank in range(len(group.endpoints))}
+        pending = [Pending(now_s, now_s, left_s)] if group.name in busy_s else []
+        plan = policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
+        return plan, terms(prefill_s=plan.cost_s)
+
+    found = choose_prefill(ClusterView(prefill=groups), chain_for, avoid)
+    return None if found is None else found[0]
+
+
+def test_the_most_free_slots_win() -> None:
+    assert generation(A, B) == B
+    assert generation(A, B, b=3) == A
+
+
+def test_choices_need_as_many_slots() -> None:
+    three = RequestRecord.of(RequestId("r"), (1,), SamplingParams(max_tokens=10, n=3), received_ns=0)
+    view = ClusterView(generation=(A, B))
+    assert choose_generation(view, loads({}), three, ()) == B
+    assert choose_generation(view, loads({"b": Load(num_slots=2)}), three, ()) is None
+
+
+def test_of_equals_the_first() -> None:
+    assert generation(A, B, b=2) == A
+
+
+def test_a_full_group_takes_nobody() -> None:
+    assert generation(A, a=2) is None
+
+
+def test_a_group_whose_slots_are_too_small_takes_nobody() -> None:
+    assert generation(replace(A, max_slot_tokens=99)) is None
+    assert generation(A) == A
+
+
+def test_a_group_that_is_not_ready_takes_nobody() -> None:
+    assert generation(replace(A, ready=False)) is None
+    assert prefill(replace(P, ready=False)) is None
+
+
+def test_a_life_to_avoid_is_avoided_and_its_next_is_not() -> None:
+    assert generation(A, avoid=frozenset({A.life})) is None
+    assert generation(replace(A, endpoint="h:9"), avoid=frozenset({A.life})) is not None
+    assert prefill(P, avoid=frozenset({P.life})) is None
+    assert prefill(replace(P, epoch=Epoch(2)), avoid=frozenset({P.life})) is not None
+
+
+def test_the_prompt_goes_where_it_is_done_first() -> None:
+    assert prefill(P, Q, p=1.0) == Q
+    assert prefill(P, Q, p=1.0, q=2.0) == P
+    assert prefill(P, Q, WIDE) == WIDE
+    assert prefill(P, Q, WIDE, p=1.0, w=1.0) == Q
+    assert prefill() is None
+
+
+def test_of_equal_chains_the_first() -> None:
+    assert prefill(Q, P) == Q
+
+
+def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:
+    view, costs = ClusterView(generation=(A, B)), {"a": 0.3, "b": 0.2}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+    costs = {"a": 0.2, "b": 0.3}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == A
+    costs = {"a": 0.2000, "b": 0.2001}
+    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+
+
+def test_a_group_is_not_asked_for_its_cost_where_there_is_no_choice() -> None:
+    def asked(group: GenerationGroup) -> float:
+        raise AssertionError(group.name)
+
+    assert choose_generation(ClusterView(generation=(A,)), loads({}), REQUEST, (), asked) == A
+
+
+def test_who_is_faster_prefills_and_of_equals_the_chain() -> None:
+    chain = terms(queue_s=0.2, prefill_s=0.1, transfer_s=0.05, others_s=0.05)
+    assert compare(chain, terms(prefill_s=0.39)).reason == "local_faster"
+    assert compare(chain, terms(prefill_s=0.30, steps_s=0.1)).reason == "chain_faster"
+    assert compare(chain, terms(queue_s=0.1, prefill_s=0.30, steps_s=0.1)).reason == "chain_faster"
+    assert compare(chain, None).reason == "not_predicted"
+
+
+def test_a_placement_is_explained_in_one_line() -> None:
+    placement = compare(terms(queue_s=0.2, prefill_s=0.1), terms(prefill_s=0.25))
+    assert placement.is_local
+    assert placement.text == (
+        "local_faster; predicted seconds: chain 0.300 (queue 0.200, prefill 0.100), local 0.250 (prefill 0.250)"
+    )
+    assert not compare(terms(), None).is_local

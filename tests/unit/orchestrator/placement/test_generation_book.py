@@ -1,0 +1,68 @@
+"""Who is at a generation group, as the records of requests tell."""
+
+import pytest
+
+from baton.ids import RequestId
+from baton.results import PlacementTerms
+from baton.sampling_params import SamplingParams
+from baton.types import SampledToken, TokenEvent
+from orchestrator.placement.generation_book import Occupancy
+from orchestrator.requests.record import RequestMove, RequestRecord
+from tests.support.clusters.planners import linear_planner
+
+NOW_S = 1000.0
+TERMS = PlacementTerms(queue_s=0.0, prefill_s=2.0, steps_s=0.0, transfer_s=0.0, others_s=0.0)
+
+
+def record(num_choices: int = 1) -> RequestRecord:
+    """Admitted, and placed now."""
+    made = RequestRecord.of(RequestId("r"), (1, 2, 3), SamplingParams(n=num_choices), int(NOW_S * 1e9))
+    made.admit(int(NOW_S * 1e9))
+    made.place(int(NOW_S * 1e9))
+    return made
+
+
+def token(made: RequestRecord, at_s: float, index: int = 0) -> None:
+    """The worker's clock is an hour behind."""
+    made.accept(TokenEvent(index, SampledToken(7), "a", int((at_s - 3600) * 1e9), None))
+    made.first_seen_ns = made.first_seen_ns or int(at_s * 1e9)
+
+
+@pytest.fixture
+def book() -> Occupancy:
+    return Occupancy(linear_planner())
+
+
+def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: Occupancy) -> None:
+    made = record()
+    book.place_local(made, "life", TERMS, NOW_S, has_room=True)
+    assert book.queue_s("life", NOW_S) == pytest.approx(2.0)
+    assert book.queue_s("other", NOW_S) == 0.0
+    token(made, NOW_S + 1)
+    assert book.queue_s("life", NOW_S + 1) == 0.0
+    assert len(book) == 1
+    made.advance(RequestMove.FINISH)
+    assert len(book) == 0
+
+
+def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    planner = linear_planner()
+    book, made = Occupancy(planner), record()
+    told: list[tuple[float, ...]] = []
+    monkeypatch.setattr(planner, "observe_local", lambda *seconds: told.append(seconds))
+    book.place_local(made, "life", TERMS, NOW_S, has_room=True)
+    token(made, NOW_S + 3)
+    made.advance(RequestMove.FINISH)
+    assert [len(book), len(book)] == [0, 0]
+    assert told == [pytest.approx((3.0, 2.0 / planner.local_factor))]
+
+
+def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> None:
+    made = record()
+    token(made, NOW_S + 1)
+    made.retry()
+    made.place(int((NOW_S + 5) * 1e9))
+    book.place_local(made, "life", TERMS, NOW_S + 5, has_room=True)
+    assert book.queue_s("life", NOW_S + 5) == pytest.approx(2.0)
+    token(made, NOW_S + 6, index=1)
+    assert book.queue_s("life", NOW_S + 6) == 0.0

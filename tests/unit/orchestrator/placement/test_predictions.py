@@ -1,0 +1,274 @@
+"""What each way to serve a request is predicted to take, by hand: a token takes a rank 1 ms in ten layers, the last of
+which only the last token passes; a step without prefill takes 20 ms.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.clock import ManualClock
+from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.results import KvLedger, Placement
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, SampledToken, TokenEvent
+from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.prefill_book import Pending
+from orchestrator.placement.chooser import Chooser
+from orchestrator.requests.config import Disaggregation, OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from planning.cost_model import CostModel
+from planning.local_prefill import LocalPrefill
+from planning.planner import ChainPlanner
+from tests.support.clusters.planners import deciding_planner, planner_of
+
+CHAIN = PrefillGroup("chain", ("h:1",), Epoch(1), prefix_store="ranks")
+GROUP = GenerationGroup("group", "h:2", "layout", num_slots=8, max_slot_tokens=10_000, prefix_store="group")
+CONFIG = OrchestratorConfig(block_tokens=32, prefill_wait_s=0.01)
+PARAMS = SamplingParams(max_tokens=10)
+
+
+def alone_s(num_tokens: int) -> float:
+    """Of a prompt, on a rank."""
+    return 9e-4 * num_tokens + 1e-4
+
+
+def request(num_tokens: int, params: SamplingParams = PARAMS, first: int = 0) -> RequestRecord:
+    record = RequestRecord.of(RequestId(f"r{first}"), tuple(range(first, first + num_tokens)), params, received_ns=0)
+    record.admit(1)
+    return record
+
+
+@dataclass
+class Cluster:
+    """A chain of one rank, and a generation group."""
+
+    planner: ChainPlanner = field(default_factory=deciding_planner)
+    config: OrchestratorConfig = CONFIG
+    clock: ManualClock = field(default_factory=lambda: ManualClock(1000.0))
+    members: Members = field(default_factory=Members)
+    chooser: Chooser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members.update(ClusterView((CHAIN,), (GROUP,)))
+        self.chooser = Chooser(self.members, self.planner, self.clock, self.config)
+
+    def see_token(self, record: RequestRecord) -> None:
+        """The request's first, now."""
+        record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", self.clock.unix_ns(), None))
+        record.first_seen_ns = self.clock.unix_ns()
+
+    def busy(self, seconds: float) -> None:
+        """The chain's rank has so much before it, due before all else."""
+        job = Pending(0.0, 1e9, {Rank(0): seconds})
+        self.members.backlogs.add(CHAIN.life, JobId(1), job, self.clock.unix_ns() / 1e9)
+
+    @contextlib.contextmanager
+    def rows(self, num_rows: int) -> Iterator[None]:
+        """So many rows are decoded."""
+        with contextlib.ExitStack() as held:
+            for _ in range(num_rows):
+                held.enter_context(self.members.hold(GROUP.name, 1))
+            yield
+
+    async def place(self, record: RequestRecord) -> Placement:
+        with self.members.hold(GROUP.name, record.num_slots):
+            blocks = self.chooser.blocks(record, GROUP.layout_fingerprint)
+            found = await self.chooser.find_prefill(GROUP, record, blocks, uses_cached=True)
+        assert record.placement is not None
+        assert record.placement.is_local == (found is None)
+        return record.placement
+
+
+async def test_an_idle_chain_as_fast_as_the_group_prefills() -> None:
+    placement = await Cluster().place(request(100))
+    assert placement.reason == "chain_faster"
+    assert placement.chain is not None and placement.local is not None
+    assert placement.chain.cost_s == placement.local.cost_s == pytest.approx(alone_s(100))
+
+
+async def test_a_group_that_computes_faster_prefills() -> None:
+    placement = await Cluster(deciding_planner(speed=2.0)).place(request(100))
+    assert placement.reason == "local_faster"
+    assert placement.local is not None and placement.local.cost_s == pytest.approx(alone_s(100) / 2)
+
+
+async def test_the_crossover_is_where_the_predictions_cross() -> None:
+    # Beside rows, a chunk of 20 ms for every step of 20: 100 tokens take five steps, and half a step before.
+    for queue_s, reason in ((0.099, "chain_faster"), (0.101, "local_faster")):
+        cluster = Cluster()
+        cluster.busy(queue_s)
+        with cluster.rows(3):
+            placement = await cluster.place(request(100))
+        assert placement.reason == reason
+        assert placement.local is not None and placement.chain is not None
+        assert placement.local.prefill_s == pytest.approx(alone_s(100))
+        assert placement.local.steps_s == pytest.approx(0.11)
+        assert placement.chain.queue_s == pytest.approx(queue_s)
+        assert placement.chain.steps_s == pytest.approx(0.01)
+
+
+PLANNER = deciding_planner()
+
+
+@settings(max_examples=50, deadline=None)
+@given(num_tokens=st.integers(1, 4000), busy_s=st.floats(0, 5), num_rows=st.integers(0, 6), speed=st.floats(0.2, 5))
+async def test_the_cheaper_way_is_taken(num_tokens: int, busy_s: float, num_rows: int, speed: float) -> None:
+    PLANNER.local = LocalPrefill(speed, 1.5, 256)
+    cluster = Cluster(PLANNER)
+    cluster.busy(busy_s)
+    with cluster.rows(num_rows):
+        placement = await cluster.place(request(num_tokens))
+    assert placement.local is not None and placement.chain is not None
+    assert placement.is_local == (placement.local.cost_s < placement.chain.cost_s)
+
+
+async def test_what_is_cached_is_not_computed_and_not_pushed() -> None:
+    cluster, record = Cluster(), request(100)
+    names = cluster.chooser.blocks(record, GROUP.layout_fingerprint).names
+    cluster.chooser.prefixes.use("group", names)
+    placement = await cluster.place(record)
+    assert placement.reason == "local_faster"
+    assert placement.local is not None and placement.local.prefill_s == pytest.approx(
+        alone_s(4)
+    )  # beyond 3 blocks of 32
+
+
+async def test_a_prompt_waits_for_those_that_the_group_prefills_before_it() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    first = request(1000)
+    assert (await cluster.place(first)).is_local
+    first.place(cluster.clock.unix_ns())
+    cluster.clock.advance(0.2)
+    placement = await cluster.place(request(100, first=1))
+    assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 - 0.2)
+    assert placement.reason == "chain_faster"
+    cluster.see_token(first)
+    again = await cluster.place(request(100, first=2))
+    assert again.local is not None and again.local.queue_s == 0.0
+
+
+async def test_a_group_that_is_slower_than_predicted_is_predicted_so() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    record = request(100)
+    await cluster.place(record)
+    record.place(cluster.clock.unix_ns())
+    cluster.clock.advance(2 * alone_s(100))  # four times as long
+    cluster.see_token(record)
+    placement = await cluster.place(request(100, first=1))
+    assert placement.local is not None and placement.local.prefill_s == pytest.approx(2 * alone_s(100))
+    assert placement.reason == "chain_faster"
+
+
+async def test_a_prefill_that_is_overdue_is_not_done() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    first = request(1000)
+    assert (await cluster.place(first)).is_local
+    first.place(cluster.clock.unix_ns())
+    cluster.clock.advance(10.0)
+    placement = await cluster.place(request(100, first=1))
+    assert placement.local is not None and placement.local.queue_s == pytest.approx(alone_s(1000) / 2 / 4)
+
+
+async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
+    planner = planner_of(
+        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
+        max_ranks=1,
+        steps=deciding_planner().steps,
+        local=LocalPrefill(2.0, 2.0, 256),
+    )
+    cluster = Cluster(planner, replace(CONFIG, disaggregation="never"))
+    cluster.members.memory["group"] = KvLedger(10_000, 0)
+    record = request(100)
+    await cluster.place(record)
+    record.place(cluster.clock.unix_ns())
+    cluster.clock.advance(30.0)
+    cluster.see_token(record)
+    await cluster.place(request(100, first=1))
+    assert planner.local_factor == 1.0
+
+
+async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> None:
+    planner = planner_of(
+        CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8),
+        max_ranks=1,
+        steps=deciding_planner().steps,
+        local=LocalPrefill(2.0, 2.0, 256),
+    )
+    cluster = Cluster(planner)
+    assert (await cluster.place(request(100))).reason == "local_faster"
+    cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
+    assert (await cluster.place(request(100, first=1))).reason == "not_predicted"
+
+
+async def test_a_group_that_was_slow_is_tried_again_after_many_decisions() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    cluster.planner.observe_local(observed_s=30.0, predicted_s=1.0)
+    record = request(100)
+    assert (await cluster.place(record)).reason == "chain_faster"
+    reasons = [(await cluster.place(record)).reason for _ in range(100)]
+    assert reasons[-1] == "local_faster"
+
+
+async def test_a_prompt_that_is_scored_is_computed_from_its_beginning() -> None:
+    cluster, record = Cluster(), request(100, replace(PARAMS, prompt_logprobs=1))
+    cluster.chooser.prefixes.use("group", cluster.chooser.blocks(record, GROUP.layout_fingerprint).names)
+    placement = await cluster.place(record)
+    assert placement.local is not None and placement.local.prefill_s == pytest.approx(alone_s(100))
+
+
+async def test_an_attempt_that_has_ended_is_in_nobody_s_way() -> None:
+    cluster = Cluster(deciding_planner(speed=2.0))
+    record = request(1000)
+    await cluster.place(record)
+    record.finish(cluster.clock.unix_ns(), FinishReason.CANCELLED)
+    placement = await cluster.place(request(100, first=1))
+    assert placement.local is not None and placement.local.queue_s == 0.0
+
+
+@pytest.mark.parametrize(("way", "speed", "reason"), [("always", 9.0, "always"), ("never", 0.1, "never")])
+async def test_what_is_configured_is_not_compared(way: Disaggregation, speed: float, reason: str) -> None:
+    cluster = Cluster(deciding_planner(speed), replace(CONFIG, disaggregation=way))
+    assert (await cluster.place(request(100))).reason == reason
+
+
+async def test_without_a_chain_the_group_prefills() -> None:
+    cluster = Cluster()
+    cluster.members.update(ClusterView((), (GROUP,)))
+    assert (await cluster.place(request(100))).reason == "no_prefill_groups"
+    cluster.members.update(ClusterView((replace(CHAIN, ready=False),), (GROUP,)))
+    assert (await cluster.place(request(100))).reason == "none_ready"
+    assert cluster.chooser.num_degraded == 1
+    cluster.members.update(ClusterView((CHAIN,), (GROUP,)))
+    scored = request(100, replace(PARAMS, prompt_logprobs=1))
+    assert (await cluster.place(scored)).reason == "prompt_scores"
+
+
+async def test_a_group_of_which_nothing_is_known_does_not_prefill() -> None:
+    planner = deciding_planner(speed=9.0)
+    planner.local = None
+    placement = await Cluster(planner).place(request(100))
+    assert (placement.reason, placement.local) == ("not_predicted", None)
+
+
+async def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:
+    cluster, record = Cluster(), request(100)
+    other = replace(GROUP, name="other", endpoint="h:3", prefix_store="other")
+    cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
+    cluster.chooser.prefixes.use("other", cluster.chooser.blocks(record, GROUP.layout_fingerprint).names)
+    assert await cluster.chooser.find_generation(record) == other
+    assert await cluster.chooser.find_generation(request(100, first=500)) == GROUP
+
+
+async def test_a_group_without_memory_for_a_request_is_asked_last() -> None:
+    planner = planner_of(CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=8), max_ranks=1)
+    cluster = Cluster(planner)
+    other = replace(GROUP, name="other", endpoint="h:3", num_slots=4)
+    cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
+    assert await cluster.chooser.find_generation(request(100)) == GROUP  # has more slots
+    cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
+    assert await cluster.chooser.find_generation(request(100)) == other
+    assert await cluster.chooser.find_generation(request(99)) == GROUP

@@ -1,0 +1,178 @@
+"""Prompts that begin alike, through real ranks: what is missing is computed, and tokens are those of a cold start."""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.ids import RequestId
+from baton.proto_types import timings_from_proto
+from baton.sampling_params import SamplingParams
+from baton.types import TokenEvent, TokenRange
+from orchestrator.controller import GenerateSpec
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import Finished
+from orchestrator.requests.tenants import Tenant
+from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.prefixes import blocks_in, file_bytes, mapped, prefix_folder
+from tests.support.eventually import eventually
+from tests.support.models.tiny_models import random_decoder
+
+BLOCK = 16
+CONFIG = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10)
+PARAMS = SamplingParams(max_tokens=3, ignore_eos=True)
+SHARED = prompt(100)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with prefix_folder() as made:
+        yield made
+
+
+@asynccontextmanager
+async def keeping(folder: Path, *, num_ranks: int = 2, num_blocks: int = 1000) -> AsyncIterator[Relay]:
+    """A relay whose ranks have room for so many blocks."""
+    size = file_bytes(random_decoder().layout, BLOCK)
+    async with relay(num_ranks=num_ranks, config=CONFIG, prefix_folder=folder, prefix_bytes=num_blocks * size) as made:
+        yield made
+        await made.until_empty()
+
+
+async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParams = PARAMS) -> int:
+    """Asks; checks tokens, who computed what, and that one attempt was enough. The cached tokens."""
+    got = await made.ask(made.request(prompt_ids, params))
+    check_tokens(made, got, prompt_ids, params)
+    assert got.finished is not None
+    usage, timings = got.finished.usage, timings_from_proto(got.finished.timings)
+    assert usage.num_attempts == 1
+    assert timings.ranks[0].tokens.start == usage.num_cached_tokens
+    assert timings.ranks[-1].tokens.end == len(prompt_ids)
+    pushed = sum(rank.num_bytes_pushed for rank in timings.ranks)
+    assert pushed == len(prompt_ids) * made.decoder.layout.token_bytes
+    return usage.num_cached_tokens
+
+
+def check_tokens(made: Relay, got: Answer, prompt_ids: tuple[int, ...], params: SamplingParams) -> None:
+    assert got.token_ids == reference_ids(made.decoder, prompt_ids, params)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+async def test_what_is_missing_is_computed_from_any_block_on(folder: Path, num_ranks: int) -> None:
+    async with keeping(folder, num_ranks=num_ranks) as made:
+        assert await answer(made, SHARED) == 0
+        assert len(blocks_in(folder)) == 6
+        for num_shared in (0, 15, 16, 17, 32, 63, 80, 96, 97):
+            ids = (*SHARED[:num_shared], 96 - SHARED[num_shared], *prompt(20, seed=num_shared))
+            assert await answer(made, ids) == num_shared // BLOCK * BLOCK
+
+
+async def test_the_same_prompt_again_computes_its_last_block_at_least(folder: Path) -> None:
+    async with keeping(folder) as made:
+        for num_tokens, cached in ((96, 80), (97, 96), (16, 0), (17, 16)):
+            ids = prompt(num_tokens, seed=7)
+            assert await answer(made, ids) == 0
+            assert await answer(made, ids) == cached
+
+
+async def test_sampled_tokens_and_choices_do_not_depend_on_what_is_cached(folder: Path) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=5, ignore_eos=True, n=2)
+    async with keeping(folder) as made:
+        cold = await made.ask(made.request(SHARED, params))
+        warm = await made.ask(made.request(SHARED, params))
+        assert warm.finished is not None and warm.finished.usage.num_cached_tokens == 96
+        assert (warm.token_ids, warm.others) == (cold.token_ids, cold.others)
+
+
+async def test_a_hint_that_is_wrong_costs_a_recompute_in_the_same_attempt(folder: Path) -> None:
+    async with keeping(folder) as made:
+        await answer(made, SHARED)
+        for name in sorted(blocks_in(folder))[:3]:
+            (folder / name).unlink()
+        assert await answer(made, SHARED) == 0
+        assert len(blocks_in(folder)) == 6
+        assert await answer(made, SHARED) == 96
+
+
+async def test_a_spoiled_block_costs_a_recompute_and_is_replaced(folder: Path) -> None:
+    async with keeping(folder) as made:
+        await answer(made, SHARED)
+        for name in blocks_in(folder):
+            (folder / name).chmod(0o600)
+            (folder / name).write_bytes(b"something else")
+        assert await answer(made, SHARED) == 0
+        assert await answer(made, SHARED) == 96
+
+
+@pytest.mark.parametrize("isolated", [True, False])
+async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> None:
+    config = replace(CONFIG, prefix_isolation=isolated)
+    cached: list[int] = []
+    async with relay(config=config, prefix_folder=folder) as made:
+        for tenant in ("a", "b", "b", "a"):
+            spec = GenerateSpec(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
+            events = [event async for event in made.server.controller.generate(spec)]
+            ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
+            assert ids == reference_ids(made.decoder, SHARED, PARAMS)
+            assert isinstance(events[-1], Finished)
+            cached.append(events[-1].usage.num_cached_tokens)
+        assert cached == ([0, 0, 96, 96] if isolated else [0, 96, 96, 96])
+        assert len(blocks_in(folder)) == (12 if isolated else 6)
+
+
+async def test_nothing_is_cached_without_a_store() -> None:
+    async with relay(config=CONFIG) as made:
+        assert [await answer(made, SHARED) for _ in range(2)] == [0, 0]
+
+
+async def test_a_store_that_is_full_forgets_what_was_used_longest_ago(folder: Path) -> None:
+    others = [prompt(40, seed=seed) for seed in range(3)]
+    async with keeping(folder, num_blocks=4) as made:
+        assert [await answer(made, ids) for ids in others] == [0, 0, 0]
+        assert len(blocks_in(folder)) == 4
+        assert [await answer(made, ids) for ids in reversed(others)] == [32, 32, 0]
+
+
+async def test_what_is_read_stays_while_others_need_room(folder: Path) -> None:
+    """The rank stands still behind its prefix, while another job wants all the room."""
+    async with keeping(folder, num_ranks=1, num_blocks=6) as made:
+        await answer(made, SHARED)
+        made.rank_gates[0].shut()
+        reading = asyncio.create_task(answer(made, (*SHARED, 1)))
+        await made.rank_gates[0].until_reached()
+        store = made.ranks[0].prefixes
+        assert store is not None
+        room = store.take(["x"], TokenRange(0, BLOCK), BLOCK)
+        assert (room.writers, room.evicted) == ([], [])
+        made.rank_gates[0].open()
+        assert await reading == 96
+
+
+async def test_a_request_that_leaves_keeps_nothing(folder: Path) -> None:
+    async with keeping(folder) as made:
+        made.rank_gates[1].shut()
+        call = made.open(made.request(SHARED, PARAMS))
+        await made.rank_gates[1].until_reached()
+        call.cancel()
+        made.rank_gates[1].open()
+        await eventually(lambda: asyncio.to_thread(blocks_in, folder), lambda left: not left, within_s=5)
+        await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_many_prompts_at_once_over_a_store_that_is_too_small(seed: int, folder: Path) -> None:
+    """Hints go stale all the time: nobody notices but by computing more."""
+    rng = random.Random(seed)
+    stems = [prompt(96, seed=stem) for stem in range(3)]
+    asked = [(*rng.choice(stems)[: rng.randrange(1, 96)], *prompt(rng.randrange(1, 40), seed=n)) for n in range(40)]
+    async with keeping(folder, num_blocks=8) as made:
+        answers = await asyncio.gather(*(made.ask(made.request(ids, PARAMS)) for ids in asked))
+        for ids, got in zip(asked, answers, strict=True):
+            check_tokens(made, got, ids, PARAMS)
+            assert got.finished is not None and got.finished.usage.num_attempts == 1
+        assert len(blocks_in(folder)) <= 8

@@ -1,0 +1,165 @@
+"""Every request ends once, tokens come in order, and only the table's moves are made."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from baton.errors import BatonError, UnavailableError
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, SampledToken, TokenEvent
+from orchestrator.requests.record import TRANSITIONS, RequestMove, RequestRecord, RequestState
+
+
+def record(output_ids: tuple[int, ...] = ()) -> RequestRecord:
+    outputs = (output_ids,) if output_ids else ()
+    return RequestRecord.of(RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=9), 5, outputs=outputs)
+
+
+def token(index: int, unix_ns: int = 50) -> TokenEvent:
+    return TokenEvent(index, SampledToken(40 + index), "x", unix_ns)
+
+
+def streaming() -> RequestRecord:
+    made = record()
+    made.admit(10)
+    made.place(20)
+    made.accept(token(0))
+    return made
+
+
+def test_every_state_but_the_last_can_end_and_nothing_follows_the_end() -> None:
+    ends = {state for state, move in TRANSITIONS if move is RequestMove.FINISH}
+    assert ends == set(RequestState) - {RequestState.FINISHED}
+    assert not [state for state, _ in TRANSITIONS if state is RequestState.FINISHED]
+
+
+def test_every_state_is_reached() -> None:
+    assert set(TRANSITIONS.values()) == set(RequestState) - {RequestState.QUEUED}
+
+
+@pytest.mark.parametrize(("state", "move"), list(itertools.product(RequestState, RequestMove)))
+def test_a_move_that_is_not_in_the_table_is_a_bug(state: RequestState, move: RequestMove) -> None:
+    made = record()
+    made.state = state
+    if (state, move) in TRANSITIONS:
+        made.advance(move)
+        assert made.state is TRANSITIONS[state, move]
+    else:
+        with pytest.raises(AssertionError, match=f"no {move.value} in state {state.value}"):
+            made.advance(move)
+
+
+def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
+    made = record()
+    made.admit(10)
+    made.place(20)
+    made.replan()
+    assert (made.state, made.attempt) == (RequestState.PLACING, 1)
+    made.place(30)
+
+
+def test_usage_counts_cached_tokens_of_the_prompt() -> None:
+    """Not those of an output that the prompt of a later attempt ends with."""
+    made = streaming()
+    made.num_cached_tokens = 4
+    assert made.finish(70, FinishReason.LENGTH).usage.num_cached_tokens == 3
+
+
+def test_the_end_carries_usage_and_timings() -> None:
+    made = streaming()
+    made.accept(token(1, unix_ns=60))
+    finished = made.finish(70, FinishReason.LENGTH)
+    assert (finished.usage.num_prompt_tokens, finished.usage.num_output_tokens, finished.usage.num_attempts) == (
+        3,
+        2,
+        1,
+    )
+    times = finished.timings
+    stages = (times.received_ns, times.admitted_ns, times.leased_ns, times.first_token_ns, times.finished_ns)
+    assert stages == (5, 10, 20, 50, 70)
+
+
+def test_a_second_end_is_a_bug() -> None:
+    made = streaming()
+    made.finish(70, FinishReason.LENGTH)
+    with pytest.raises(AssertionError, match="no finish in state finished"):
+        made.finish(80, FinishReason.ERROR, UnavailableError("late"))
+
+
+def test_a_retry_goes_on_after_the_tokens_that_were_sent() -> None:
+    made = streaming()
+    made.retry()
+    assert (made.state, made.attempt, made.num_tokens, made.capacity_tokens) == (RequestState.PLACING, 2, 4, 12)
+    made.place(80)
+    made.accept(token(1, unix_ns=90))
+    assert made.output_ids == [40, 41]
+    assert made.finish(99, FinishReason.STOP).timings.first_token_ns == 50
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_token_twice_or_missing_is_refused(index: int) -> None:
+    made = streaming()
+    with pytest.raises(BatonError, match=f"sent token {index} where 1 is due"):
+        made.accept(token(index))
+    assert made.output_ids == [40]
+
+
+def of_choices(n: int, outputs: tuple[tuple[int, ...], ...] = ()) -> RequestRecord:
+    params = SamplingParams(max_tokens=9, n=n, seed=7)
+    made = RequestRecord.of(RequestId("r"), (1, 2, 3), params, 5, outputs=outputs)
+    made.admit(10)
+    made.place(20)
+    return made
+
+
+def test_choices_share_an_attempt_until_one_has_a_token() -> None:
+    made = of_choices(3)
+    assert (made.num_slots, made.num_tokens, made.output_ids, made.is_apart) == (3, 3, [], False)
+    made.accept(replace(token(0), choice=1))
+    assert made.is_apart
+
+
+def test_each_choice_counts_its_own_tokens_and_ends_alone() -> None:
+    made = of_choices(2)
+    made.accept(replace(token(0), choice=1))
+    made.accept(replace(token(1), choice=1, finish=FinishReason.STOP))
+    assert made.accept(replace(token(2), choice=1)) is None  # it has ended
+    made.accept(token(0))
+    assert (made.is_complete, made.num_output_tokens) == (False, 3)
+    made.accept(replace(token(1), token=None, finish=FinishReason.LENGTH))
+    assert made.finish(99).reasons == (FinishReason.LENGTH, FinishReason.STOP)
+
+
+def test_a_choice_that_was_not_asked_for_is_refused() -> None:
+    with pytest.raises(BatonError, match="sent choice 2 of 2"):
+        of_choices(2).accept(replace(token(0), choice=2))
+
+
+def test_a_failed_attempt_of_several_choices_goes_on_choice_by_choice() -> None:
+    made = of_choices(3)
+    made.accept(replace(token(0), choice=1))
+    made.accept(replace(token(0), choice=2, finish=FinishReason.STOP))
+    made.retry()
+    first, second = made.branches()
+    assert [branch.request_id for branch in (first, second)] == ["r/0", "r/1"]
+    assert [branch.params.seed for branch in (first, second)] == [7, 8]
+    assert [branch.num_tokens for branch in (first, second)] == [3, 4]
+    for branch in (first, second):
+        branch.place(30)
+    assert second.accept(token(1, unix_ns=90)) == replace(token(1, unix_ns=90), choice=1)
+    second.retry()
+    assert made.choices[1].output_ids == [40, 41]
+    made.merge([first, second])
+    assert (made.attempt, made.first_token_ns) == (3, 50)
+
+
+def test_an_end_with_choices_that_have_not_ended_is_a_bug() -> None:
+    with pytest.raises(AssertionError, match="choices that have not"):
+        of_choices(2).finish(99)
+
+
+def test_a_resumed_request_goes_on_after_each_choice_s_tokens() -> None:
+    made = of_choices(2, outputs=((40,), ()))
+    assert (made.resumed, made.is_apart, made.num_output_tokens) == (True, True, 1)

@@ -1,0 +1,129 @@
+"""A leak is what was unknown all the time, for over two seconds; where the workers are real: tests/system."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from baton.clock import SystemClock
+from orchestrator.membership.members import ClusterView, GenerationGroup, Members
+from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks
+from orchestrator.workers.client import Clients, WorkerClient
+
+
+def test_what_is_unknown_for_long_is_leaked() -> None:
+    excess = Excess()
+    for step in range(5):
+        excess.observe(step * LEAK_S / 4, 2)
+        assert excess.num_leaked == (2 if step == 4 else 0)
+
+
+def test_what_was_known_meanwhile_is_not_leaked() -> None:
+    excess = Excess()
+    for step, unknown in enumerate([1, 1, 0, 1, 1]):
+        excess.observe(step * LEAK_S / 4, unknown)
+    assert excess.num_leaked == 0
+
+
+def test_the_least_of_the_last_seconds_counts() -> None:
+    excess = Excess()
+    for step, unknown in enumerate([0, 3, 1, 2, 5]):
+        excess.observe(step * LEAK_S / 2, unknown)
+    assert excess.num_leaked == 1
+
+
+def test_old_observations_do_not_count() -> None:
+    excess = Excess()
+    excess.observe(0.0, 0)
+    excess.observe(10.0, 4)
+    excess.observe(10.0 + LEAK_S, 4)
+    assert excess.num_leaked == 4
+
+
+def test_a_gap_in_answers_starts_anew() -> None:
+    excess = Excess()
+    excess.observe(0.0, 1)
+    excess.forget()
+    excess.observe(10.0, 1)
+    assert excess.num_leaked == 0
+
+
+def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
+    excess = Excess()
+    excess.observe(0.0, -3)
+    excess.observe(LEAK_S, -3)
+    assert excess.num_leaked == 0
+
+
+def watched(leaks: Leaks, unknown: int, leased: int, over_s: float) -> int:
+    """What is leaked when that much was unknown, and leased, for so long."""
+    for step in range(round(2 * over_s) + 1):
+        leaks.observe(step / 2, unknown, leased)
+    return leaks.num_leaked
+
+
+def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
+    assert watched(Leaks(30.0), 1, 1, over_s=31.5) == 0
+    assert watched(Leaks(30.0), 1, 1, over_s=32.0) == 1
+    assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
+
+
+def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
+    leaks = Leaks(1.0)
+    assert watched(leaks, 1, 0, over_s=LEAK_S) == 1
+    leaks.forget()
+    assert leaks.num_leaked == 0
+
+
+async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question() -> None:
+    connected, gone = asyncio.Event(), asyncio.Event()
+
+    async def answer_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connected.set()
+        await gone.wait()
+        writer.close()
+
+    async with await asyncio.start_server(answer_nothing, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        members, clients = Members(), Clients()
+        census = Census(members, clients, SystemClock())
+        members.update(ClusterView(generation=(GenerationGroup("group", f"127.0.0.1:{port}", "layout", 4, 100),)))
+        asking = asyncio.create_task(census.ask())
+        await connected.wait()
+        members.update(ClusterView())
+        await census.ask()
+        gone.set()
+        await asking
+        await clients.prune(())
+    assert census.groups() == ()
+
+
+class FailingClients(Clients):
+    """Connections whose first use fails as nobody foresaw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_uses = 0
+        self.used_again = asyncio.Event()
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        self.num_uses += 1
+        if self.num_uses == 1:
+            raise OSError(24, "Too many open files")
+        self.used_again.set()
+        with super().use(endpoint) as client:
+            yield client
+
+
+async def test_a_failure_that_nobody_foresaw_ends_no_census(caplog: pytest.LogCaptureFixture) -> None:
+    members, clients = Members(), FailingClients()
+    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 4, 100),)))
+    counting = asyncio.create_task(Census(members, clients, SystemClock()).run(0.01))
+    await asyncio.wait_for(clients.used_again.wait(), 10)
+    counting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await counting
+    await clients.prune(())
+    assert "Too many open files" in caplog.text
