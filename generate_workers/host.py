@@ -1,6 +1,7 @@
-"""The host of one generation engine: loads its model and runs its server, in whatever process it is made.
+"""The host of one generation engine: loads its model and starts its server, in the process that calls `start`.
 
-deploy makes it in a child process or in a Ray actor; it knows of neither. Runs on that process's asyncio loop.
+`deploy` makes it in a child process or in a Ray actor; this module knows of neither. Runs on that process's asyncio
+loop.
 """
 
 import asyncio
@@ -25,33 +26,34 @@ from text.tokenizer import Tokenizer
 
 @dataclass(frozen=True)
 class GenerationHost:
-    """What an engine needs to know of its place."""
+    """Configuration of an engine and of the place that it runs in."""
 
     model_folder: Path
     dtype: str
-    """bfloat16 or float32."""
+    """Dtype of the weights and KV: bfloat16 or float32."""
     quantization: str
-    """Of weights: none or int8."""
+    """Quantization of weights: none or int8."""
     num_threads: int
-    """Of torch."""
+    """Threads that torch computes with."""
     cores: Sequence[int]
-    """That the process is pinned to; empty: not pinned."""
+    """Cores that the process is pinned to. Empty: not pinned."""
     host: str
-    """Interface of the server."""
+    """Interface that the server listens on."""
     engine: EngineConfig
     cluster: str = ""
-    """Whose prefixes are kept on the node, and shared by all of its workers there."""
+    """Cluster whose prefixes are kept on the node, and shared by all of its workers there."""
     prefix_share: float = 0.0
-    """Part of the node's memory file system that they may take; 0: none are kept."""
+    """Part of the node's memory file system that prefixes may take. 0: none are kept."""
     prefix_disk: str = ""
-    """Folder of the node for what has no room there."""
+    """Folder of the node for prefixes that have no room in memory."""
     prefix_disk_bytes: int = 0
-    """That they may take there; 0: nothing is kept there."""
+    """Bytes that prefixes may take on disk. 0: none are kept there."""
     kernels: Sequence[KernelChoice] = ()
-    """That the cluster has chosen, one for a kind of processor."""
+    """Kernels that the cluster has chosen, one choice per kind of processor."""
 
     async def start(self) -> GenerationServer:
-        """Returns the engine's server, which serves. Raises ModelError or ConfigError, one line."""
+        """Load the model and return the engine's server, which accepts calls. Raises ModelError or ConfigError, in one
+        line."""
         allow_files()
         decoder = await asyncio.to_thread(self._load)
         tokenizer = await asyncio.to_thread(Tokenizer.load, self.model_folder)
@@ -69,9 +71,10 @@ class GenerationHost:
             prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
             prefix_disk=disk if keeps else None,
         )
-        if self.cores:  # which others do not share: what pushes take of them is felt between two tokens
+        if self.cores:  # no other process shares them: what pushes take of them would delay tokens
             give_way_to(server.engine.thread_id)
-        await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
+        # remove what killed clusters left, now that this cluster's folder is known to be in use
+        await asyncio.to_thread(sweep)
         if disk is not None:
             await asyncio.to_thread(sweep, disk.folder.parent)
         collect_rarely()

@@ -1,7 +1,8 @@
 """A generation group over gRPC: streams, status, and the KvReceiver of its slots on one server.
 
-Steps 7 to 9 of a request's way (DESIGN.md, section 4). Runs on the process's asyncio loop; events come over from the
-engine's thread. The calls' errors become statuses in the interceptor that transport.channel.make_server installs.
+The orchestrator's `workers` call it, ranks push to it; streams go to `streams.open_streams`, leases to
+`transport.kv_receiver`. Runs on the process's asyncio loop; events come over from the engine's thread. The interceptor
+that transport.channel.make_server installs turns errors of calls into statuses.
 """
 
 import asyncio
@@ -42,13 +43,13 @@ from transport.proto_types import event_to_proto, history_from_proto, kernels_to
 Context = grpc.aio.ServicerContext[Any, Any]
 
 _MESSAGE_BYTES = 2**20
-"""What a message of many streams' events holds at most, unless a single event is larger."""
+"""Most bytes of a message with the events of many streams, unless a single event is larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Of a single event: it has to fit into a message, here and on its way to the client."""
+"""Most bytes of a single event: it has to fit into one message here and on its way to the client."""
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
-    """Serves baton.v1.GenerationGroup over a running engine. `prefixes`: of its node, if it keeps any."""
+    """Serves baton.v1.GenerationGroup over a running engine. `prefixes`: use of the node's prefix store, if any."""
 
     def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
@@ -59,7 +60,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
-        """Streams the events of all that the commands open, until those have ended and no more commands come."""
+        """Stream the events of all streams that the commands open, until those have ended and no more commands come."""
         shared = SharedStream[generate_pb2.TokenEvent]()
         obeying = asyncio.create_task(self._obey(commands, shared))
         try:
@@ -67,7 +68,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
                 async for batch in batches:
                     for message in messages_of(batch):
                         yield message
-            await obeying  # raises what it failed with
+            await obeying  # raises the error that reading the commands failed with, if any
         finally:
             obeying.cancel()
             await asyncio.gather(obeying, return_exceptions=True)
@@ -88,10 +89,11 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             shared.complete()
 
     async def _events(self, request: generate_pb2.StreamRequest) -> AsyncGenerator[generate_pb2.TokenEvent, None]:
-        """Opens a stream, or takes one over: its events up to the last choice's terminal one, then what was stored of
+        """Open a stream or take one over. Yield its events up to each choice's terminal one, then the blocks stored of
         its answers."""
         asked = request_from_proto(request)
-        if self.prefixes is None or not self.engine.residency.is_exact:  # others take what is stored for exact
+        # approximate KV must not be stored, because exact groups would use it
+        if self.prefixes is None or not self.engine.residency.is_exact:
             asked = replace(asked, naming=None)
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
@@ -107,7 +109,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             yield generate_pb2.TokenEvent(stored=stored)
 
     def _fitting(self, message: generate_pb2.TokenEvent, stream: OpenStream) -> generate_pb2.TokenEvent:
-        """One too large for a message ends its own stream, and not the call that others share."""
+        """Return the event, or cancel its stream and raise InvalidArgumentError when it is too large for a message, so
+        that only this stream of the shared call ends."""
         if message.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
             self._streams.cancel(stream.number)
             raise InvalidArgumentError(
@@ -117,25 +120,26 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return message
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
-        """Ends a stream, also one that outlived its call."""
+        """End a stream, including one that has outlived its call."""
         self._streams.cancel(StreamNumber(request.number))
         return generate_pb2.CancelReply()
 
     async def ListPrefixBlocks(
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
-        """All that the node's store holds."""
+        """Return the names of all blocks in the node's store."""
         blocks = await asyncio.to_thread(self.prefixes.store.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     def close(self) -> None:
-        """Lets kept streams go; once no call runs."""
+        """Stop the timers of streams that no call reads. Call once no call runs."""
         self._streams.close()
 
     async def GetStatus(
         self, request: generate_pb2.GenerationStatusRequest, context: Context
     ) -> generate_pb2.GenerationStatus:
-        """Answers a heartbeat; UNAVAILABLE when the engine has failed, so that the worker is replaced."""
+        """Answer a heartbeat. Raises UnavailableError when the engine has failed or is closed, so that the worker is
+        replaced."""
         status = self.engine.status()
         ledger = status.ledger
         answer = generate_pb2.GenerationStatus(
@@ -186,7 +190,7 @@ class GenerationServer:
 
     @property
     def prefixes(self) -> PrefixStore | None:
-        """The node's, if this group uses any."""
+        """The node's prefix store, if this group uses one."""
         prefixes = self._servicer.prefixes
         return prefixes.store if prefixes is not None else None
 
@@ -204,9 +208,9 @@ class GenerationServer:
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
-        """Serves on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it.
-        Slots may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user,
-        and answers go there: up to `prefix_bytes` are kept, and more on disk, if there is a place.
+        """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
+        may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
+        answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given.
 
         Raises ConfigError when it cannot listen there or make that folder, and for memory that cannot be had.
         """
@@ -228,7 +232,7 @@ class GenerationServer:
         return cls(server, servicer, slots, bound)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more calls, gives running ones `grace_s` seconds, then ends them and the engine. Idempotent."""
+        """Take no more calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         self._servicer.close()
         await asyncio.to_thread(self.engine.close)
@@ -248,7 +252,7 @@ async def _add_prefixes(status: generate_pb2.GenerationStatus, prefixes: GroupPr
 
 
 def messages_of(batch: Sequence[Said[generate_pb2.TokenEvent]]) -> Iterator[generate_pb2.StreamEvents]:
-    """What was said, in order, in messages that their reader takes: one, unless prompts' logprobs are in it."""
+    """Pack a batch, in order, into messages of limited size: one message, unless it holds logprobs of prompts."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
     for said in batch:
@@ -277,7 +281,7 @@ def _checked_keep(keep_s: float) -> float:
 
 
 def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest:
-    """What a client asks for, as the engine takes it. Raises InvalidArgumentError for a sampling field out of range."""
+    """Convert a stream request to the engine's type. Raises InvalidArgumentError for a sampling field out of range."""
     if not message.request_id:
         raise InvalidArgumentError("request_id is empty: name the request")
     history = history_from_proto(message.history)

@@ -1,1 +1,1 @@
-"""Runs the batch of a generation engine, one step at a time, on the engine's thread."""
+"""Run the batch of a generation engine, one step at a time, on the engine's thread."""

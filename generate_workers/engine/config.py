@@ -1,4 +1,4 @@
-"""What a generation engine is told, and what it tells about itself. Plain values, safe to share between threads."""
+"""Configuration and status of a generation engine. Plain values, safe to share between threads."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from generate_workers.slots.leases import SlotLedger
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How much a generation group takes on. Raises ConfigError on a bad field."""
+    """Limits and policies of a generation group. Raises ConfigError on a bad field."""
 
     num_slots: int = 16
     """Rows in the batch."""
@@ -17,27 +17,27 @@ class EngineConfig:
     max_prefill_tokens_per_step: int = 256
     """Tokens of local prefill in one step, over all rows."""
     max_waiting: int = 64
-    """Choices that may wait for a slot to prefill locally, those that a free slot awaits not counted."""
+    """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
     residency: str = "device"
-    """Where KV lives, and which of it rows attend to (generate_workers.residency.policies)."""
+    """Residency policy: where KV lives and which of it rows attend to (generate_workers.residency.policies)."""
     selection_file: str = ""
-    """What `baton prepare` wrote, for policies that choose keys; empty: where it wrote for the model."""
+    """File that `baton prepare` wrote, for policies that choose keys. Empty: the default file for the model."""
     pool_tokens: int = 0
-    """Residency infinigen: most tokens of KV that a row keeps in a layer that chooses; 0: all."""
+    """Most tokens of KV that a row keeps in each layer that chooses keys, for residency infinigen. 0: all."""
     pool_eviction: str = "counter"
-    """Who goes, when a row has so many (generate_workers.residency.sparse.pool.Eviction)."""
+    """Which token a full pool evicts (generate_workers.residency.sparse.pool.Eviction)."""
     kv_memory_bytes: int = 0
-    """Of KV, over all slots; 0: what all slots could hold, but at most this engine's part of half of the memory that is
-    free at the start."""
+    """Bytes of KV over all slots. 0: what all slots could hold, but at most this engine's part of half of the memory
+    that is free at the start."""
     device_memory_bytes: int = 0
-    """Of the device, for weights and KV, accounted on the CPU as well; 0: no limit but kv_memory_bytes."""
+    """Bytes of the device for weights and KV, counted on the CPU as well. 0: no limit besides kv_memory_bytes."""
     growth_tokens: int = 256
-    """By which a row is expected to grow yet, when it is taken on: less packs more rows, and preempts more often."""
+    """Tokens of growth that a new row is promised: fewer pack more rows and preempt more often."""
     num_engines: int = 1
-    """That share the machine's memory, this one included."""
+    """Engines that share the machine's memory, including this one."""
     max_step_stretch: float = 1.5
-    """How many times as long a step may take for the sake of local prefill, where rows decode: what a prefill may add
-    to the time between two tokens, but that a few tokens run in any step. inf: no bound."""
+    """How many times as long as decoding alone a step may take when it also prefills: bounds what local prefill adds to
+    the time between two tokens. A few tokens run in any step. inf: no bound."""
 
     def __post_init__(self) -> None:
         counts = ("num_slots", "max_slot_tokens", "max_prefill_tokens_per_step", "max_waiting")
@@ -57,38 +57,39 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class StepStats:
-    """What one step did."""
+    """What one step ran, read and took."""
 
     num_decode_rows: int
     num_prefill_tokens: int
     """Tokens of local prefill."""
     duration_s: float
     num_kv_bytes: int
-    """KV that attention read, in all layers."""
+    """Bytes of KV that attention read, in all layers."""
     num_weight_bytes: int
-    """Weights, read once."""
+    """Bytes of weights, each read once."""
     num_link_bytes: int
-    """Copied between host and device."""
+    """Bytes copied between host and device."""
 
     @property
     def num_bytes(self) -> int:
-        """What the device's memory had to deliver: over its bandwidth, the least time that the step can take."""
+        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
+        step."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """A snapshot for heartbeats and metrics."""
+    """A snapshot of the engine for heartbeats and metrics."""
 
     ledger: SlotLedger
     num_streams: int
-    """Open requests, those that wait for a slot or a commit included."""
+    """Open requests, including those that wait for a slot or a commit."""
     num_rows: int
     """Rows in the batch."""
     num_steps: int
     """Forwards begun so far."""
     num_preemptions: int
-    """Rows so far that gave their memory to older ones, and were prefilled again later."""
+    """Preemptions so far: rows that gave their memory to older rows and are prefilled again later."""
     num_preempted: int
-    """Rows that wait to come back."""
+    """Preempted rows that wait to resume."""
     last_step: StepStats | None

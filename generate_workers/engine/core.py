@@ -1,15 +1,15 @@
 """The generation engine: continuous batching on a thread of its own.
 
-Step 8 of a request's way (DESIGN.md, section 4). A stream's life: `submit` (any thread) puts it into the inbox; between
-two steps it joins the batch, when its lease is committed or, without a lease, when a slot is free; every step runs one
-forward over all rows, samples once for all, and emits; its slot is freed before its one terminal event goes out, or
-once its KV is stored (`answer_saving`). When memory runs out meanwhile, young rows pause (`running`).
+A stream's life: `servicer` submits it (any thread) to the `inbox`; between two steps it joins the batch, when its lease
+is committed or, without a lease, when a slot is free; every step runs one forward over all rows (`step_runner`),
+samples once for all, and emits events; its slot is freed before its one terminal event goes out, or once its KV is
+stored (`answer_saving`). When memory runs out meanwhile, young rows are preempted (`preemption`).
 
 A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
-for the first of them; when its KV is in place the others get a copy, and all draw their first tokens from one row of
-logits.
+for the first choice; when its KV is in place the other choices get a copy, and all draw their first tokens from one row
+of logits.
 
-`step` and everything below it run on the thread 'generate-engine' alone; what other threads share is in the StreamBook.
+`step` and everything below it run on the thread 'generate-engine' alone; StreamBook holds what other threads share.
 """
 
 import logging
@@ -53,7 +53,7 @@ class GenerationEngine:
         *,
         saver: AnswerSaver | None = None,
     ) -> None:
-        """`saver`: where answers are stored; the engine's from now on."""
+        """`saver` stores answers, and is the engine's from now on; None: answers are not stored."""
         self._saver = saver
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -63,7 +63,7 @@ class GenerationEngine:
         self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
-        # The engine thread's own:
+        # Used by the engine's thread alone:
         bound, work = StepBound(config.max_step_stretch), PrefillWork.of_model(decoder.config)
         self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step, bound, work))
         self._runner = StepRunner(decoder, self.residency)
@@ -76,21 +76,21 @@ class GenerationEngine:
 
     @property
     def residency(self) -> Residency:
-        """The policy that keeps its rows' KV. Any thread may read its name, and whether it is exact."""
+        """The policy that keeps the rows' KV. Any thread may read its name, and whether it is exact."""
         return self._slots.memory.residency
 
     def start(self) -> None:
-        """Starts the engine's thread; once."""
+        """Start the engine's thread. Call once."""
         self._thread.start()
 
     @property
     def thread_id(self) -> int:
-        """The system's, of the engine's thread, which has been started."""
+        """Return the system's id of the engine's thread, which must have been started."""
         assert self._thread.native_id is not None
         return self._thread.native_id
 
     def close(self) -> None:
-        """Ends every open stream with an error and stops the thread; blocks for the running step. Idempotent."""
+        """End every open stream with an error and stop the thread; blocks for the running step. Idempotent."""
         self._book.close("the generation engine is shutting down: try another group")
         if self._thread.is_alive():
             self._thread.join()
@@ -103,12 +103,12 @@ class GenerationEngine:
     def submit(
         self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink = lambda filled: None
     ) -> Ticket:
-        """Opens a stream; from then on `on_event` is called on the engine's thread, the last time for each choice with
-        a finish reason; after all that `on_filled`, once, if the request's answers are to be stored.
+        """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a
+        finish reason; after all that `on_filled`, once, if the request's answers are to be stored.
 
         Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
-        LeaseExpiredError for a lease that does not hold, ResourceExhaustedError when too many requests wait for a slot,
-        UnavailableError when the engine is closed. Then nothing is opened, and a lease stays its owner's.
+        LeaseExpiredError for a lease that has ended, ResourceExhaustedError when too many requests wait for a slot,
+        UnavailableError when the engine is closed. Then nothing is opened, and the caller still owns the lease.
         """
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
@@ -121,15 +121,15 @@ class GenerationEngine:
         return self._book.open(request, on_event, on_filled).ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends a stream between this step and the next, its lease or slots with it. Idempotent. Any thread."""
+        """End a stream, with its lease or slots, between this step and the next. Idempotent. Any thread."""
         self._book.cancel(ticket)
 
     def num_saving(self, ticket: Ticket) -> int:
-        """Choices of a stream that have ended and hold their slots until they are stored. Any thread."""
+        """Return how many choices of a stream have ended and hold their slots until they are stored. Any thread."""
         return self._book.num_saving(ticket)
 
     def status(self) -> EngineStatus:
-        """What the engine holds and does now. Any thread. Raises UnavailableError when it has failed or is closed."""
+        """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
         return EngineStatus(
             ledger=self._slots.ledger(),
@@ -142,7 +142,7 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """One turn: takes what came in, lets rows join and leave, then runs all rows that have tokens to run."""
+        """Take requests in, let rows join and leave, then run one forward over all rows that have tokens to run."""
         started_s = self._clock.now_s()
         self._take_messages()
         self._slots.expire()
@@ -172,7 +172,7 @@ class GenerationEngine:
             self._end_all()
 
     def _await_work(self) -> bool:
-        """Returns when there is something to do; False when the engine is closed."""
+        """Wait until there is something to do; return False when the engine is closed."""
         if len(self._running.batcher) and not self._running.is_stalled:
             return not self._book.close_reason
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
@@ -190,14 +190,14 @@ class GenerationEngine:
             self._end(stream, FinishReason.CANCELLED)
 
     def _join_committed(self) -> None:
-        """Streams whose lease is committed join; those whose lease has ended end."""
+        """Let streams whose lease is committed join the batch; end those whose lease has ended."""
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
             standing = self._slots.standing(ref)
             if standing is Standing.PENDING:
                 continue
-            if standing is Standing.RUNNING:  # not this stream's to end
+            if standing is Standing.RUNNING:  # this stream may not end the slot's rows
                 del self._leased[stream.ticket]
                 self._end(stream, FinishReason.ERROR, f"slot {ref.slot} is another row's: reserve one")
                 continue
@@ -212,7 +212,7 @@ class GenerationEngine:
                 self._begin_pushed(leader)
 
     def _begin_pushed(self, leader: Row) -> None:
-        """A stream's rows start from pushed KV, with the first tokens that came with it."""
+        """Start a stream's rows from pushed KV, with the first tokens that came with it."""
         rows = [leader, *leader.followers]
         try:
             self._running.fork(leader)
@@ -225,7 +225,7 @@ class GenerationEngine:
             self._accept(row, row.first)
 
     def _join_waiting(self) -> None:
-        """Streams without a lease take free slots, first come, first served, after rows that had to give theirs up."""
+        """Give free slots to streams without a lease, first come, first served, after preempted rows have resumed."""
         has_turn = self._resume()
         while has_turn and self._waiting:
             stream = self._waiting[0]
@@ -242,7 +242,7 @@ class GenerationEngine:
             self._join(stream, seats)
 
     def _resume(self) -> bool:
-        """Preempted rows come back; whether none waits. One for which there is no memory although nothing runs ends."""
+        """Resume preempted rows; return whether none waits. End a row that has no memory although no row runs."""
         while True:
             try:
                 return self._running.resume()
@@ -250,8 +250,8 @@ class GenerationEngine:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
     def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
-        """The first choice's row, which joins the batch; the others follow it. None, and the stream ended, when rows
-        cannot be made."""
+        """Make the rows of a stream and let the first choice's row join the batch; the others follow it. Return that
+        row, or end the stream and return None when rows cannot be made."""
         try:
             rows = [
                 Row(stream, choice, seat, self._tokenizer, self._decoder.config) for choice, seat in enumerate(seats)
@@ -288,8 +288,8 @@ class GenerationEngine:
         return True
 
     def _accept(self, row: Row, token: SampledToken) -> None:
-        """A row's next token: its event goes out. If it is the last, its slot is freed before, unless its KV is to be
-        stored: then once it is."""
+        """Take a row's next token and emit its event. If it is the last, the slot is freed first, or once its KV is
+        stored."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
             return
@@ -312,18 +312,18 @@ class GenerationEngine:
             self._tell_filled(stream)
 
     def _save(self, row: Row) -> bool:
-        """Whether the ended row's KV is on its way to the store; `_end_saving` frees its slot then."""
+        """Begin to store an ended row's KV, where wanted; return whether it began. `_end_saving` frees the slot."""
         stream, naming = row.stream, row.stream.request.naming
         if self._saver is None or naming is None or self._saver.is_busy:
             return False
         self._running.retire(row)
-        reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # nobody ran the last one
+        reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # the last token has no KV
         answer = stream.saving[row] = Answer(reader, token_ids, naming, partial(self._book.saved, row))
         self._saver.save(answer)
         return True
 
     def _give_up_saving(self) -> bool:
-        """Rows that have ended leave unstored, for those that run; whether there were any."""
+        """Release ended rows whose KV is not stored yet, for rows that run; return whether there were any."""
         rows = [row for row in self._running.rows.values() if row in row.stream.saving]
         for row in rows:
             self._give_up(row)
@@ -345,7 +345,7 @@ class GenerationEngine:
             self._tell_filled(stream)
 
     def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
-        """Ends a stream in whatever stage it is, without another token."""
+        """End a stream in whatever stage it is, without another token."""
         choices = stream.open_choices()
         try:
             self._leave(stream)
@@ -355,7 +355,7 @@ class GenerationEngine:
             self._tell_filled(stream)
 
     def _leave(self, stream: Stream) -> None:
-        """Takes a stream out of whatever stage it is in, and frees what it holds."""
+        """Take a stream out of whatever stage it is in, and free what it holds."""
         for row in list(stream.rows):
             self._free(row)
         for row in list(stream.saving):
@@ -381,17 +381,17 @@ class GenerationEngine:
             self.cancel(stream.ticket)
 
     def _tell_filled(self, stream: Stream) -> None:
-        """The last that is heard of a stream whose answers are stored."""
+        """Report the blocks stored of a stream's answers, if they were to be stored: its last message."""
         if stream.request.naming is not None:
             stream.on_filled(stream.filled)
 
     def _end_all(self) -> None:
-        """Ends every open stream; the engine is closed, so no other can come."""
+        """End every open stream; the engine is closed, so no further stream can come."""
         self._take_messages()
         for stream in self._book.streams():
             try:
                 self._end(stream, FinishReason.ERROR, self._book.close_reason)
-            except Exception:  # a step that failed half-way may have left this one inconsistent: the others end still
+            except Exception:  # a step that failed half-way may have left this stream inconsistent: end the others
                 logger.exception("request %s cannot be ended", stream.request.request_id)
 
 

@@ -1,7 +1,7 @@
-"""Which streams are open, and what other threads ask of the engine: its one meeting point with them.
+"""The open streams of an engine, and what other threads ask of it: the one place where threads meet the engine's.
 
-Step 8 of a request's way (DESIGN.md, section 4). Everything here is guarded by one condition, on which the engine also
-sleeps while there is nothing to run.
+`streams.open_streams` opens and cancels streams here through `engine.core`, which takes them between two steps.
+Everything is guarded by one condition, on which the engine also sleeps while there is nothing to run.
 """
 
 import math
@@ -18,15 +18,17 @@ from text.stop_strings import StopStrings
 
 
 class StreamBook:
-    """The open streams, and those that came or are to go. Thread-safe; only the engine takes, seats and forgets."""
+    """The open streams, and the requests to open or end streams. Thread-safe; only the engine takes, seats and
+    forgets."""
 
     def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
-        """`max_waiting`: choices that may wait for a slot, those that one of the `num_free` awaits not counted."""
+        """`max_waiting`: choices that may wait for a slot, not counting those for which one of `num_free()` slots is
+        free."""
         self._max_waiting = max_waiting
         self._num_free = num_free
         self._condition = threading.Condition()
         self._closed = ""
-        """Why nothing more is taken; empty while open."""
+        """Why no more streams are taken; empty while open."""
         self._woken = False
         self._next_ticket = 1
         self._open: dict[Ticket, Stream] = {}
@@ -39,8 +41,8 @@ class StreamBook:
         self._saved: list[tuple[Row, Filled]] = []
 
     def open(self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink) -> Stream:
-        """Enters a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream,
-        ResourceExhaustedError when too many wait for a slot."""
+        """Add a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream
+        already, ResourceExhaustedError when too many choices wait for a slot."""
         stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
         with self._condition:
             self.check_open()
@@ -56,15 +58,15 @@ class StreamBook:
         return stream
 
     def cancel(self, ticket: Ticket) -> None:
-        """Asks for a stream's end; idempotent."""
+        """Ask the engine to end a stream. Idempotent."""
         with self._condition:
             if ticket in self._open:
                 self._cancelled.append(ticket)
                 self._condition.notify()
 
     def abandon(self, ref: LeaseRef) -> None:
-        """Asks for the end of the lease's stream, if that has rows, running or preempted; else the lease's end is
-        found when it would join. Idempotent."""
+        """Ask the engine to end the stream of a lease if it has rows, running or preempted. Otherwise the engine finds
+        the lease ended when the stream would join. Idempotent."""
         with self._condition:
             if ref in self._refs:
                 self._abandoned.append(self._refs[ref])
@@ -72,50 +74,51 @@ class StreamBook:
                 self._condition.notify()
 
     def saved(self, row: Row, filled: Filled) -> None:
-        """Nobody reads the row's KV any more."""
+        """Report that a row's KV is stored, or given up, and its reader has left the slot. Called on the saver's
+        thread."""
         with self._condition:
             self._saved.append((row, filled))
             self._woken = True
             self._condition.notify()
 
     def wake(self) -> None:
-        """Something changed that the engine may wait for."""
+        """Wake the engine, because something changed that it may wait for."""
         with self._condition:
             self._woken = True
             self._condition.notify()
 
     def close(self, reason: str) -> None:
-        """Takes no more streams; the first reason counts."""
+        """Take no more streams. Of several reasons the first is kept."""
         with self._condition:
             self._closed = self._closed or reason
             self._condition.notify()
 
     def check_open(self) -> None:
-        """Raises UnavailableError, with the reason, once closed."""
+        """Raise UnavailableError with the reason, once closed."""
         with self._condition:
             if self._closed:
                 raise UnavailableError(self._closed)
 
     @property
     def close_reason(self) -> str:
-        """Empty while open."""
+        """Why no more streams are taken; empty while open."""
         return self._closed
 
     def streams(self) -> list[Stream]:
-        """All open ones."""
+        """Return all open streams."""
         with self._condition:
             return list(self._open.values())
 
     def num_saving(self, ticket: Ticket) -> int:
-        """Rows of a stream that are being stored."""
+        """Return how many rows of a stream are being stored."""
         with self._condition:
             stream = self._open.get(ticket)
             return len(stream.saving) if stream is not None else 0
 
-    # The engine's thread.
+    # Called by the engine's thread alone.
 
     def take(self) -> tuple[list[Stream], list[Stream]]:
-        """`(came, to be cancelled)` since the last call."""
+        """Return `(new streams, streams to cancel)` since the last call."""
         with self._condition:
             came, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
@@ -124,14 +127,14 @@ class StreamBook:
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
 
     def take_saved(self) -> list[tuple[Row, Filled]]:
-        """Rows whose KV has been stored, or not, since the last call."""
+        """Return the rows whose saving has ended since the last call, each with the blocks that were stored."""
         with self._condition:
             saved, self._saved = self._saved, []
             return saved
 
     def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
-        """Ends a stream's wait with the slots that `occupy` finds: whoever asks for a place meanwhile counts it neither
-        twice nor not at all."""
+        """Seat a waiting stream in the slots that `occupy` returns; None when it finds none. Holds the lock throughout,
+        so that concurrent counts see the stream exactly once."""
         with self._condition:
             seats = occupy()
             if seats is not None:
@@ -139,7 +142,7 @@ class StreamBook:
             return seats
 
     def forget(self, stream: Stream) -> None:
-        """The stream has ended."""
+        """Remove a stream that has ended."""
         with self._condition:
             self._waiting.pop(stream.ticket, None)
             del self._open[stream.ticket]
@@ -147,7 +150,7 @@ class StreamBook:
                 self._refs.pop(stream.request.lease_ref, None)
 
     def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
-        """Sleeps until something was asked or the deadline has passed; False when closed."""
+        """Sleep until there is a message or the deadline has passed; return False when closed."""
         with self._condition:
             while not (self._closed or self._woken or self._inbox or self._cancelled):
                 left_s = next_deadline_s() - clock.now_s()
@@ -163,7 +166,8 @@ class StreamBook:
         self._refs[ref] = ticket
 
     def _take_place(self, ticket: Ticket, num_choices: int) -> None:
-        num_queued = sum(self._waiting.values()) - self._num_free()  # the others get theirs with the next step
+        # streams that a free slot awaits get it with the next step
+        num_queued = sum(self._waiting.values()) - self._num_free()
         if num_queued + num_choices > self._max_waiting:
             raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")
         self._waiting[ticket] = num_choices

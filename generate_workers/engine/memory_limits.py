@@ -1,4 +1,7 @@
-"""How much memory KV may take: from the configuration, or from what the machine has when the group starts."""
+"""How much memory KV may take: as configured, or derived from the memory that is free when the group starts.
+
+`servicer` calls `make_memory` once, before it makes the slots.
+"""
 
 from pathlib import Path
 
@@ -13,13 +16,13 @@ from generate_workers.slots.memory import KvMemory, MemoryLimits
 from modeling.forward.decoder import Decoder
 
 _SHARE = 0.5
-"""Of the free memory, at most and over all engines, if nothing is configured: weights and other processes need some
-too."""
+"""Part of the free memory that KV of all engines takes at most if nothing is configured: weights and other processes
+need memory too."""
 
 
 def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
-    """A group's KV memory, as it is configured. Raises ConfigError for an unknown policy and for memory that cannot be
-    had, ModelError for a policy that lacks what `baton prepare` finds out."""
+    """Make a group's KV memory as configured. Raises ConfigError for an unknown policy and for memory that cannot be
+    had, ModelError for a policy that lacks the file of `baton prepare`."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, eviction_named(config.pool_eviction)) if config.pool_tokens else None
@@ -29,7 +32,8 @@ def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
 
 
 def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: int) -> MemoryLimits:
-    """Raises ConfigError when the device's memory does not hold the weights, or no row at all fits."""
+    """Return the limits of KV. Raises ConfigError when the device's memory does not hold the weights, or one token's KV
+    does not fit."""
     kv_bytes = config.kv_memory_bytes
     if not kv_bytes:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots

@@ -1,10 +1,11 @@
-"""The running rows: which slot each holds, which run next, and who gives way when memory runs out.
+"""The running rows: which slot each holds, which run next, and which are preempted when memory runs out.
 
-Step 8 of a request's way (DESIGN.md, section 4). A row asks for more memory as it grows. When there is none, the
-youngest row gives its own back and waits; it comes back before any newcomer, and prefills what it knew, its output
-included, so that its stream goes on: in fp32 with the tokens that it would have had, in bf16 perhaps with others, since
-a prefill in chunks does not round as decode steps do. A request that could not run alone was never let in, so the
-oldest row always runs: at worst it waits for leases, which end by themselves, and new ones leave it what it needs.
+`engine.core` adds and removes rows; `batcher` plans their tokens; memory comes from `slots.table`. A row asks for more
+memory as it grows. When there is none, the youngest row gives its own back and waits. It resumes before any new row
+joins and prefills the tokens that it knew, its output included, so that its stream goes on: in fp32 with the tokens
+that it would have had, in bf16 perhaps with others, since a prefill in chunks does not round as decode steps do. A
+request that could not run alone is refused at the start, so the oldest row always runs: at worst it waits for leases,
+which end by themselves, and new leases leave free what it needs.
 
 Owned by the engine's thread.
 """
@@ -23,29 +24,29 @@ from generate_workers.slots.table import SlotTable
 
 @dataclass
 class RunningRows:
-    """All rows that hold slots, and those that did and will again."""
+    """All rows that hold slots, and the preempted rows that wait to resume."""
 
     slots: SlotTable
     batcher: Batcher
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Those with a seat, those included that have retired."""
+    """Rows with a seat, including those that have retired."""
     waiting: list[Row] = field(default_factory=list)
-    """Preempted, the oldest first."""
+    """Leaders of preempted streams' rows, the oldest first."""
     num_preemptions: int = 0
     is_stalled: bool = False
     """Whether the last plan is empty although there are rows: the oldest waits for memory that leases hold."""
     _growth: KvBytes = field(default=KvBytes(), init=False)
-    """What a row must grow by that has no room for it yet."""
+    """Bytes by which a row must grow that has no room for it yet."""
 
     def add(self, rows: list[Row], num_cached: int) -> None:
-        """A stream's rows: the first joins the batch, with the KV of `num_cached` tokens in place; the others follow
-        it."""
+        """Add a stream's rows. The first joins the batch, with the KV of `num_cached` tokens in place; the others
+        follow it."""
         leader = rows[0]
         leader.followers = rows[1:]
         self._enter(leader, num_cached)
 
     def fork(self, leader: Row) -> None:
-        """The history's KV is in place: the other choices get a copy, and join the batch."""
+        """Copy a leader's KV, once its history is in place, to its followers, which join the batch."""
         followers, leader.followers = leader.followers, []
         num_tokens = len(leader.token_ids)
         for row in followers:
@@ -53,20 +54,20 @@ class RunningRows:
             self.batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
 
     def retire(self, row: Row) -> None:
-        """The row has its last token; what it holds stays, until it is removed."""
+        """Take a row that has its last token out of the batch; it keeps its slot and memory until it is removed."""
         self.batcher.leave(row.slot)
 
     def remove(self, row: Row) -> None:
-        """The row has ended; what it holds is free."""
+        """Remove a row that has ended, and free what it holds."""
         if row in self.waiting:
             self.waiting.remove(row)
             self._owe()
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Rows that were preempted come back while there is room, the oldest first; whether none waits. Raises
-        ResourceExhaustedError for the oldest when its device has less memory than it was said to have, and no row runs
-        that would give some back."""
+        """Resume preempted rows while there is room, the oldest first; return whether none is left waiting. Raises
+        ResourceExhaustedError for the oldest when the device has less memory than configured and no row runs that would
+        give some back."""
         if not self.waiting:
             return True
         while self.waiting:
@@ -83,8 +84,9 @@ class RunningRows:
         return not self.waiting
 
     def plan(self, give_up_saving: Callable[[], bool]) -> StepPlan:
-        """What to run next; memory is promised to all that it runs. Rows that have retired give way for that, by
-        `give_up_saving`, which says whether there were any; then the youngest that run do."""
+        """Return what to run next, with memory promised to every row in it. When memory is short, calls
+        `give_up_saving`, which releases rows that have retired and returns whether there were any; then preempts the
+        youngest running rows."""
         self.is_stalled = False
         while True:
             plan = self.batcher.plan()
@@ -100,7 +102,8 @@ class RunningRows:
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
-        """The oldest row that cannot grow as planned; from now on, leases leave it what it needs for that."""
+        """Promise the plan's rows their memory, and return the oldest that cannot grow, else None. New leases leave
+        free what that row needs."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
         for row in sorted((self.rows[slot] for slot in ends), key=_age):
             if not self.slots.extend(row.slot, ends[row.slot]):
@@ -113,12 +116,12 @@ class RunningRows:
         try:
             return self.slots.occupy(len(leader.token_ids), leader.capacity_tokens, num_rows)
         except ResourceExhaustedError:
-            if self.rows:  # they give memory back when they end
+            if self.rows:  # running rows give memory back when they end
                 return None
             raise
 
     def _preempt(self, leader: Row) -> None:
-        """What it gives back is owed before it is free: no lease takes it in between."""
+        """Make a leader and its followers wait. Their memory is owed before it is freed, so that no lease takes it."""
         self.num_preemptions += 1
         self.waiting.append(leader)
         self.waiting.sort(key=_age)
@@ -132,7 +135,7 @@ class RunningRows:
     def _unseat(self, rows: Iterable[Row]) -> None:
         for row in rows:
             seat, row.seat = row.seat, None
-            if seat is None:  # it waits to come back
+            if seat is None:  # the row is preempted
                 continue
             del self.rows[seat.ref.slot]
             if seat.ref.slot in self.batcher:

@@ -1,7 +1,7 @@
-"""A request in the generation engine, a type a stage: GenerationRequest as asked, Stream once open, Row in the batch.
+"""A request in the generation engine, a type per stage: GenerationRequest as asked, Stream once open, Row in the batch.
 
-Step 8 of a request's way (DESIGN.md, section 4). A stream has a row for each choice. A row turns sampled tokens into
-events: text, stop strings and the finish reason are decided here, where the token is made. Owned by the engine's
+`engine.core` moves a request from one type to the next. A stream has a row for each choice. A row turns sampled tokens
+into events: text, stop strings and the finish reason are decided here, where the token is made. Owned by the engine's
 thread.
 """
 
@@ -24,17 +24,17 @@ from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
 Ticket = NewType("Ticket", int)
-"""One stream of one engine: the number that `GenerationEngine.submit` gave it."""
+"""Number that `GenerationEngine.submit` gave a stream; unique within one engine."""
 EventSink = Callable[[TokenEvent], None]
-"""Where a stream's events go; called on the engine's thread, must neither block nor raise."""
+"""Receiver of a stream's events; called on the engine's thread, must neither block nor raise."""
 
 FilledSink = Callable[[Filled], None]
-"""Where it goes what was stored of a stream's answers; likewise."""
+"""Receiver of the blocks stored of a stream's answers; called on the engine's thread, must neither block nor raise."""
 
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """What is asked of a generation group."""
+    """What a client asks of a generation group."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
@@ -42,27 +42,27 @@ class GenerationRequest:
     """Tokens that the request's stream already has; empty at the first attempt, and with several choices."""
     params: SamplingParams
     lease_ref: LeaseRef | None = None
-    """Where the KV of prompt_ids and output_ids is pushed to, or of some of them is; None: prefill locally."""
+    """Lease of the slot to which the KV of all, or of the first, tokens is pushed. None: prefill locally."""
     naming: BlockNaming | None = None
-    """Of the blocks of its answers, which are to be stored; None: they are not."""
+    """Naming of the blocks of its answers, which are to be stored. None: they are not stored."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the history."""
+        """Return the number of known tokens, prompt and output."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that a row of it may come to hold."""
+        """Return how many tokens a row of this request may come to hold."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Whether the prompt's logprobs are asked for, and not out already: they come with the first output token."""
+        """Return whether the prompt's logprobs are due; they are sent with the first output token."""
         return self.params.prompt_logprobs is not None and not self.output_ids
 
     def check(self, vocab_size: int, max_slot_tokens: int, num_slots: int) -> None:
-        """Raises InvalidArgumentError that names the first field that is out of its limits."""
+        """Raise InvalidArgumentError that names the first field that is out of its limits."""
         if not self.prompt_ids:
             raise InvalidArgumentError("prompt_ids is empty: send at least one token")
         for name in ("prompt_ids", "output_ids"):
@@ -92,43 +92,44 @@ class GenerationRequest:
 
 @dataclass(eq=False)
 class Stream:
-    """An open request: each of its choices will get exactly one terminal event. Owned by the engine's thread, except
-    the first five, which do not change."""
+    """An open request: each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
+    first five fields, which do not change."""
 
     ticket: Ticket
     request: GenerationRequest
     on_event: EventSink
     stop: StopStrings
-    """The request's stop strings, for all of its choices."""
+    """The request's stop strings, shared by all of its choices."""
     on_filled: FilledSink = lambda filled: None
     rows: "list[Row]" = field(default_factory=list)
-    """Of the choices that run, once the stream has its slots."""
+    """Rows of the choices that run, once the stream has its slots."""
     saving: "dict[Row, Answer]" = field(default_factory=dict)
-    """Of choices that have ended: they hold their slots until their KV is stored."""
+    """Rows of choices that have ended, and hold their slots until their KV is stored."""
     filled: Filled = field(default_factory=Filled)
-    """What was stored of them."""
+    """Blocks stored so far of the ended choices."""
     has_rows: bool = False
-    """Whether it has, or had, its slots."""
+    """Whether the stream has, or had, its slots."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left of it, once it had rows."""
+        """Return whether no row of the stream is left, running or being stored. Meaningful once it had rows."""
         return not (self.rows or self.saving)
 
     def add_filled(self, filled: Filled) -> None:
-        """What was stored of one choice."""
+        """Add the blocks that were stored of one choice."""
         stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
         self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
 
     def open_choices(self) -> list[tuple[int, int]]:
-        """`(choice, output tokens so far)` of each choice that has not ended."""
+        """Return `(choice, output tokens so far)` of each choice that has not ended."""
         if self.has_rows:
             return [(row.choice, row.sampler.position) for row in self.rows]
         return [(choice, len(self.request.output_ids)) for choice in range(self.request.params.n)]
 
 
 class Row:
-    """A choice that holds a slot. Sampler and text are rebuilt from history: a resumed stream goes on exactly."""
+    """A choice that holds a slot. Its sampler and text are rebuilt from history, so a resumed stream goes on
+    exactly."""
 
     def __init__(self, stream: Stream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig) -> None:
         request = stream.request
@@ -136,50 +137,50 @@ class Row:
         self.stream = stream
         self.choice = choice
         self.seat: Seat | None = seat
-        """None while the row waits to come back, its memory given to older ones."""
+        """The row's slot; None while the row is preempted, its memory given to older rows."""
         self.first = seat.first
-        """The first token, where another group sampled it."""
+        """First token, if it was sampled by another group and came with the KV."""
         self.capacity_tokens = len(seat.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         """All known tokens of the sequence."""
         self.sampler = SamplerState(params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids)
         self.followers: list[Row] = []
-        """Rows of the other choices, until they get this row's KV and a token of their own."""
+        """Rows of the other choices, until they get a copy of this row's KV and a token of their own."""
         self._prompt = [SampledToken(request.prompt_ids[0])] if request.wants_prompt_scores and choice == 0 else []
-        """The prompt's tokens scored so far; empty when that was not asked for."""
+        """Tokens of the prompt scored so far; empty when scores were not asked for."""
         self._text = TextStream.rebuild(tokenizer, stream.stop, request.output_ids)
         self._vocab_size = config.vocab_size
         self._max_tokens = min(self.capacity_tokens, config.max_position)
 
     @property
     def ref(self) -> LeaseRef:
-        """Its claim on the slot that it holds, while it has a seat."""
+        """Return the row's claim on its slot. The row must have a seat."""
         assert self.seat is not None
         return self.seat.ref
 
     @property
     def slot(self) -> SlotId:
-        """The row's name in the batch, while it has a seat."""
+        """Return the slot, by which the batch knows the row. The row must have a seat."""
         return self.ref.slot
 
     @property
     def age(self) -> tuple[Ticket, int]:
-        """Less is older."""
+        """Return the key by which rows are ordered from oldest (least) to youngest."""
         return self.stream.ticket, self.choice
 
     def unscored(self, tokens: TokenRange) -> TokenRange:
-        """The positions among `tokens` whose successors are the prompt's and are yet to be scored."""
+        """Return the positions among `tokens` whose next token is of the prompt and not scored yet."""
         if not self._prompt:
             return TokenRange(tokens.start, tokens.start)
-        start = max(tokens.start, len(self._prompt) - 1)  # those before were scored before the row lost its memory
+        start = max(tokens.start, len(self._prompt) - 1)  # earlier ones were scored before the row was preempted
         return TokenRange(start, max(min(tokens.end, len(self.stream.request.prompt_ids) - 1), start))
 
     def add_scores(self, tokens: Sequence[SampledToken]) -> None:
-        """Takes the scores of the next tokens of the prompt."""
+        """Add the scores of the prompt's next tokens."""
         self._prompt.extend(tokens)
 
     def accept(self, token: SampledToken, unix_ns: int) -> TokenEvent:
-        """Takes the next output token; returns its event, which carries the finish reason if the choice ends with it.
+        """Take the next output token; return its event, which carries the finish reason if the choice ends with it.
 
         Raises InvalidArgumentError for a token that the model does not have.
         """
@@ -194,12 +195,12 @@ class Row:
 
     def _finish_by_token(self) -> FinishReason | None:
         finish = self.sampler.finish_after_last()
-        if finish is None and len(self.token_ids) > self._max_tokens:  # no room for the KV of this token
+        if finish is None and len(self.token_ids) > self._max_tokens:  # the slot has no room for this token's KV
             return FinishReason.LENGTH
         return finish
 
     def _advance_text(self, token_id: int, finish: FinishReason | None) -> tuple[str, FinishReason | None]:
-        if finish is FinishReason.STOP:  # the text of a token that ends the stream is not part of it
+        if finish is FinishReason.STOP:  # the text of a stop token is not part of the output
             return self._text.flush(), finish
         result = self._text.push(token_id)
         if result.stopped:

@@ -7,11 +7,10 @@ A step that decodes B rows whose sequences have C tokens in sum, and prefills be
                               and keys that take as many FLOPs
 
 The first line is fitted to the latest steps that only decoded, some of each batch size, so that it holds for sizes that
-were not seen for a while; the rate follows the latest steps that prefilled: what such a step took, over what it was
-predicted to take with its decoding, scales it by a part.
+were not seen for a while. The rate follows the latest steps that prefilled: the time of such a step, divided by the
+predicted time of it with its decoding, scales the rate by a part.
 
-Step 8 of a request's way (DESIGN.md, section 4). Owned by the engine's thread; knows no clock: it is told what steps
-took.
+`batcher` asks for the bound and reports the time of each step. Owned by the engine's thread; has no clock of its own.
 """
 
 import math
@@ -28,22 +27,24 @@ from planning.model_shape import ModelShape
 _KEPT_STEPS = 8
 """Latest steps kept of each batch size."""
 _GAIN = 0.2
-"""How far one step moves the rate towards what it says."""
+"""Part of a step's deviation from its prediction by which the rate moves."""
 _MOST_OVER = 2.0
-"""Times the predicted seconds: a step that took longer counts as this, for something else may have held it up."""
+"""Largest factor over the predicted seconds that counts: a longer step was perhaps held up by something else."""
 _LEAST_SHARE = 0.05
-"""Of a step that prefilled, what prefill is taken for at least, at first: a rate of nothing could not be scaled."""
+"""Least part of the first prefilling step's time that is counted as prefill, because a rate of zero cannot be
+scaled."""
 _MOST_MIXED = 32
-"""Steps that did both, after which one only decodes: the former do not tell how their time divides."""
+"""Steps with both decoding and prefill after which one step only decodes: mixed steps do not tell how their time
+divides."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """What of a step decodes."""
+    """The decoding part of a step."""
 
     num_rows: int
     num_tokens: int
-    """That these rows attend to, in sum."""
+    """Tokens that the decode rows attend to, in sum."""
 
 
 NO_DECODING = Decoding(0, 0)
@@ -51,14 +52,14 @@ NO_DECODING = Decoding(0, 0)
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """What prefilling some tokens of a sequence takes, in units of a token's way through the matrices."""
+    """Work of prefilling tokens of a sequence, in units of one token's way through the matrices."""
 
     pair_work: float = 0.0
-    """Of a pair of query and key."""
+    """Work of one pair of query and key."""
 
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
-        """By its FLOPs."""
+        """Derive the work of a pair from the model's FLOPs."""
         shape = ModelShape(
             num_layers=config.num_layers,
             hidden=config.hidden_size,
@@ -71,35 +72,35 @@ class PrefillWork:
         return cls(shape.pair_flops / shape.linear_flops)
 
     def of(self, tokens: TokenRange) -> float:
-        """Of a chunk, which attends to itself and to all before it."""
+        """Return the work of a chunk, which attends to itself and to all tokens before it."""
         num_pairs = len(tokens) * tokens.start + len(tokens) * (len(tokens) + 1) / 2
         return len(tokens) + self.pair_work * num_pairs
 
     def num_fitting(self, start: int, most: float) -> int:
-        """How many tokens from `start` on come to no more work than `most`, which is finite."""
+        """Return how many tokens from `start` on take no more work than `most`, which is finite."""
         linear, square = 1 + self.pair_work * (start + 0.5), self.pair_work / 2
         root = math.sqrt(linear * linear + 4 * square * max(most, 0.0))
         return int(2 * max(most, 0.0) / (root + linear))
 
 
 class StepBound:
-    """Learns what steps take, and bounds their prefill: one with rows that decode takes at most `max_stretch` times
-    what decoding alone would."""
+    """Learns what steps take, and bounds their prefill: a step with rows that decode takes at most `max_stretch` times
+    as long as decoding alone would."""
 
     def __init__(self, max_stretch: float) -> None:
         assert max_stretch >= 1
         self._max_stretch = max_stretch
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
-        """Of steps that only decoded, by batch size."""
+        """Latest steps that only decoded, with their seconds, by batch size."""
         self._fit: tuple[float, float, float] | None = None
-        """Seconds of base, row and token; None: to be fitted anew."""
+        """Seconds of base, row and token. None: to be fitted anew."""
         self._rate_s: float | None = None
-        """Seconds of a unit of work; None: nobody knows."""
+        """Seconds of a unit of work. None before a step has prefilled."""
         self._num_mixed = 0
-        """Steps that did both since the latest one that only decoded."""
+        """Steps with both decoding and prefill since the latest step that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
-        """Predicted seconds of a step that only decodes; None before one did."""
+        """Return the predicted seconds of a step that only decodes; None before such a step was observed."""
         if not self._decoded:
             return None
         if self._fit is None:
@@ -108,12 +109,12 @@ class StepBound:
         return base_s + decoding.num_rows * row_s + decoding.num_tokens * token_s
 
     def prefill_s(self, work: float) -> float | None:
-        """Predicted seconds that so much prefill adds to a step; None before there was some."""
+        """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
         return None if self._rate_s is None else work * self._rate_s
 
     def max_work(self, decoding: Decoding) -> float:
-        """Units of prefill that the next step may take: as many as there are where no row decodes, and none as long as
-        nothing is known; without a bound, any."""
+        """Return the units of prefill that the next step may take: infinity where no row decodes or without a bound, 0
+        while nothing is known of decoding or of prefill."""
         if not decoding.num_rows or self._max_stretch == math.inf:
             return math.inf
         decode_s = self.decode_s(decoding)
@@ -122,16 +123,16 @@ class StepBound:
         return (self._max_stretch - 1) * decode_s / self._rate_s
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
-        """Whether the next step is to prefill nothing, so that decoding stays known while there is always something to
-        prefill: after many steps that did both, and at the first of more rows than have ever decoded alone. Never twice
-        in a row."""
+        """Return whether the next step should prefill nothing, so that decoding stays known while there is always
+        something to prefill: after many mixed steps, and at the first step with more rows than have ever decoded alone.
+        Never True twice in a row."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)
         return self._num_mixed >= (1 if is_unseen else _MOST_MIXED)
 
     def observe(self, decoding: Decoding, work: float, seconds: float) -> None:
-        """A step took that long."""
+        """Learn from a step that ran `decoding` and `work` and took `seconds`."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
         if seconds <= 0:
@@ -140,7 +141,7 @@ class StepBound:
             self._keep(decoding, seconds)
             return
         decode_s = self.decode_s(decoding) if decoding.num_rows else 0.0
-        if decode_s is None:  # rows came while others prefilled: nothing else tells yet what they take
+        if decode_s is None:  # rows came while others prefilled: no step has told yet what decoding takes
             decode_s = max(seconds - (self.prefill_s(work) or 0.0), seconds / 2)
             self._keep(decoding, decode_s)
         if self._rate_s is None:

@@ -1,6 +1,7 @@
 """One step's tensor work: a ragged forward over all planned rows, then one sampling. On the engine's thread.
 
-Step 8 of a request's way (DESIGN.md, section 4).
+`engine.core` hands it plans of `batcher`; KV comes from the residency policy, the forward is
+`modeling.forward.decoder`.
 
 T tokens of all spans, D hidden.
 """
@@ -21,29 +22,33 @@ from modeling.forward.linear import Linear
 from modeling.forward.sampling import sample, score
 
 _SCORED_TOKENS = 64
-"""Of a prompt whose logits are made at once: 4 bytes for each token of the vocabulary each."""
+"""Prompt tokens whose logits are made at once: each takes 4 bytes for every token of the vocabulary."""
 
 
 class StepRunner:
-    """Runs plans over the rows' KV, wherever the residency policy has it."""
+    """Runs step plans over the rows' KV, wherever the residency policy keeps it."""
 
     def __init__(self, decoder: Decoder, residency: Residency) -> None:
         self._decoder = decoder
         self._residency = residency
         self.num_weight_bytes = bytes_per_step(decoder.weights)
-        """That a forward reads."""
+        """Bytes of weights that one forward reads."""
         self.num_kv_bytes = 0
-        """That attention read, over all steps."""
+        """Bytes of KV that attention has read, over all steps."""
 
     @property
     def num_link_bytes(self) -> int:
-        """Copied between host and device, over all steps."""
+        """Return the bytes copied between host and device, over all steps."""
         return self._residency.num_link_bytes
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], sampled: list[Row]) -> list[SampledToken]:
-        """One forward over the plan's spans; then one sampling for `sampled`: those of the plan that reach their last
-        token, each with its followers, in the plan's order."""
+        """Run one forward over the plan's spans, then sample once for the rows `sampled`. Return their tokens in that
+        order.
+
+        `sampled` holds the plan's rows that reach their last token, each followed by its followers, in the plan's
+        order.
+        """
         token_ids: list[int] = []
         starts: dict[SlotId, int] = {}
         last: list[int] = []
@@ -63,7 +68,7 @@ class StepRunner:
         return sample(self._decoder.logits(hidden_TD[last]), [row.sampler for row in sampled])
 
     def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
-        """Scores the prompt, where the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
+        """Score the prompt's tokens if the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""
         for part in row.unscored(tokens).split(_SCORED_TOKENS):
             rows = slice(part.start - tokens.start, part.end - tokens.start)
             num_top = row.sampler.params.prompt_logprobs
@@ -73,19 +78,19 @@ class StepRunner:
 
 
 def bytes_per_step(weights: DecoderWeights) -> int:
-    """Bytes of the parameters that every forward reads whole: of an embedding that is not the head as well, and of
-    positions, it reads some rows."""
+    """Return the bytes of the parameters that every forward reads whole. Not counted are positions and an embedding
+    that is not the head: a forward reads only some of their rows."""
     return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head)).values())
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of all parameters."""
+    """Return the bytes of all parameters."""
     return sum(_bytes_by_part(weights).values())
 
 
 def _bytes_by_part(part: object) -> dict[int, int]:
-    """Bytes of the linear layers, and of other objects' own tensors, that `part` is composed of, by identity: what is
-    used twice, as a tied embedding is, counts once."""
+    """Return the bytes of each linear layer, and of each other tensor, within `part`, by object id. An object that is
+    used twice, such as a tied embedding, counts once."""
     if isinstance(part, Linear):
         return {id(part): part.num_bytes}
     if isinstance(part, Tensor):

@@ -1,1 +1,1 @@
-"""Connects slots with the node's store of cached KV blocks."""
+"""Connect a group's slots with its node's store of cached KV blocks."""

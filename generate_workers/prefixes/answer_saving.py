@@ -1,14 +1,14 @@
-"""Answers kept: when a row has ended, its KV goes from its slot to the node's prefix store, for a prompt that goes on.
+"""Saving answers: when a row has ended, its KV is copied from its slot to the node's prefix store, for later prompts.
 
-Step 9 of a request's way (DESIGN.md, sections 4 and 5). Whole blocks of prompt and output that the store lacks are
-copied, by a reader that the slot's ledger counts, on a thread of its own; the row holds its slot until then. The last
-token of an output has no KV, as nobody ran it. Output tokens' KV comes from decode steps, which do not round as a
-prefill does: in bf16 a later prompt's tokens may differ from those of a cold start, as they may after a preemption.
+`engine.core` calls it when a choice has ended. Whole blocks of prompt and output that the store lacks are copied, by a
+reader that the slot counts, on a thread of its own; the row holds its slot until then. The last token of an output has
+no KV, because no step ran it. Output tokens' KV comes from decode steps, which do not round as a prefill does: in bf16
+a later prompt's tokens may differ from those of a cold start, as they may after a preemption.
 
-A row that is released meanwhile (its stream was cancelled, the engine leaves or needs its memory), a store without
-room, and too many others that wait are reasons to give up at once. What is half-written then goes.
+An answer is given up at once when its row is released meanwhile (its stream was cancelled, the engine closes or needs
+the memory), when the store has no room, or when too many others wait. Half-written blocks are then dropped.
 
-What goes on to disk does so on another thread, which holds no slot.
+Answers that go on to disk do so on another thread, which holds no slot.
 """
 
 import logging
@@ -27,14 +27,14 @@ from modeling.prefix_store.store import Filled, PrefixStore, Room
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 16
-"""Rows that may wait for the thread: each holds a slot that others could have."""
+"""Rows that may wait for the thread. Each holds a slot that a new row could have."""
 _MAX_SINKING = 64
-"""Answers that may wait for the disk: others go there when they are stored anew."""
+"""Answers that may wait for the disk. Further ones go to disk only when they are stored anew."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """A row's tokens whose KV is in its slot."""
+    """A row's tokens whose KV is in its slot, and the naming of their blocks."""
 
     reader: SlotReader
     token_ids: tuple[int, ...]
@@ -43,14 +43,14 @@ class Answer:
 
 
 class AnswerSaver:
-    """One group's. `save` and `give_up` on the engine's thread; `close` once that has ended."""
+    """Saves the answers of one group. `save` and `give_up` are called on the engine's thread, `close` after its end."""
 
     def __init__(self, store: PrefixStore) -> None:
         self.num_bytes = 0
-        """Copied from slots so far."""
+        """Bytes copied from slots so far."""
         self._store = store
         self._changed = threading.Condition()
-        """Guards the next two."""
+        """Guards `_waiting` and `_is_closed`."""
         self._waiting: deque[Answer] = deque()
         self._is_closed = False
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
@@ -60,18 +60,20 @@ class AnswerSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether too many wait already for another to be worth its slot, or nobody would come to it."""
+        """Return whether to skip saving: too many answers wait for another to be worth its slot, or the thread has
+        ended."""
         return len(self._waiting) >= _MAX_WAITING or not self._thread.is_alive()
 
     def save(self, answer: Answer) -> None:
-        """Begins; `answer.on_saved` is called once, on the saver's thread, after the reader has left."""
+        """Queue an answer. `answer.on_saved` is called once, on the saver's thread, after the reader has left the
+        slot."""
         with self._changed:
             self._waiting.append(answer)
             self._changed.notify()
 
     def give_up(self, answer: Answer) -> None:
-        """Its row is about to be released. If it still waits, its reader leaves now, and `on_saved` is not called; else
-        it is over as soon as the row is released."""
+        """Give up an answer whose row is about to be released. If it still waits, its reader leaves now and `on_saved`
+        is not called; if its copy runs, the copy ends as soon as the row is released."""
         with self._changed:
             if answer not in self._waiting:
                 return
@@ -79,8 +81,8 @@ class AnswerSaver:
         answer.reader.close()
 
     def close(self) -> None:
-        """Returns when all that was begun is over, which is at once for rows that have been released; what waits for
-        the disk does not go there. Idempotent."""
+        """Return when every answer that was queued is finished, which is at once for rows that have been released.
+        Answers that wait for the disk do not go there. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
@@ -88,7 +90,7 @@ class AnswerSaver:
         self._sinker.shutdown(cancel_futures=True)
 
     def _next(self) -> Answer | None:
-        """None once closed, and nothing waits."""
+        """Wait for the next answer; return None once closed and none waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
             return self._waiting.popleft() if self._waiting else None
@@ -126,7 +128,8 @@ class AnswerSaver:
         return room.filled(blocks.names)
 
     def _sink(self, filled: Filled, block_tokens: int) -> None:
-        """To disk, where blocks go there; what had to go from there is found out by who looks for it."""
+        """Copy stored blocks to disk, if the store has one. Blocks evicted there are not reported: a lookup finds them
+        gone."""
         try:
             self._store.sink(filled.stored, TokenRange(0, len(filled.stored) * block_tokens), block_tokens)
         except (BatonError, OSError) as error:

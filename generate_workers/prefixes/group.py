@@ -1,6 +1,7 @@
-"""A generation group's part in its node's prefix store: leases begin with blocks from there, answers go there.
+"""A generation group's use of its node's prefix store: leases begin with blocks from it, answers are stored in it.
 
-The folder is the one that the node's prefill ranks use, where there are any; whoever is last removes it (store_folder).
+`servicer` makes it on the asyncio loop. The folder is the one that the node's prefill ranks use, if the node has any;
+its last user removes it (`modeling.prefix_store.folder`).
 """
 
 import asyncio
@@ -14,18 +15,19 @@ from modeling.prefix_store.node import DiskPlace, NodeStore
 
 
 class GroupPrefixes:
-    """Store, loader and saver over one table of slots. On the loop; the saver is the engine's, which ends it."""
+    """Prefix store, loader and saver of one table of slots. Used on the loop. The engine owns the saver and closes
+    it."""
 
     def __init__(
         self, folder: Path, slots: SlotTable, *, bound_bytes: int, clock: Clock, disk: DiskPlace | None = None
     ) -> None:
-        """Raises ConfigError when a folder cannot be made."""
+        """Raise ConfigError when a folder cannot be made."""
         self._node = NodeStore(folder, slots.layout, bound_bytes=bound_bytes, clock=clock, disk=disk)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(self.store)
 
     async def close(self) -> None:
-        """Once the engine has ended. Once."""
+        """Wait for running loads, then let go of the store's folders. Call once, after the engine has ended."""
         await self.loader.close()
         await asyncio.to_thread(self._node.close)

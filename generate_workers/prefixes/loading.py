@@ -1,9 +1,9 @@
-"""Leases that begin with blocks of the node's prefix store: what is there is copied into the slot, and not pushed.
+"""Leases that begin with blocks of the node's prefix store, which are copied into the slot instead of pushed.
 
-Steps 3 and 6 of a request's way (DESIGN.md, sections 4 and 5). A transport.kv_sink.KvPrefixes. Blocks are opened, and
-so locked, before the lease says that they are present; copying goes on beside the prefill, as one more writer of the
-slot: commit waits for it as for any other. Both have threads of their own: heartbeats go to the loop's pool, and never
-wait for disks. The engine's thread has no part in it.
+A transport.kv_sink.KvPrefixes, called by `transport.kv_receiver`; it leases from `slots.table`. Blocks are opened, and
+so locked, before the lease says that they are present. They are copied while the prefill runs, by one more writer of
+the slot, which commit waits for as for any other. Opening and copying have threads of their own: heartbeats go to the
+loop's pool and never wait for disks. The engine's thread has no part in either.
 """
 
 import asyncio
@@ -22,18 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""That copy blocks, and as many that open them: more would only share the memory's bandwidth, and the steps', or the
-disk's."""
+"""Threads that copy blocks, and as many that open them. More would only share the bandwidth of memory, which the
+engine's steps use too, or that of the disk."""
 
 
 class PrefixLoader:
-    """Of one group's slots. On the loop."""
+    """Reserves slots of one group with the blocks that their prompts begin with. Used on the loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes = 0
-        """That slots began with, so far."""
+        """Bytes that slots have begun with so far."""
         self.num_disk_bytes = 0
-        """Of these, from disk."""
+        """Part of `num_bytes` that was read from disk."""
         self._slots = slots
         self._store = store
         self._loads: set[asyncio.Task[None]] = set()
@@ -41,8 +41,12 @@ class PrefixLoader:
         self._opening = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prefix-opener")
 
     async def reserve(self, request: ReserveSpec) -> Lease:
-        """As KvPrefixes says; a lease for local prefill is complete when its blocks are in. Where there is no room, no
-        disk is read: the request is repeated until there is."""
+        """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them; return the lease.
+
+        The lease says how many tokens are present. A lease for local prefill is committed when its blocks are in.
+        Raises what `SlotTable.reserve` raises, without reading a disk when there is no room (such a request is repeated
+        until there is), and InvalidArgumentError for a bad block name.
+        """
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
@@ -55,20 +59,22 @@ class PrefixLoader:
         return lease
 
     async def close(self) -> None:
-        """Returns when no block is opened and no slot is written any more: soon, or when a disk has answered."""
+        """Return when no block is being opened and no slot written. Waits for running copies and disk reads."""
         await asyncio.to_thread(self._opening.shutdown, cancel_futures=True)
         await asyncio.gather(*self._loads)
         self._copying.shutdown()
 
     async def _open(self, request: ReserveSpec) -> Leading:
-        """A lease that begins with nothing waits for nobody's disk."""
+        """Open the request's leading blocks on a thread; return at once when it names none, without waiting for a
+        disk."""
         if not request.prefix_blocks:
             return Leading((), 0)
         opening = partial(self._store.open_leading, request.prefix_blocks, request.block_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._opening, opening)
 
     async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], completes: bool) -> None:
-        """A lease whose blocks cannot be copied ends, as nobody else would push them."""
+        """Copy blocks into the lease's slot, then commit it if `completes`. Aborts the lease when a copy fails, because
+        no rank pushes those tokens."""
         try:
             if blocks:
                 await asyncio.get_running_loop().run_in_executor(self._copying, self._copy, lease, blocks)

@@ -1,1 +1,1 @@
-"""Owns the slots of a generation group: leases, memory, and who may write."""
+"""Own the slots of a generation group: leases, memory, and the writers and readers inside each slot."""

@@ -1,6 +1,6 @@
-"""The limits of what may be asked of slots. Each check raises InvalidArgumentError that names the field.
+"""Limits on what a caller may ask of slots. Each check raises InvalidArgumentError that names the field.
 
-Step 3 of a request's way (DESIGN.md, section 4).
+`SlotTable` calls these checks before it reserves or renews a lease.
 """
 
 import math
@@ -10,7 +10,7 @@ from transport.kv_sink import ReserveSpec
 
 
 def check_spec(request: ReserveSpec, num_slots: int, max_slot_tokens: int) -> None:
-    """Of a group with so many slots."""
+    """Check a Reserve against a group of `num_slots` slots that hold `max_slot_tokens` tokens each."""
     num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
     _require(num_tokens >= 1, "num_tokens", num_tokens, "use at least 1")
     _require(num_tokens <= capacity, "num_tokens", num_tokens, f"capacity_tokens is {capacity}")
@@ -21,7 +21,7 @@ def check_spec(request: ReserveSpec, num_slots: int, max_slot_tokens: int) -> No
 
 
 def check_ttl(ttl_s: float) -> None:
-    """Of a lease."""
+    """Check that a lease's time to live is finite and above 0 seconds."""
     _require(0 < ttl_s < math.inf, "ttl_s", ttl_s, "use a time above 0 seconds")
 
 

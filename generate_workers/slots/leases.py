@@ -1,12 +1,12 @@
-"""What a slot goes through: states, one transition table, the claim that a lease is, and the ledger.
+"""The life of a slot: its states, one transition table, the claim behind a lease, and the ledger.
 
-Steps 3 and 7 of a request's way (DESIGN.md, section 4). Plain values without a lock: `slots.SlotTable` owns them.
+Plain values without a lock: `slots.table.SlotTable` owns them and guards them with its own.
 
     FREE -> LEASED -> COMMITTED -> ACTIVE -> FREE
               |           |          |
               +-----------+----------+--> QUARANTINED -> FREE     freed while a writer or reader was still inside
 
-    FREE -> HELD -> ACTIVE -> FREE      of a further choice of a lease: starts and ends with the lease's own slot
+    FREE -> HELD -> ACTIVE -> FREE      slot of a lease's further choice: starts and ends with the lease's own slot
 """
 
 from collections import Counter
@@ -26,40 +26,40 @@ from transport.kv_sink import ReserveSpec
 
 
 class SlotState(Enum):
-    """Where a slot is in its life."""
+    """The stage of its life that a slot is in."""
 
     FREE = "free"
-    """Holds nothing; may be claimed."""
+    """The slot holds nothing and may be claimed."""
     LEASED = "leased"
-    """KV is being pushed; timed."""
+    """KV is being pushed. The lease ends at its deadline unless it is renewed."""
     COMMITTED = "committed"
-    """Every byte and the first tokens are in; waits for its row; timed."""
+    """Every byte and the first tokens are in; the slot waits to become a row. The lease still ends at its deadline."""
     HELD = "held"
-    """For a further choice of a leased or committed slot, and as long as that."""
+    """Reserved for a further choice of a leased or committed slot; freed together with that slot."""
     ACTIVE = "active"
-    """A row of the batch; not timed, the row's end frees it."""
+    """The slot is a row of the batch. It has no deadline: the row's end frees it."""
     QUARANTINED = "quarantined"
-    """Freed, but a writer or reader has not left: its memory is held until then."""
+    """Freed while a writer or reader is still inside; its memory is held until the last of them leaves."""
 
 
 _LEASED = (SlotState.LEASED, SlotState.COMMITTED, SlotState.HELD)
-"""Claimed, and not yet a row."""
+"""States of a slot that is claimed and not yet a row."""
 
 
 class SlotMove(Enum):
-    """What happens to a slot."""
+    """An event that moves a slot from one state to another."""
 
     LEASE = "lease"
     HOLD = "hold"
     OCCUPY = "occupy"
-    """Claimed by a row that prefills locally."""
+    """A row that prefills locally claims the slot."""
     COMMIT = "commit"
     ACTIVATE = "activate"
     FREE = "free"
     QUARANTINE = "quarantine"
-    """As FREE, with writers or readers inside."""
+    """Free the slot while writers or readers are inside."""
     EMPTY = "empty"
-    """The last of them has left a quarantined slot."""
+    """The last writer or reader leaves a quarantined slot."""
 
 
 TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
@@ -78,54 +78,54 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
     (SlotState.ACTIVE, SlotMove.QUARANTINE): SlotState.QUARANTINED,
     (SlotState.QUARANTINED, SlotMove.EMPTY): SlotState.FREE,
 }
-"""All legal moves; any other is a bug of ours."""
+"""All legal moves; any other move is a bug of ours."""
 
 
 class Standing(Enum):
-    """What a row that came with a lease may do about it now."""
+    """What the stream of a lease can do about the lease now."""
 
     PENDING = "pending"
-    """Wait: KV is still on its way."""
+    """Wait: KV is still being pushed."""
     READY = "ready"
-    """Join: committed."""
+    """Join the batch: the lease is committed."""
     RUNNING = "running"
-    """It has joined."""
+    """Nothing: the lease's rows have joined the batch."""
     EXPIRED = "expired"
-    """The lease was not renewed in time."""
+    """Give up: the lease was not renewed in time."""
     GONE = "gone"
-    """The lease was aborted, or never was."""
+    """Give up: the lease was aborted or never existed."""
 
 
 STANDINGS: Mapping[SlotState, Standing] = {SlotState.LEASED: Standing.PENDING, SlotState.COMMITTED: Standing.READY}
-"""Of leases whose rows have not joined."""
+"""Standing of a lease by the state of its slot, before its rows have joined."""
 
 
 @dataclass
 class Claim:
-    """One life of a slot: made when it is claimed, dropped when it is freed. Owned by the SlotTable."""
+    """One life of a slot: made when the slot is claimed, dropped when it is freed. Owned by the SlotTable."""
 
     ref: LeaseRef
     memory: Promise
     coverage: Coverage
-    """What is there of the first `num_cached` tokens."""
+    """Pieces present so far of the first `num_cached` tokens."""
     num_tokens: int
     """Tokens that the claim was made for."""
     num_cached: int
-    """Those whose KV is pushed, or copied from blocks: positions [0, num_cached). The row computes the others."""
+    """Tokens whose KV is pushed or copied from blocks: positions [0, num_cached). The row computes the others."""
     ttl_s: float
     deadline_s: float
-    """When the claim ends by itself (Clock.now_s()), while it is LEASED or COMMITTED."""
+    """Time (Clock.now_s()) at which the claim expires while it is LEASED or COMMITTED."""
     firsts: tuple[SampledToken, ...] = ()
-    """Each choice's first token; known from commit on. None where the row computes it."""
+    """First token of each choice, known once the lease is committed. Empty where the row computes them."""
     held: "tuple[Slot, ...]" = ()
-    """The slots of further choices, until they are rows: they end with this claim."""
+    """Slots of the lease's further choices until they become rows; they end with this claim."""
     expired: bool = False
-    """Ended because nobody renewed it."""
+    """Whether the claim ended because it was not renewed in time."""
     waiters: list[LoopWaiter] = field(default_factory=list)
-    """Commits that wait for bytes: woken when all are in, and when the claim ends."""
+    """Commits that wait for bytes: woken when all bytes are in, and when the claim ends."""
 
     def lease(self, request: ReserveSpec, endpoint: str, num_present_tokens: int) -> Lease:
-        """As whoever reserved it is told."""
+        """Return the lease that the caller of Reserve gets for this claim."""
         return Lease(
             ref=self.ref,
             request_id=request.request_id,
@@ -137,40 +137,40 @@ class Claim:
         )
 
     def wake_all(self) -> None:
-        """Wakes all waiting commits."""
+        """Wake all commits that wait for this claim."""
         for waiter in self.waiters:
             waiter.wake()
 
 
 class Slot:
-    """One slot: its state, its present claim, and how many are inside. Owned by the SlotTable."""
+    """One slot: its state, its present claim, and the number of writers and readers inside. Owned by the SlotTable."""
 
     def __init__(self, number: SlotId, memory: KvMemory) -> None:
         self.number = number
         self._memory = memory
         self.state = SlotState.FREE
         self.num_inside = 0
-        """Writers and readers of its memory."""
+        """Writers and readers of the slot's memory now."""
         self.claim: Claim | None = None
         self.last_expired: Stamp | None = None
-        """The stamp of the claim that ended last, if it ended by expiry."""
+        """Stamp of the claim that ended last if it expired, else None."""
 
     @property
     def is_timed(self) -> bool:
         return self.state in (SlotState.LEASED, SlotState.COMMITTED)
 
     def begin(self, claim: Claim, move: SlotMove) -> None:
-        """FREE -> LEASED or ACTIVE."""
+        """Start a claim on a free slot: FREE -> LEASED, HELD or ACTIVE."""
         self._move(move)
         self.claim = claim
         self.last_expired = None
 
     def advance(self, move: SlotMove) -> None:
-        """COMMIT or ACTIVATE."""
+        """Move a claimed slot on by COMMIT or ACTIVATE."""
         self._move(move)
 
     def end(self, *, expired: bool = False) -> None:
-        """Ends the claim: the stamp is refused from now on, and memory goes when nobody is inside any more."""
+        """End the claim: refuse its stamp from now on, and free its memory once no writer or reader is inside."""
         claim = self.claim
         assert claim is not None
         claim.expired = expired
@@ -185,7 +185,7 @@ class Slot:
             self._drop()
 
     def leave(self) -> bool:
-        """One writer or reader has left; returns whether that freed the slot."""
+        """Count one writer or reader out; return whether that freed the slot."""
         assert self.num_inside > 0
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
@@ -207,36 +207,38 @@ class Slot:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot that has become a row: what the engine needs of it. Its memory is the table's until `release`."""
+    """A slot that has become a row, as the engine needs it. The SlotTable owns its memory; the row uses it until
+    `release`."""
 
     ref: LeaseRef
     row: RowKv
     first: SampledToken | None
-    """The choice's first token, when the KV was pushed."""
+    """First token of the choice when the KV was pushed, else None."""
     num_cached: int = 0
     """Tokens whose KV is in place."""
 
 
 @dataclass(frozen=True)
 class SlotLedger:
-    """How many slots are in which state, and the memory they hold: it balances at all times."""
+    """A snapshot of how many slots are in which state and what memory they hold. It balances at all times."""
 
     num_slots: int
     num_free: int
     num_leased: int
-    """LEASED, COMMITTED or HELD: claimed, not yet a row."""
+    """Slots that are LEASED, COMMITTED or HELD: claimed, not yet a row."""
     num_active: int
     num_quarantined: int
     num_bytes_held: int
-    """Of KV, at home, committed to the page."""
+    """Bytes of KV at home, committed to the page."""
     num_device_bytes: int
-    """Of KV on the device; where home is the device, the same bytes."""
+    """Bytes of KV on the device; the same bytes as at home where home is the device."""
     kv: KvLedger
-    """At home: what is promised to the slots in each state, held or yet to be, and by the memory's own book free."""
+    """Bytes at home that are promised to the slots in each state, whether committed yet or not, and bytes free by the
+    memory's own count."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:
-        """What these slots of that memory hold now."""
+        """Count what `slots`, all slots of `memory`, hold now."""
         promises = [slot.claim.memory for slot in slots if slot.claim]
         held = sum((each.row.num_bytes for each in promises), KvBytes())
         counts, promised = Counter(slot.state for slot in slots), Counter[SlotState]()
@@ -261,13 +263,13 @@ class SlotLedger:
 
     @property
     def num_bytes_promised(self) -> int:
-        """At home: what is held, and what the present rows may come to hold without asking."""
+        """Return the bytes at home that the present rows hold or may come to hold without asking again."""
         return self.kv.num_bytes_taken
 
     @property
     def imbalance(self) -> str:
-        """What does not balance, for people; empty when every slot is counted once, every promised byte belongs to a
-        slot that is not free, and not more is held."""
+        """Describe what does not balance; empty when every slot is counted once, promised bytes belong only to slots
+        that are not free, and no more is held than promised."""
         states = (self.num_leased, self.num_active, self.num_quarantined)
         promised = (self.kv.num_bytes_leased, self.kv.num_bytes_active, self.kv.num_bytes_quarantined)
         if self.num_free + sum(states) != self.num_slots:
@@ -282,10 +284,10 @@ class SlotLedger:
 
     @property
     def balances(self) -> bool:
-        """Whether nothing is amiss."""
+        """Return whether slots and bytes balance."""
         return not self.imbalance
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is held."""
+        """Return whether all slots are free and no bytes are held."""
         return self.num_free == self.num_slots and self.num_bytes_held == self.num_device_bytes == 0

@@ -1,8 +1,8 @@
-"""A generation group's KV memory: how much there may be, and what is promised to which slot.
+"""A generation group's KV memory: how much there may be, and how much is promised to each slot.
 
-Steps 3, 7 and 8 of a request's way (DESIGN.md, sections 4 and 5). A claim is promised memory for the tokens that it
-has and for some that it will grow by, not for all that it might; when it outgrows that, the promise is extended, if
-there is room. Pages are taken only as they are written, and always within the promise, so the limits hold at all times.
+`slots.table` asks for memory when it claims a slot. A claim is promised memory for the tokens that it has and for some
+growth, not for the most that it may come to hold. When a row outgrows its promise, the promise is extended if there is
+room. Pages are committed only as they are written, and always within the promise, so the limits hold at all times.
 """
 
 from collections.abc import Sequence
@@ -15,20 +15,20 @@ from modeling.kv.buffers import OUT_OF_MEMORY
 
 _NOTHING = KvBytes()
 _EXTENT_TOKENS = 64
-"""By which a promise is extended, where there is room: not at every token."""
+"""Tokens to which a promise is rounded up when it is extended and there is room, so that not every token extends it."""
 
 
 @dataclass(frozen=True)
 class MemoryLimits:
-    """What all rows together may take."""
+    """Most memory that the KV of all rows together may take."""
 
     kv_bytes: int
-    """At home, wherever the policy has that."""
+    """Bytes of KV at home, which is the memory where the policy keeps KV between steps."""
     device_bytes: int | None = None
-    """On the device; None: no limit but the other."""
+    """Bytes of KV on the device. None: no limit besides `kv_bytes`."""
 
     def exceeded_by(self, need: KvBytes) -> str:
-        """Which limit that is beyond, with its value; empty when none is."""
+        """Return the limit that `need` exceeds, named with its value; empty when it exceeds none."""
         if need.home > self.kv_bytes:
             return f"kv_memory_bytes = {self.kv_bytes}"
         if self.device_bytes is not None and need.device > self.device_bytes:
@@ -38,37 +38,38 @@ class MemoryLimits:
 
 @dataclass
 class Promise:
-    """A claim's memory. Owned by the KvMemory."""
+    """The memory promised to one claim. Owned by the KvMemory."""
 
     row: RowKv
     num_tokens: int
-    """For which memory is promised."""
+    """Tokens for which memory is promised."""
     num_bytes: KvBytes
 
 
 class KvMemory:
-    """All promises of a group. Guarded by its SlotTable's lock."""
+    """All promises of memory in one group. Not thread-safe: guarded by its SlotTable's lock."""
 
     def __init__(self, residency: Residency, shape: KvShape, limits: MemoryLimits, growth_tokens: int) -> None:
-        """`growth_tokens`: by how many tokens a row is expected to grow yet, when it is taken on."""
+        """`growth_tokens`: tokens of growth that a new row is promised beyond those it has."""
         self.residency = residency
         self.shape = shape
         self.limits = limits
         self.promised = KvBytes()
-        """To all claims."""
+        """Bytes promised to all claims together."""
         self._growth_tokens = growth_tokens
 
     @property
     def num_bytes_free(self) -> int:
-        """At home: promised to nobody."""
+        """Return the bytes at home that are promised to no claim."""
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """What rows of `num_tokens` tokens are promised at first."""
+        """Return the bytes that `num_choices` new rows of `num_tokens` tokens are promised at first, growth
+        included."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:
-        """Raises InvalidArgumentError for rows that would not fit if they were alone."""
+        """Raise InvalidArgumentError for rows that would not fit even if they were alone."""
         alone = self.residency.bytes_for(capacity_tokens)
         for need, what in (
             (alone, f"{capacity_tokens} tokens, prompt and max_tokens,"),
@@ -79,13 +80,13 @@ class KvMemory:
                 raise InvalidArgumentError(f"{what} take {_spelt(need)} of KV, and {limit}: {self._remedy(limit)}")
 
     def shortage(self, need: KvBytes, owed: KvBytes = _NOTHING) -> str:
-        """Why there is no room for `need` now, if `owed` stays free; empty when there is."""
+        """Return why `need` does not fit now while `owed` stays free; empty when it fits."""
         limit = self.limits.exceeded_by(self.promised + owed + need)
         return f"{_spelt(need)} of KV do not fit beside {_spelt(self.promised)}, and {limit}" if limit else ""
 
     def promise(self, slots: Sequence[SlotId], num_tokens: int, capacity_tokens: int) -> list[Promise]:
-        """Memory for new claims, all or none; the caller has seen that there is room. Raises ResourceExhaustedError
-        when a device has less than it was said to have."""
+        """Promise memory for new claims, all or none; the caller has checked that there is room. Raises
+        ResourceExhaustedError when the device has less memory than configured."""
         made: list[Promise] = []
         first_tokens = self._first_tokens(num_tokens, capacity_tokens)
         try:
@@ -101,7 +102,7 @@ class KvMemory:
         return made
 
     def extend(self, promise: Promise, num_tokens: int) -> bool:
-        """Promises memory for `num_tokens` tokens in all; False, and nothing changed, when there is no room."""
+        """Extend a promise to `num_tokens` tokens in all. Return False, and change nothing, when there is no room."""
         extents = -(-num_tokens // _EXTENT_TOKENS) * _EXTENT_TOKENS
         for wanted in (min(extents, len(promise.row.tokens)), num_tokens):
             num_bytes = self.residency.bytes_for(wanted)
@@ -112,7 +113,7 @@ class KvMemory:
         return False
 
     def give_back(self, promise: Promise) -> None:
-        """The claim has ended, and nobody touches its memory any more."""
+        """Release a claim's memory and its promise. The claim has ended, and no thread touches its memory any more."""
         promise.row.release()
         self.promised -= promise.num_bytes
 

@@ -1,9 +1,8 @@
 """The slots of a generation group: timed, fenced claims on rows of the batch, and the memory they hold.
 
-Steps 3, 7 and 8 of a request's way (DESIGN.md, sections 4 and 5). The table is a transport.kv_sink.KvSink, so
-leasing, pushing and committing happen on the process's asyncio loop; the engine's thread occupies, activates, expires
-and releases; threads that copy blocks write and read. One lock guards everything; it is held for bookkeeping and for
-copying one piece, never while waiting.
+`transport.kv_receiver` leases, pushes and commits through this table, a transport.kv_sink.KvSink, on the process's
+asyncio loop; `engine.core` occupies, activates, expires and releases on its thread; `prefixes` copy blocks in and
+answers out on theirs. One lock guards everything; it is held for bookkeeping and one piece's copy, never while waiting.
 """
 
 import math
@@ -35,14 +34,15 @@ class SlotTable:
     """All slots of one generation group. Thread-safe."""
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
-        """`endpoint` is the host:port that leases name; the memory is the table's from now on."""
+        """`endpoint` is the host:port that leases name; the table owns `memory` from now on."""
         num_slots = memory.shape.num_slots
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.on_change: Callable[[], None] = _ignore
-        """Called whenever a claim begins, is committed, is renewed or ends, on the changing thread and without the
-        lock; set once, by the engine, before the table is used. It must neither block nor raise."""
+        """Called after a claim begins, is committed, is renewed or ends, on the changing thread and without the lock.
+        Set once, by the engine, before the table is used. Must neither block nor raise."""
         self.on_abandon: Callable[[LeaseRef], None] = _ignore
-        """As on_change: the lease was aborted after it had become rows, which are to leave, or after its end."""
+        """Called by `abort`, without the lock, when the lease has become rows, which are to leave, or has ended. Set
+        once, by the engine. Must neither block nor raise."""
         self._changed = False
         self._memory = memory
         self._layout = memory.shape.layout
@@ -51,7 +51,7 @@ class SlotTable:
         self._lock = threading.Lock()
         self._slots = tuple(Slot(SlotId(number), memory) for number in range(num_slots))
         self._num_owed, self._owed = 0, KvBytes()
-        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not give out stamps of its former life
+        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its former life
 
     @property
     def layout(self) -> KvLayout:
@@ -60,7 +60,7 @@ class SlotTable:
 
     @property
     def memory(self) -> KvMemory:
-        """Of all slots; what changes in it, changes under the table's lock."""
+        """The KV memory of all slots; changed only under the table's lock."""
         return self._memory
 
     @property
@@ -70,10 +70,10 @@ class SlotTable:
     # On the loop: the KvSink.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
-        """Leases a free slot, with memory for its tokens and some growth, and holds one for each further choice. The
-        caller writes the first `num_present_tokens` as a writer of its own, then calls `complete_locally` if nobody
-        pushes. Raises ResourceExhaustedError when too few slots or too little memory is left, and InvalidArgumentError
-        that names the field that is out of its limits."""
+        """Lease a free slot, with memory for its tokens and some growth, and hold one for each further choice. The
+        caller copies the first `num_present_tokens` by a writer of its own, then calls `complete_locally` if no rank
+        pushes. Raises ResourceExhaustedError when too few slots or too little memory is free, InvalidArgumentError for
+        a field out of range."""
         num_tokens, capacity = request.num_tokens, request.capacity_tokens
         with self._changing():
             slots = self._room(request)
@@ -85,12 +85,12 @@ class SlotTable:
         return claims[0].lease(request, self._endpoint, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
-        """Raises what `reserve` would raise now."""
+        """Raise the error that `reserve` would raise now, if any."""
         with self._changing():
             self._room(request)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Lets the lease live `ttl_s` seconds from now; StaleStampError or LeaseExpiredError when it has ended."""
+        """Let the lease live `ttl_s` seconds from now; raise StaleStampError or LeaseExpiredError when it has ended."""
         check_ttl(ttl_s)
         with self._changing():
             claim = self._present(ref)
@@ -100,7 +100,7 @@ class SlotTable:
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
-        """Counts a writer in and out: the slot is not claimed anew before its last writer has left. Renews."""
+        """Renew the lease and count a writer until exit: the slot is not claimed anew before its last writer leaves."""
         with self._changing():
             claim = self._present(ref)
             self._touch(claim)
@@ -111,11 +111,11 @@ class SlotTable:
             self._leave(claim)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
-        """Completes the lease with each choice's first token, once every byte is in; returns the bytes of its tokens.
+        """Complete the lease with each choice's first token, once every byte is in; return the bytes of its tokens.
 
         Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
-        IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise
-        LeaseError. A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
+        IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise LeaseError.
+        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
         """
         with self._changing():
             claim = self._present(ref)
@@ -134,8 +134,8 @@ class SlotTable:
         return claim.num_tokens * self._layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
-        """All that a lease begins with is in, and its row computes the rest. Any thread. StaleStampError or
-        LeaseExpiredError when it has ended."""
+        """Commit a lease whose copied blocks are all in; its row computes the rest. Any thread. Raises StaleStampError
+        or LeaseExpiredError when the lease has ended."""
         with self._changing():
             claim = self._present(ref)
             assert claim.num_cached < claim.num_tokens and claim.coverage.complete
@@ -144,8 +144,8 @@ class SlotTable:
             self._changed = True
 
     def abort(self, ref: LeaseRef) -> None:
-        """Ends the lease: the slot is free once its last writer has left; rows that it has become are told to leave.
-        Idempotent; a stale stamp changes nothing here."""
+        """End the lease: the slot is free once its last writer has left. If the lease has become rows, report it to
+        `on_abandon` instead. Idempotent; a stale stamp changes no slot."""
         with self._changing():
             slot = self._find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
@@ -157,8 +157,8 @@ class SlotTable:
     # On the engine's thread.
 
     def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> list[Seat] | None:
-        """Claims slots for rows of `num_tokens` tokens, all computed here; None when too few, or too little memory, is
-        free. Raises ResourceExhaustedError when a device has less than it was said to have."""
+        """Claim slots for rows of `num_tokens` tokens, all computed here; None when too few slots or too little memory
+        is free. Raises ResourceExhaustedError when the device has less memory than configured."""
         with self._changing():
             slots = self._free_slots(num_choices)
             if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
@@ -169,7 +169,7 @@ class SlotTable:
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
     def extend(self, slot: SlotId, num_tokens: int) -> bool:
-        """Promises an active row memory for `num_tokens` tokens; False when there is no room now."""
+        """Promise an active row memory for `num_tokens` tokens; return False when there is no room now."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
@@ -178,19 +178,19 @@ class SlotTable:
             return self._memory.extend(claim.memory, num_tokens)
 
     def growth(self, slot: SlotId, num_tokens: int) -> KvBytes:
-        """What an active row needs beyond its promise, to hold `num_tokens` tokens."""
+        """Return the bytes that an active row needs beyond its promise to hold `num_tokens` tokens."""
         claim = self._slots[slot].claim
         assert claim is not None
         return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
-        """What rows need that wait to come back or to grow: leases leave so much free."""
+        """Reserve slots and memory for rows that wait to resume or to grow: new leases leave that much free."""
         with self._lock:
             self._num_owed, self._owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat]:
-        """Turns a lease that is READY into rows, one a choice; the first has the KV. StaleStampError or
-        LeaseExpiredError when it has just ended."""
+        """Turn a READY lease into rows, one per choice; only the first has the KV. Raises StaleStampError or
+        LeaseExpiredError when the lease has just ended."""
         with self._changing():
             lease = self._present(ref)
             slots, lease.held = (self._slots[ref.slot], *lease.held), ()
@@ -203,7 +203,7 @@ class SlotTable:
         return seats
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
-        """Counts a reader of an active slot in, until it closes. Its row must write nothing more."""
+        """Count a reader of an active slot in, until the reader closes. Its row must write nothing more."""
         with self._changing():
             slot = self._active(ref)
             assert slot.claim is not None
@@ -211,13 +211,13 @@ class SlotTable:
             return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
-        """Frees an active row's slot; the row must not touch its buffer again."""
+        """Free an active row's slot; the row must not touch its memory again."""
         with self._changing():
             self._active(ref).end()
             self._changed = True
 
     def standing(self, ref: LeaseRef) -> Standing:
-        """What a row that came with this lease may do about it now."""
+        """Return what the stream of this lease can do about the lease now."""
         with self._lock:
             slot = self._find(ref)
             if slot is None or slot.claim is None:
@@ -225,29 +225,29 @@ class SlotTable:
             return STANDINGS.get(slot.state, Standing.RUNNING)
 
     def leased_tokens(self, ref: LeaseRef) -> int:
-        """How many tokens this lease is for. StaleStampError or LeaseExpiredError when it has ended."""
+        """Return how many tokens this lease is for; raise StaleStampError or LeaseExpiredError when it has ended."""
         with self._changing():
             return self._present(ref).num_tokens
 
     def expire(self) -> None:
-        """Ends every lease whose time is up, committed ones that nobody activated included."""
+        """End every lease whose deadline has passed, including committed leases that were not activated."""
         with self._changing():
             self._expire()
 
     def next_deadline_s(self) -> float:
-        """When `expire` will next have something to do, as things stand (Clock.now_s()); infinity for never."""
+        """Return when the next lease expires as things stand (Clock.now_s()); infinity for never."""
         with self._lock:
             timed = [slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed]
         return min(timed, default=math.inf)
 
     def ledger(self) -> SlotLedger:
-        """What is held now. Any thread."""
+        """Return a snapshot of what is held now. Any thread."""
         with self._lock:
             return SlotLedger.of(self._slots, self._memory)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Holds the lock; afterwards tells the listener if anything changed, an error notwithstanding."""
+        """Hold the lock; after releasing it call `on_change` if anything changed, even if the block raised."""
         changed = False
         try:
             with self._lock:
@@ -267,7 +267,7 @@ class SlotTable:
             if is_new:
                 try:
                     claim.memory.row.write(layer, tokens, data)
-                except BaseException:  # noted as present and yet not there: this claim must never be committed
+                except BaseException:  # marked present but not written: this claim must never be committed
                     self._slots[claim.ref.slot].end()
                     self._changed = True
                     raise
@@ -288,7 +288,7 @@ class SlotTable:
             return claim.coverage.first_missing()
 
     async def _wait(self, claim: Claim, timeout_s: float) -> None:
-        """Until every byte is in, the claim has ended, or the time is up."""
+        """Wait until every byte is in, the claim has ended, or the time is up."""
         waiter = LoopWaiter()
         with self._lock:
             claim.waiters.append(waiter)
@@ -307,7 +307,7 @@ class SlotTable:
         return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
 
     def _room(self, request: ReserveSpec) -> list[Slot]:
-        """A slot for each choice, with memory to be had for all."""
+        """Return a free slot per choice, after checking limits and memory; raises what `reserve` raises."""
         num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
         check_spec(request, len(self._slots), self.max_slot_tokens)
         self._memory.check(num_tokens, capacity, num_choices)
@@ -320,7 +320,7 @@ class SlotTable:
         return slots
 
     def _free_slots(self, count: int) -> list[Slot]:
-        """That many, or none."""
+        """Return `count` free slots, or none when there are fewer."""
         self._expire()
         free = [slot for slot in self._slots if slot.state is SlotState.FREE]
         return free[:count] if len(free) >= count else []
@@ -346,7 +346,7 @@ class SlotTable:
         ]
 
     def _find(self, ref: LeaseRef) -> Slot | None:
-        """The slot whose present, unended claim carries this stamp."""
+        """Return the slot whose present, unended claim carries this stamp."""
         if not 0 <= ref.slot < len(self._slots):
             return None
         slot = self._slots[ref.slot]
@@ -397,4 +397,4 @@ class SlotTable:
 
 
 def _ignore(*_what: object) -> None:
-    """Nobody listens yet."""
+    """Do nothing: no listener is set yet."""

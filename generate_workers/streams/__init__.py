@@ -1,1 +1,1 @@
-"""Delivers the events of streams, and keeps them for readers that come back."""
+"""Deliver the events of streams, and keep streams for readers that come back."""

@@ -1,8 +1,8 @@
 """Streams as their readers see them: a log of events that outlives a lost call, and may be taken over by another.
 
-Last step of a request's way (DESIGN.md, sections 4 and 6). The engine writes, one call reads. When the call is lost, as
-it is when the orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it; when
-the orchestrator gives a request up, it says so (`cancel`), and the stream ends at once. On the loop.
+`engine.core` writes the events, one call of `servicer` reads them. When the call is lost, as it is when the
+orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it. When the
+orchestrator gives a request up, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
@@ -21,40 +21,40 @@ from modeling.prefix_store.store import Filled
 
 @dataclass(eq=False)
 class OpenStream:
-    """One stream: what it has said so far."""
+    """One stream: its request and the events that it has emitted so far."""
 
     request: GenerationRequest
     number: StreamNumber
-    """Of the latest orchestrator's claim to it."""
+    """Number that the latest orchestrator gave the stream."""
     keep_s: float
     ticket: Ticket = field(init=False)
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Choices that have not ended."""
     filled: Filled | None = None
-    """What was stored of the answers; the last that the engine says, where they are to be."""
+    """Blocks stored of the answers: the engine's last message, if the request's answers are to be stored."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
-    """Ends the stream; running while nobody reads."""
+    """Timer that ends the stream; runs while no call reads it."""
 
     def append(self, event: TokenEvent) -> None:
-        """The engine's next event."""
+        """Add the engine's next event to the log."""
         self.events.append(event)
         self.num_open -= event.finish is not None
         self.changed.set()
 
     def fill(self, filled: Filled) -> None:
-        """The engine's last word."""
+        """Take the engine's last message: which blocks of the answers were stored."""
         self.filled = filled
         self.changed.set()
 
     @property
     def is_over(self) -> bool:
-        """Whether the engine has nothing more to say."""
+        """Return whether the engine has no more messages for this stream."""
         return not self.num_open and (self.filled is not None or self.request.naming is None)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
-        """Whether it is this request's, and the choices' outputs began like that."""
+        """Return whether this stream serves `request` and each choice's output began with its item of `outputs`."""
         own = self.request
         if (own.request_id, own.prompt_ids, own.params) != (request.request_id, request.prompt_ids, request.params):
             return False
@@ -66,7 +66,8 @@ class OpenStream:
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
     async def follow(self, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """All events after the first `num_done` tokens of each choice, to the last; returns when all is over."""
+        """Yield all events after the first `num_done` tokens of each choice, in order; return when the stream is
+        over."""
         position = 0
         while position < len(self.events) or not self.is_over:
             if position == len(self.events):
@@ -77,23 +78,23 @@ class OpenStream:
             position += 1
             if event.token is None or event.index >= num_done[event.choice]:
                 yield event
-            elif event.finish is not None:  # the token is known, perhaps not that it was the last
+            elif event.finish is not None:  # the reader has this token, but perhaps not the finish reason
                 yield replace(event, index=event.index + 1, token=None, text="", prompt=())
 
 
 class OpenStreams:
-    """All streams of one engine, by number."""
+    """All streams of one engine. Used on the loop that it is made on."""
 
     def __init__(self, engine: GenerationEngine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """On their way from the engine's thread to the loop."""
+        """Events on their way from the engine's thread to the loop."""
         self._wake_due = False
 
     def open(self, request: GenerationRequest, number: StreamNumber, keep_s: float) -> OpenStream:
-        """Submits a request to the engine, and raises what that raises."""
+        """Submit a request to the engine and open its stream. Raises what `GenerationEngine.submit` raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
         deliver = partial(self._deliver, stream)
         stream.ticket = self._engine.submit(request, deliver, deliver)
@@ -103,8 +104,8 @@ class OpenStreams:
     def take_over(
         self, request: GenerationRequest, number: StreamNumber, outputs: Sequence[Sequence[int]]
     ) -> OpenStream:
-        """The request's stream that nobody reads, and whose outputs began with `outputs`. Raises NotFoundError when
-        there is none."""
+        """Return the request's stream that no call reads and whose outputs began with `outputs`, under its new number.
+        Raises NotFoundError when there is none."""
         for stream in self._streams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
@@ -113,8 +114,8 @@ class OpenStreams:
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
 
     async def read(self, stream: OpenStream, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """The stream's events after the first `num_done` tokens of each choice; by one reader at a time. Once its last
-        event is read, it is forgotten; when the reader leaves earlier, it is kept or ended."""
+        """Yield the stream's events after the first `num_done` tokens of each choice. One reader at a time. The stream
+        is forgotten after its last event; when the reader leaves earlier, it is kept for `keep_s` seconds or ended."""
         try:
             async for event in stream.follow(num_done):
                 yield event
@@ -124,30 +125,31 @@ class OpenStreams:
         self._forget(stream)
 
     def cancel(self, number: StreamNumber) -> None:
-        """Ends the stream of that number, if there is one."""
+        """End the stream of that number, if there is one."""
         for stream in [each for each in self._streams if each.number == number]:
             self._end(stream)
 
     def kept(self) -> list[tuple[RequestId, int]]:
-        """`(request, slots held)` of the streams that nobody reads."""
+        """Return `(request, slots held)` of each stream that no call reads."""
         kept = [each for each in self._streams if each.expiry is not None]
         return [(each.request.request_id, each.num_open + self._engine.num_saving(each.ticket)) for each in kept]
 
     def close(self) -> None:
-        """Stops all timers; the engine ends the streams."""
+        """Stop all timers. The engine ends the streams."""
         for stream in self._streams:
             if stream.expiry is not None:
                 stream.expiry.cancel()
 
     def _deliver(self, stream: OpenStream, event: TokenEvent | Filled) -> None:
-        """On the engine's thread: a step's events share a wake-up of the loop, which takes a system call."""
+        """Hand over an event on the engine's thread. A step's events share one wake-up of the loop, which takes a
+        system call."""
         self._delivered.append((stream, event))
         if not self._wake_due:
             self._wake_due = True
             self._loop.call_soon_threadsafe(self._take_delivered)
 
     def _take_delivered(self) -> None:
-        self._wake_due = False  # before it looks: what comes later wakes again
+        self._wake_due = False  # cleared before the queue is read: an event that comes later wakes the loop again
         while self._delivered:
             stream, event = self._delivered.popleft()
             if isinstance(event, Filled):
@@ -156,7 +158,7 @@ class OpenStreams:
                 stream.append(event)
 
     def _lose(self, stream: OpenStream) -> None:
-        """Nobody reads any more."""
+        """Keep a stream that lost its reader for `keep_s` seconds if it has run and goes on; else end it."""
         has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
         if stream in self._streams and stream.keep_s and has_run and stream.num_open:
             stream.expiry = self._loop.call_later(stream.keep_s, self._end, stream)

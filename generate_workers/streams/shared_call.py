@@ -1,8 +1,8 @@
-"""Many streams on one call: what they say at the same time leaves together, in one message.
+"""Many streams on one call: messages that are ready at the same time leave together, in one batch.
 
-Last step of a request's way (DESIGN.md, section 4): rows of a batch get their tokens together, and one message a step
-costs its reader less than one a token. Each stream is followed by a task of its own, which ends as a call of its own
-would have: when the call is lost, all are. Owned by the call's handler, on the loop.
+`servicer` makes one for each Streams call, on the asyncio loop, and owns it. Rows of a batch get their tokens together,
+and one message per step costs its reader less than one per token. A task of its own follows each stream and ends as a
+separate call would: when the call is lost, all its streams are.
 """
 
 import asyncio
@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Said(Generic[T]):
-    """One stream's next message, or its end."""
+    """A stream's next message, or its end."""
 
     number: StreamNumber
     message: T | None
-    """None: nothing follows of this number."""
+    """Payload of the message. None: the stream of this number has ended."""
     error: BatonError | None = None
-    """What the stream ended with, if it failed."""
+    """Error that the stream ended with, if it failed."""
 
 
 class SharedStream(Generic[T]):
-    """The streams of one call."""
+    """The streams of one call, merged into batches."""
 
     def __init__(self) -> None:
         self._tasks: dict[StreamNumber, asyncio.Task[None]] = {}
@@ -41,25 +41,26 @@ class SharedStream(Generic[T]):
         self._is_complete = False
 
     def add(self, number: StreamNumber, messages: AsyncGenerator[T, None]) -> None:
-        """Follows a stream to its end; closes it when it is left, or the call is lost."""
+        """Follow a stream until it ends, is left, or the call is lost; then close `messages`. A number in use gets an
+        error."""
         if number in self._tasks:
             self._say(Said(number, None, InvalidArgumentError(f"number {number} is taken: number streams anew")))
             return
         task = self._tasks[number] = asyncio.create_task(self._follow(number, messages))
-        task.add_done_callback(lambda _: self._forget(number))  # also if it was left before it began
+        task.add_done_callback(lambda _: self._forget(number))  # also when the stream is left before its task began
 
     def leave(self, number: StreamNumber) -> None:
-        """Nobody reads that stream any more; without effect when it has ended."""
+        """Stop following a stream whose reader has gone. Without effect when the stream has ended."""
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
 
     def complete(self) -> None:
-        """No stream will be added."""
+        """Note that no further stream will be added."""
         self._is_complete = True
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[Said[T]], None]:
-        """What has been said since the last batch; ends when all streams have, and none will be added."""
+        """Yield the messages since the last batch; return when all streams have ended and no more will be added."""
         while self._said or self._tasks or not self._is_complete:
             if self._said:
                 batch, self._said = self._said, []
@@ -69,7 +70,7 @@ class SharedStream(Generic[T]):
                 await self._changed.wait()
 
     async def close(self) -> None:
-        """The call is over: streams that run are lost."""
+        """Cancel all streams that still run, since their call is over, and wait for them."""
         tasks = list(self._tasks.values())
         for task in tasks:
             task.cancel()
