@@ -1,1 +1,1 @@
-"""Where the KV of a generation group lives, and how a step gets at it: a port, and one file for each policy."""
+"""Hold the KV of a generation group, and hand it to steps: a port, and one file for each policy."""

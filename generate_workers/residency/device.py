@@ -1,6 +1,6 @@
-"""Residency `device`: all KV lies where attention reads it. Nothing is fetched, nothing is copied.
+"""Residency `device`: all KV lies where attention reads it. No KV is fetched or copied.
 
-Step 8 of a request's way (DESIGN.md, section 4). Home is the device itself, so that every byte counts as both.
+A Residency for `engine.step_runner`. Home is the device itself, so that every byte counts as both.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,48 +21,48 @@ class DeviceStep:
     spans: Sequence[SequenceSpan]
     num_bytes_read: int
     turns: None = None
-    """All keys are in place, and stay there."""
+    """No turns: all keys are in place."""
 
 
 class DeviceRow(PagedRow):
-    """A RowKv."""
+    """A RowKv whose home is the device."""
 
     @property
     def num_bytes(self) -> KvBytes:
-        """The same bytes, counted in both memories."""
+        """Return the committed bytes, counted in both memories."""
         return KvBytes(self.memory.num_bytes, self.memory.num_bytes)
 
 
 class DeviceResidency:
-    """A Residency."""
+    """A Residency that keeps all KV on the device."""
 
     name = "device"
     is_exact = True
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         self.num_link_bytes = 0
         self._shape = shape
         memories = (make_memory(shape.layout, shape.max_slot_tokens) for _ in range(shape.num_slots))
         self._rows = [DeviceRow(shape.layout, memory) for memory in memories]
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """The same bytes, counted in both memories."""
+        """Return the bytes of a row of that many tokens, counted in both memories."""
         num_bytes = self._rows[0].memory.bytes_for(num_tokens)
         return KvBytes(num_bytes, num_bytes)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> DeviceRow:
-        """A view of the slot's memory."""
+        """Begin a claim, and return a view of the slot's memory."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Within the device."""
+        """Copy tokens between two slots within the device."""
         self._rows[target].copy_from(self._rows[source], num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DeviceStep]:
-        """Spans over the slots' own memory."""
+        """Commit the new tokens, and yield spans over the slots' own memory."""
         spans = []
         for slot, tokens in rows:
             row = self._rows[slot]
@@ -71,4 +71,4 @@ class DeviceResidency:
         yield DeviceStep(spans, self._shape.bytes_read(tokens for _, tokens in rows))
 
     def close(self) -> None:
-        """No threads."""
+        """Do nothing: this policy has no threads."""

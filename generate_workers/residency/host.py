@@ -1,9 +1,9 @@
 """Residency `host`: all KV lives in host memory; a step fetches each layer whole, one layer ahead.
 
-Step 8 of a request's way (DESIGN.md, section 4); after FlexGen (Sheng et al., 2023), with what its published baselines
-lack: home memory that is pinned on CUDA, and a double buffer, so that layer l computes while layer l + 1 is on its way.
-The device holds two layers of every row, however long the model: a slot has an area for the even layers, and one for
-the odd. Only layer 0's fetch is not hidden behind anything.
+A Residency for `engine.step_runner`, after FlexGen (Sheng et al., 2023), with what its published baselines lack: home
+memory that is pinned on CUDA, and a double buffer, so that layer l computes while layer l + 1 is being fetched. The
+device holds two layers of every row, however long the model: a slot has an area for the even layers, and one for the
+odd layers. Only layer 0's fetch is not hidden behind computing.
 
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
@@ -32,7 +32,7 @@ _NUM_AREAS = 2
 
 
 class HostRow(PagedRow):
-    """A RowKv: home memory for all layers, and on the device an area for two."""
+    """A RowKv with home memory for all layers, and on the device an area for two."""
 
     def __init__(self, layout: KvLayout, home: RowMemory, area: RowMemory) -> None:
         super().__init__(layout, home)
@@ -42,17 +42,17 @@ class HostRow(PagedRow):
 
     @property
     def area(self) -> KvBuffer:
-        """Layer l's place on the device is number l modulo 2."""
+        """Return the row's memory on the device, in which layer l has number l modulo 2."""
         assert self._area is not None, "the slot is not claimed"
         return self._area
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Home and area."""
+        """Return the committed bytes of home and area."""
         return KvBytes(self.memory.num_bytes, self.area_memory.num_bytes)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; the area's pages come with its first step. When it fails, nothing is held."""
+        """Begin a claim; the area's pages come with its first step. When it fails, nothing is held."""
         super().open(num_tokens, capacity_tokens)
         try:
             self.area_memory.expect(num_tokens)
@@ -63,7 +63,7 @@ class HostRow(PagedRow):
         self._area = KvBuffer.of(self._area_layout, TokenRange(0, capacity_tokens), data)
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         super().release()
         self._area = None
         self.area_memory.release()
@@ -71,7 +71,7 @@ class HostRow(PagedRow):
 
 @dataclass(frozen=True)
 class AreaSpan:
-    """A SequenceSpan whose KV is at hand for two layers at a time."""
+    """A SequenceSpan whose KV is present for two layers at a time."""
 
     inner: BufferSpan
 
@@ -90,7 +90,7 @@ class AreaSpan:
 
 
 class HostStep:
-    """A StepKv: fetches one layer ahead, and stores what came new."""
+    """A StepKv that fetches one layer ahead, and stores the new tokens' KV."""
 
     def __init__(
         self, num_layers: int, rows: Sequence[tuple[HostRow, TokenRange]], link: HostLink, bytes_read: int
@@ -104,26 +104,26 @@ class HostStep:
 
     @property
     def turns(self) -> "HostStep":
-        """Itself."""
+        """Return this step, which takes the turns itself."""
         return self
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Waits for the layer, then sends for the next: its area was left by the layer before this one."""
+        """Wait for the layer, then begin to fetch the next; its area was left by the layer before this one."""
         self._fetch.result()
         if layer + 1 < self._num_layers:
             self._fetch = self._begin_fetch(layer + 1)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """All keys."""
+        """Return None: rows attend to all keys."""
         return None
 
     def end(self, layer: int) -> None:
-        """Stores the new tokens' KV."""
+        """Store the new tokens' KV of the layer at home."""
         area = layer % _NUM_AREAS
         self._link.store([(row.buffer.span(layer, new), row.area.span(area, new)) for row, new in self._rows])
 
     def settle(self) -> None:
-        """Returns when nothing is on its way any more; what went wrong there, `begin` says."""
+        """Return when no fetch is running. A fetch's error is raised by `begin`, not here."""
         wait([self._fetch])
 
     def _begin_fetch(self, layer: int) -> "Future[None]":
@@ -133,13 +133,13 @@ class HostStep:
 
 
 class HostResidency:
-    """A Residency."""
+    """A Residency that keeps all KV in host memory."""
 
     name = "host"
     is_exact = True
 
     def __init__(self, shape: KvShape, make_home: MakeMemory, make_area: MakeMemory, link: HostLink) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had. The link becomes its own."""
+        """Own `link` from now on. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         layout = shape.layout
         areas = replace(layout, num_layers=_NUM_AREAS)
         most = shape.max_slot_tokens
@@ -149,26 +149,26 @@ class HostResidency:
 
     @property
     def num_link_bytes(self) -> int:
-        """Both ways."""
+        """Return the bytes copied so far, in both directions."""
         return self._link.num_bytes_fetched + self._link.num_bytes_stored
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """All layers at home, two on the device."""
+        """Return the bytes of all layers at home, and of two layers on the device."""
         row = self._rows[0]
         return KvBytes(row.memory.bytes_for(num_tokens), row.area_memory.bytes_for(num_tokens))
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> HostRow:
-        """Pushed KV lands in home memory."""
+        """Begin a claim; pushed KV is written to home memory."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Within home memory."""
+        """Copy tokens between two slots within home memory."""
         self._rows[target].copy_from(self._rows[source], num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[HostStep]:
-        """Spans over the areas; layer 0 is on its way at once."""
+        """Commit the new tokens, begin to fetch layer 0, and yield spans over the areas."""
         for slot, tokens in rows:
             self._rows[slot].memory.commit(tokens)
             self._rows[slot].area_memory.commit(TokenRange(0, tokens.end))
@@ -182,5 +182,5 @@ class HostResidency:
             step.settle()
 
     def close(self) -> None:
-        """Ends the link's thread."""
+        """End the link's thread."""
         self._link.close()

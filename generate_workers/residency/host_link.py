@@ -1,7 +1,8 @@
 """The link between host and device: every copy of KV between the two goes through here, and is counted.
 
-Fetches run on the link's own thread, in the order in which they were asked for, while the engine's thread computes;
-what the link copies, nobody else touches until it is done. Where the device is the CPU, the link is memory bandwidth.
+Residency `host` uses it. Fetches run on the link's own thread, in the order in which they were asked for, while the
+engine's thread computes; no other thread touches memory of a copy until it is done. Where the device is the CPU, the
+link is memory bandwidth.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,14 +15,17 @@ from torch import Tensor
 from modeling.kv.buffers import byte_view
 
 Copies = Sequence[tuple[Tensor, Tensor]]
-"""`(to, from)` pairs, contiguous and of equal shape and dtype."""
+"""Pairs `(to, from)`, contiguous and of equal shape and dtype."""
 CopyTensor = Callable[[Tensor, Tensor], None]
-"""Copies `(to, from)`, and returns when that is done."""
+"""Copies `(to, from)`, and returns when the copy is done."""
 
 
 def copy_tensor(to: Tensor, source: Tensor) -> None:
-    """On the CPU on one core and without the GIL: torch would take the cores that compute. On CUDA in the default
-    stream, behind the kernels that still read what is overwritten: right, but not beside them."""
+    """Copy a tensor, and return when the copy is done.
+
+    On the CPU on one core and without the GIL: torch would take the cores that compute. On CUDA in the default stream,
+    behind the kernels that still read what is overwritten: correct, but not concurrent with them.
+    """
     if to.device.type == source.device.type == "cpu":
         np.copyto(np.asarray(byte_view(to)), np.asarray(byte_view(source)))
     else:
@@ -30,29 +34,29 @@ def copy_tensor(to: Tensor, source: Tensor) -> None:
 
 
 class HostLink:
-    """One direction at a time, first come, first served. `fetch` and `store` are called by one thread."""
+    """Copies in one direction at a time, first come, first served. One thread calls `fetch` and `store`."""
 
     def __init__(self, copy: CopyTensor = copy_tensor) -> None:
-        """`copy` is the copy primitive."""
+        """`copy` is the function that copies one tensor."""
         self.num_bytes_fetched = 0
-        """From home to the device, of copies that are done."""
+        """Bytes of finished copies from home to the device."""
         self.num_bytes_stored = 0
-        """From the device home."""
+        """Bytes of finished copies from the device home."""
         self._copy = copy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-link")
 
     def fetch(self, copies: Copies) -> "Future[None]":
-        """Begins to copy from home to the device; the future tells when all is there, and raises what went wrong."""
+        """Begin to copy from home to the device. The future is done when all is copied, and raises what went wrong."""
         return self._thread.submit(self._fetch, copies)
 
     def store(self, copies: Copies) -> None:
-        """Copies from the device home; returns when that is done."""
+        """Copy from the device home, and return when that is done."""
         for to, source in copies:
             self._copy(to, source)
             self.num_bytes_stored += source.nbytes
 
     def close(self) -> None:
-        """Waits for the copies that were asked for. Idempotent."""
+        """Wait for the copies that were asked for, and end the thread. Idempotent."""
         self._thread.shutdown()
 
     def _fetch(self, copies: Copies) -> None:

@@ -1,4 +1,4 @@
-"""One slot's home memory: what the policies' rows have in common."""
+"""One slot's home memory: the part that the policies' rows share."""
 
 from collections.abc import Callable
 
@@ -7,11 +7,11 @@ from modeling.kv.buffers import KvBuffer
 from modeling.kv.memory import RowMemory
 
 MakeMemory = Callable[[KvLayout, int], RowMemory]
-"""Memory for one row of a layout, up to a number of tokens. Raises what is in OUT_OF_MEMORY."""
+"""Makes memory for one row of a layout, up to a number of tokens. Raises what is in OUT_OF_MEMORY."""
 
 
 class PagedRow:
-    """The KV of a slot, claim after claim, in memory that grows with it."""
+    """The KV of a slot, claim after claim, in memory that grows with its tokens."""
 
     def __init__(self, layout: KvLayout, memory: RowMemory) -> None:
         self.memory = memory
@@ -20,37 +20,37 @@ class PagedRow:
 
     @property
     def buffer(self) -> KvBuffer:
-        """Of the present claim: room for all its tokens; only those committed may be touched."""
+        """Return the present claim's buffer, with room for all its tokens; only committed ones may be touched."""
         assert self._buffer is not None, "the slot is not claimed"
         return self._buffer
 
     @property
     def tokens(self) -> TokenRange:
-        """That the present claim may hold."""
+        """Return the tokens that the present claim may hold."""
         return self.buffer.tokens
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; `num_tokens` will be written for sure."""
+        """Begin a claim; `num_tokens` tokens will be written for sure."""
         self.memory.expect(num_tokens)
         tokens = TokenRange(0, capacity_tokens)
         self._buffer = KvBuffer.of(self._layout, tokens, self.memory.data_LS2GH[:, :capacity_tokens])
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies pushed KV into place."""
+        """Copy pushed KV into place, committing its memory."""
         self.memory.commit(tokens, layer)
         self.buffer.write(layer, tokens, data)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """The bytes of `tokens`, which were written."""
+        """Return the bytes of `tokens`, which were written."""
         return self.buffer.export(layer, tokens)
 
     def copy_from(self, other: "PagedRow", num_tokens: int) -> None:
-        """Takes another row's first tokens."""
+        """Copy another row's first `num_tokens` tokens."""
         tokens = TokenRange(0, num_tokens)
         self.memory.commit(tokens)
         self.buffer.copy_from(other.buffer, tokens)
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         self._buffer = None
         self.memory.release()

@@ -1,4 +1,7 @@
-"""All residency policies, by the name that a configuration gives them."""
+"""All residency policies, by the name that a configuration gives them.
+
+`engine.memory_limits` makes a group's policy here when the group starts.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,16 +35,16 @@ from modeling.sparse.selection_file import PreparedSelection, load_prepared, pre
 
 @dataclass(frozen=True)
 class SelectionSource:
-    """What policies that choose keys need besides: the model, and what `baton prepare` found out about it."""
+    """What policies that choose keys need: the model, and the file that `baton prepare` wrote about it."""
 
     decoder: Decoder
     path: Path | None = None
-    """None: where it wrote for the model."""
+    """Path of that file. None: the default one for the model."""
     pool: PoolSize | None = None
-    """How much of its KV a row keeps; None: all."""
+    """How much of its KV a row keeps. None: all of it."""
 
     def load(self) -> PreparedSelection:
-        """Raises ModelError when there is none for this model."""
+        """Read the prepared selection. Raises ModelError when there is none for this model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
 
 
@@ -62,7 +65,7 @@ def _host(shape: KvShape, device: torch.device, source: SelectionSource | None) 
 
 
 def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency], *others: str) -> Make:
-    """A policy that attends to some of the keys, with kernels for it and `others`; CPU only."""
+    """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. CPU only."""
 
     def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
         require_selective(name, shape, device)
@@ -111,9 +114,9 @@ POLICIES: Mapping[str, Make] = {
 
 
 def make_residency(name: str, shape: KvShape, device: torch.device, source: SelectionSource | None = None) -> Residency:
-    """The policy of that name, for all slots; those that choose keys need a `source`. Raises ConfigError when there is
-    none, where it cannot be, and when the slots' address space cannot be had; ModelError for a `source` without what it
-    should hold."""
+    """Make the policy of that name for all slots; policies that choose keys need a `source`. Raises ConfigError for an
+    unknown name, for a policy that cannot run here, and when the slots' address space cannot be had; ModelError for a
+    `source` without what it should hold."""
     if name not in POLICIES:
         raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
     if source is not None and source.pool is not None and name != "infinigen":

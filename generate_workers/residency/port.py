@@ -1,9 +1,10 @@
-"""The residency port: a policy owns the memory of all slots' KV, and says where a step finds it, layer by layer.
+"""The residency port: a policy owns the memory of all slots' KV, and gives it to each step, layer by layer.
 
-Step 8 of a request's way (DESIGN.md, sections 4 and 5). Two memories are told apart: the *device's*, where attention
-reads, and *home*, where KV lives between steps; for a policy that keeps all of it on the device they are one, and count
-as both. A policy that attends to less than all tokens says so (`is_exact`); it takes what it needs to choose them from
-`RowKv.write`, from its turns' `begin` and `picks`, and when a step is left.
+`slots` open, write and release rows; `engine.step_runner` runs steps on the engine's thread. Two memories are told
+apart: the *device's*, where attention reads, and *home*, where KV lives between steps. For a policy that keeps all KV
+on the device they are one, and its bytes count as both. A policy that attends to fewer than all tokens returns False
+from `is_exact`; it learns what it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`, and
+when a step is left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +17,11 @@ from baton.types import KvLayout, TokenRange
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 
 StepRows = Sequence[tuple[SlotId, TokenRange]]
-"""The slots of one forward, each with its new tokens; all earlier ones are there."""
+"""The slots of one forward, each with its new tokens; the KV of all earlier tokens is in place."""
 
 
 class RowError(Exception):
-    """One row's KV serves no step, which therefore did not begin: without that row it can."""
+    """One row's KV serves no step, so the step did not begin. Without that row it can."""
 
     def __init__(self, slot: SlotId, message: str) -> None:
         super().__init__(message)
@@ -29,7 +30,7 @@ class RowError(Exception):
 
 @dataclass(frozen=True)
 class KvBytes:
-    """Bytes of KV, by the memory that they take."""
+    """Bytes of KV at home and on the device."""
 
     home: int = 0
     device: int = 0
@@ -46,7 +47,7 @@ class KvBytes:
 
 @dataclass(frozen=True)
 class KvShape:
-    """What a policy needs to know of the model and the batch."""
+    """Size of the model's KV and of the batch, for which a policy reserves memory."""
 
     layout: KvLayout
     windows: Sequence[int | None]
@@ -55,7 +56,8 @@ class KvShape:
     max_slot_tokens: int
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
-        """What attention to all tokens reads for rows with these new tokens, each key and value once."""
+        """Return the bytes that attention to all tokens reads for rows with these new tokens, each key and value
+        once."""
         seen = [(tokens.end, len(tokens)) for tokens in rows]
         counts = {window: self.windows.count(window) for window in set(self.windows)}
         num_rows = 0
@@ -69,82 +71,83 @@ class RowKv(Protocol):
 
     @property
     def tokens(self) -> TokenRange:
-        """That it may hold."""
+        """Return the tokens that the claim may hold."""
         ...
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Committed now, to the page."""
+        """Return the bytes that are committed now, to the page."""
         ...
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies pushed KV, exactly the range's bytes, to where the policy keeps it."""
+        """Copy pushed KV, exactly the range's bytes, to where the policy keeps it."""
         ...
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """The bytes of `tokens`, which were written; the memory itself where that is possible."""
+        """Return the bytes of `tokens`, which were written; the memory itself where that is possible."""
         ...
 
     def release(self) -> None:
-        """Gives the memory back; the claim has ended. Idempotent."""
+        """Give the memory back when the claim has ended. Idempotent."""
         ...
 
 
 class StepKv(Protocol):
-    """One forward's view of its rows: the spans that the decoder runs, and who takes part between its layers."""
+    """One forward's view of its rows: the spans that the decoder runs, and the policy's turns between its layers."""
 
     @property
     def spans(self) -> Sequence[SequenceSpan]:
-        """One for each row."""
+        """Return one span for each row of the step."""
         ...
 
     @property
     def num_bytes_read(self) -> int:
-        """KV that attention reads, in all layers."""
+        """Return the bytes of KV that attention reads, in all layers."""
         ...
 
     @property
     def turns(self) -> LayerTurns | None:
-        """Who takes part in the forward between layers; None: nobody, and rows attend to all keys."""
+        """Return the policy's turns between layers. None: the policy takes none, and rows attend to all keys."""
         ...
 
 
 class Residency(Protocol):
-    """One policy over all slots of a group. `open` and the rows' `write` and `release` come from any thread, one at a
-    time for a slot; `copy`, `step` and `close` from the engine's."""
+    """One policy over all slots of a group. `open` and the rows' `write` and `release` are called from any thread, one
+    at a time for a slot; `copy`, `step` and `close` from the engine's thread."""
 
     @property
     def name(self) -> str:
-        """As configured."""
+        """Return the policy's name, as a configuration gives it."""
         ...
 
     @property
     def is_exact(self) -> bool:
-        """Whether every token attends to all before it."""
+        """Return whether every token attends to all tokens before it."""
         ...
 
     @property
     def num_link_bytes(self) -> int:
-        """Copied between host and device so far, or read from home by attention where a CPU is both."""
+        """Return the bytes copied between host and device so far; where a CPU is both, those that attention read from
+        home."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """What a row of that many tokens takes."""
+        """Return the bytes that a row of that many tokens takes."""
         ...
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> RowKv:
-        """A new claim on a slot whose last row was released; `num_tokens` will be written for sure."""
+        """Begin a claim on a slot whose last row was released; `num_tokens` tokens will be written for sure."""
         ...
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copies a row's first tokens to another slot's row, which has none."""
+        """Copy a row's first tokens to the row of another slot, which holds none."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
-        """Takes memory for the new tokens, and prepares a forward. On leaving, nobody touches the rows any more,
-        however the forward went. Raises RowError on entering, before anything has run."""
+        """Commit memory for the new tokens, and prepare a forward. After leaving, no thread touches the rows any more,
+        even if the forward failed. Raises RowError on entering, before anything has run."""
         ...
 
     def close(self) -> None:
-        """Ends the policy's threads. Idempotent."""
+        """End the policy's threads. Idempotent."""
         ...

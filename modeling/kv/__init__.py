@@ -1,1 +1,1 @@
-"""Holds keys and values in memory, and hands out views of them."""
+"""Hold keys and values in memory, and hand out views of them."""

@@ -1,6 +1,7 @@
 """KV memory: token-major buffers, views for attention, and raw bytes for the transport.
 
-S cached tokens, G kv heads, H head dim, L layers. Steps 5 to 8 of a request's way (DESIGN.md, section 4).
+Both worker roles keep KV in these buffers; `modeling.forward.attention` reads their views, and `transport` moves their
+bytes. S cached tokens, G kv heads, H head dim, L layers.
 """
 
 import dataclasses
@@ -36,7 +37,7 @@ class KvRows:
         return self.first_position + self.k_SGH.shape[0]
 
     def slice(self, start: int, end: int) -> "KvRows":
-        """The rows of absolute positions [start, end), clamped to what is there."""
+        """Return the rows of absolute positions [start, end), clamped to the rows that exist."""
         low = max(start - self.first_position, 0)
         high = max(min(end, self.end_position) - self.first_position, low)
         if low == 0 and high == self.k_SGH.shape[0]:
@@ -47,28 +48,28 @@ class KvRows:
 class KvBuffer:
     """The KV of tokens `tokens` of one sequence, in all layers: one tensor `[L, S, 2, G, H]`.
 
-    Memory is taken when the buffer is made, unless it is `over` memory that is there, and given back when the last view
-    of it is gone; on the CPU a large buffer's pages are committed only when written. Not thread-safe by itself:
+    Memory is allocated when the buffer is made, unless the buffer is made `over` existing memory, and freed when its
+    last view is gone. On the CPU a large buffer's pages are committed only when written. Not thread-safe by itself:
     concurrent writers must write different token ranges, and a range is read only after it was written.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, device: torch.device | str = "cpu") -> None:
-        """Raises what is in OUT_OF_MEMORY."""
+        """Allocate the buffer. Raises what is in OUT_OF_MEMORY."""
         self.layout = layout
         self.tokens = tokens
         self.data = _empty(_shape(layout, tokens), TORCH_DTYPES[layout.dtype], torch.device(device))
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
-        """A buffer whose data is `memory`: writable, of exactly the buffer's bytes, and held until the last view of the
-        buffer is gone."""
+        """Return a buffer whose data is `memory`: writable, of exactly the buffer's bytes, and held until the last view
+        of the buffer is gone."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
         data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
         return cls.of(layout, tokens, data)
 
     @classmethod
     def of(cls, layout: KvLayout, tokens: TokenRange, data: Tensor) -> Self:
-        """A buffer whose data is `data`, `[L, S, 2, G, H]`; each layer lies in one piece."""
+        """Return a buffer whose data is `data`, `[L, S, 2, G, H]`; each layer lies in one piece."""
         assert data.shape == _shape(layout, tokens), f"{tuple(data.shape)} for {tokens}"
         self = cls.__new__(cls)
         self.layout = layout
@@ -81,18 +82,19 @@ class KvBuffer:
         return self.data.numel() * self.data.element_size()
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """View `[len(tokens), 2, G, H]`, contiguous."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of `tokens` in `layer`."""
         assert self.tokens.start <= tokens.start, f"{tokens} outside {self.tokens}"
         assert tokens.end <= self.tokens.end, f"{tokens} outside {self.tokens}"
         return self.data[layer, tokens.start - self.tokens.start : tokens.end - self.tokens.start]
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:
-        """What attention reads: views of K and V of `tokens` in `layer`."""
+        """Return views of K and V of `tokens` in `layer`, as attention reads them."""
         span = self.span(layer, tokens)
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """The bytes of `tokens` in `layer`: the memory itself on the CPU, a pinned host copy on CUDA (blocks)."""
+        """Return the bytes of `tokens` in `layer`: the memory itself on the CPU, a pinned host copy on CUDA
+        (blocks)."""
         span = self.span(layer, tokens)
         if span.device.type != "cpu":
             host = torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
@@ -100,7 +102,7 @@ class KvBuffer:
         return byte_view(span)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies `data` (exactly the range's bytes) into place; releases the GIL while copying."""
+        """Copy `data` (exactly the range's bytes) into place; releases the GIL while copying."""
         span = self.span(layer, tokens)
         assert data.nbytes == len(tokens) * self.layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         host = span if span.device.type == "cpu" else torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
@@ -110,7 +112,7 @@ class KvBuffer:
             span.copy_(host)
 
     def copy_from(self, other: "KvBuffer", tokens: TokenRange) -> None:
-        """Copies `tokens` of all layers from another buffer of the same layout and device."""
+        """Copy `tokens` of all layers from another buffer of the same layout and device."""
         for layer in range(self.layout.num_layers):
             self.span(layer, tokens).copy_(other.span(layer, tokens))
 
@@ -119,10 +121,10 @@ MakeBuffer = Callable[[KvLayout, TokenRange], KvBuffer]
 
 
 class LayerBuffers:
-    """The KV of tokens `tokens` of one sequence, in those layers that somebody is busy with.
+    """The KV of tokens `tokens` of one sequence, in those layers that are in use.
 
-    A layer has memory from the first call for it until it is released; what is released serves the next layer. So
-    there is never more than the layers that were in use at once, however many come. Not thread-safe.
+    A layer has memory from the first call for it until it is released; released memory serves the next layer. So memory
+    never exceeds the layers that were in use at once, however many come. Not thread-safe.
     """
 
     def __init__(self, layout: KvLayout, tokens: TokenRange, make_buffer: MakeBuffer = KvBuffer) -> None:
@@ -134,20 +136,20 @@ class LayerBuffers:
 
     @property
     def num_buffers(self) -> int:
-        """For how many layers there is memory."""
+        """Return the number of layers for which memory is allocated."""
         return len(self._held) + len(self._free)
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """View `[len(tokens), 2, G, H]`, contiguous; takes the layer's memory if need be, and raises what is in
-        OUT_OF_MEMORY."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, allocating its memory if need be. Raises what
+        is in OUT_OF_MEMORY."""
         return self._buffer(layer).span(0, tokens)
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:
-        """What attention reads: views of K and V of `tokens` in `layer`."""
+        """Return views of K and V of `tokens` in `layer`, as attention reads them."""
         return self._buffer(layer).rows(0, tokens)
 
     def release(self, layer: int) -> None:
-        """The layer, which has memory, needs it no more; nobody reads or writes its views any longer."""
+        """Free a layer's memory for other layers. The layer has memory, and its views are not used any more."""
         self._free.append(self._held.pop(layer))
 
     def _buffer(self, layer: int) -> KvBuffer:
@@ -158,18 +160,18 @@ class LayerBuffers:
 
 @dataclass(frozen=True)
 class KvPlace:
-    """Where one sequence's keys and values lie, in memory of the CPU."""
+    """Where one sequence's keys and values lie in memory of the CPU."""
 
     address: int
-    """Of layer 0's K of the first position; a token's K and V follow each other, and the next token's them."""
+    """Address of layer 0's K of the first position. A token's V follows its K, and the next token follows."""
     layer_bytes: int
-    """From a layer to the next."""
+    """Bytes from one layer to the next."""
     num_layers: int
-    """Layers that have memory there: the model's layer l is number l modulo this, unless others lie elsewhere."""
+    """Layers that have memory there: the model's layer l is number l modulo this, unless `others` is given."""
     num_keys: int
-    """Those of new tokens included."""
+    """Keys of the sequence, those of new tokens included."""
     others: "KvPlace | None" = None
-    """Where the layers from number `num_layers` on lie, if not here."""
+    """Where the layers from number `num_layers` on lie. None: here."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +200,8 @@ def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the CPU from numpy, which asks for huge pages where memory is large: first touches, one fault for 4 KiB else,
-    took two thirds of the time of a push into a new slot."""
+    """Allocate a tensor. On the CPU from numpy, which asks for huge pages where memory is large: first touches, with
+    one fault for each 4 KiB otherwise, took two thirds of the time of a push into a new slot."""
     if device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
     memory = np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
@@ -207,7 +209,7 @@ def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def byte_view(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor of any dtype as writable bytes; valid while the view lives."""
+    """Return the memory of a contiguous CPU tensor of any dtype as writable bytes; valid while the view lives."""
     assert tensor.is_contiguous()
     assert tensor.device.type == "cpu"
     return tensor.view(torch.uint8).view(-1).numpy().data

@@ -1,7 +1,7 @@
-"""The memory of one row's KV: address space that is reserved once, pages that are had as they are written.
+"""The memory of one row's KV: address space is reserved once, pages are committed as they are written.
 
-A row grows without ever being copied, what it holds is known to the page, and `release` gives it back to the operating
-system at once. Step 8 of a request's way (DESIGN.md, sections 4 and 5).
+Residency policies (`generate_workers.residency`) keep a slot's KV in it. A row grows without ever being copied, the
+bytes that it holds are known to the page, and `release` returns them to the operating system at once.
 
 L layers, S tokens, G kv heads, H head dim.
 """
@@ -20,42 +20,43 @@ from modeling.kv.buffers import TORCH_DTYPES
 PAGE_BYTES = mmap.PAGESIZE
 _HUGE_BYTES = 2 << 20
 _MAP_NORESERVE = 0x4000
-"""Linux; Python names it from 3.12 on."""
+"""Value on Linux; Python names this flag from 3.12 on."""
 
 
 class RowMemory(Protocol):
-    """Memory for the KV of up to `max_tokens` tokens of one sequence after another. Not thread-safe."""
+    """Memory for the KV of up to `max_tokens` tokens, for one sequence after another. Not thread-safe."""
 
     data_LS2GH: Tensor
-    """All of it; what was not committed must not be touched."""
+    """All of the memory; bytes that were not committed must not be touched."""
     num_bytes: int
-    """Committed now."""
+    """Bytes that are committed now."""
 
     def bytes_for(self, num_tokens: int) -> int:
-        """What the first `num_tokens` tokens take, once committed in all layers."""
+        """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
         ...
 
     def expect(self, num_tokens: int) -> None:
-        """That many tokens will be written for sure. May be called once between two releases."""
+        """Announce that so many tokens will be written for sure. May be called once between two releases."""
         ...
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """`tokens` are about to be written, in one layer or in all. Those written in all layers come in ascending order
-        without a gap, to whatever was committed by layer."""
+        """Commit memory for `tokens`, which are about to be written, in one layer or in all. Tokens written in all
+        layers come in ascending order, without a gap to those committed by layer."""
         ...
 
     def release(self) -> None:
-        """Gives everything back; nobody may read or write the rows of before. Idempotent."""
+        """Free all memory; no thread may read or write the released rows any more. Idempotent."""
         ...
 
 
 class PagedMemory:
-    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of them;
-    they are asked for only where every byte will be written, for else the count of pages would not be the truth. Until
-    then, while a prompt is on its way, the operating system is ahead of the count by up to a huge page a layer."""
+    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge
+    pages. These are requested only where every byte will be written, because otherwise the count of pages would be
+    wrong. While a prompt is being written, the operating system has committed up to a huge page a layer more than is
+    counted."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
-        """Raises OSError when so much address space cannot be had."""
+        """Raise OSError when so much address space cannot be had."""
         self.num_bytes = 0
         self._row_bytes = layout.row_bytes
         self._num_layers = layout.num_layers
@@ -67,7 +68,7 @@ class PagedMemory:
         whole = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self._offset = -whole.data_ptr() % _HUGE_BYTES
         self.address = whole.data_ptr() + self._offset
-        """Of layer 0."""
+        """Address of layer 0 in the mapping."""
         self.data_LS2GH = _strided(whole[self._offset :], layout, max_tokens, self._layer_bytes)
         self._has_page_LP = np.zeros(
             (self._num_layers, _ceil(max_tokens * self._row_bytes, PAGE_BYTES) // PAGE_BYTES), bool
@@ -77,11 +78,11 @@ class PagedMemory:
         self._is_advised = False
 
     def bytes_for(self, num_tokens: int) -> int:
-        """A whole number of pages in each layer."""
+        """Return the bytes of a whole number of pages in each layer."""
         return self._num_layers * _ceil(num_tokens * self._row_bytes, PAGE_BYTES)
 
     def expect(self, num_tokens: int) -> None:
-        """Asks for huge pages where these tokens will fill them."""
+        """Request huge pages where these tokens will fill them."""
         num_huge_bytes = num_tokens * self._row_bytes // _HUGE_BYTES * _HUGE_BYTES
         if num_huge_bytes:
             self._is_advised = True
@@ -89,7 +90,7 @@ class PagedMemory:
                 self._advise(mmap.MADV_HUGEPAGE, self._offset + layer * self._layer_bytes, num_huge_bytes)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Counts the pages that nobody wrote before: the operating system gives them at the first write."""
+        """Count the pages that were not written before: the operating system commits them at the first write."""
         if tokens.end <= self._num_whole:
             return
         end = _ceil(tokens.end * self._row_bytes, PAGE_BYTES) // PAGE_BYTES
@@ -101,7 +102,7 @@ class PagedMemory:
             self._num_whole = end * PAGE_BYTES // self._row_bytes
 
     def release(self) -> None:
-        """The pages go back; whoever read the memory still would find zeros."""
+        """Return the pages to the operating system; a later read of the memory would find zeros."""
         if not self.num_bytes and not self._is_advised:
             return
         self._mapping.madvise(mmap.MADV_DONTNEED)
@@ -116,8 +117,8 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a device, or pinned in host memory: one tensor, for the longest row at once, from `expect` to the
-    release. So what is counted is the worst case."""
+    """RowMemory of a device, or pinned in host memory: one tensor for the longest row, from `expect` to `release`. So
+    the worst case is counted."""
 
     def __init__(self, layout: KvLayout, max_tokens: int, device: torch.device, *, pinned: bool = False) -> None:
         self.num_bytes = 0
@@ -129,21 +130,21 @@ class TensorMemory:
         self.data_LS2GH = torch.empty(0)
 
     def bytes_for(self, num_tokens: int) -> int:
-        """All or nothing."""
+        """Return the bytes of the longest row, or 0 for no tokens."""
         return self._whole_bytes if num_tokens else 0
 
     def expect(self, num_tokens: int) -> None:
-        """Takes the memory. Raises RuntimeError when the device has too little."""
+        """Allocate the memory. Raises RuntimeError when the device has too little."""
         if not self.num_bytes:
             self.data_LS2GH = torch.empty(self._shape, dtype=self._dtype, device=self._device, pin_memory=self._pinned)
             self.num_bytes = self._whole_bytes
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """It is there."""
+        """Check that the memory is allocated."""
         assert self.num_bytes
 
     def release(self) -> None:
-        """The last view takes the memory with it."""
+        """Drop the tensor; its memory is freed with its last view."""
         self.data_LS2GH = torch.empty(0)
         self.num_bytes = 0
 

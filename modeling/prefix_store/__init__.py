@@ -1,1 +1,1 @@
-"""Keeps the KV of earlier prompts in files that all workers of a node share."""
+"""Keep the KV of earlier prompts in files that all workers of a node share."""

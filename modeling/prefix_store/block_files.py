@@ -1,4 +1,4 @@
-"""A block's file: its header, its writer, and how it goes.
+"""A block's file: its header, its writer, and its removal.
 
     magic, with the format's version     16 bytes
     layout fingerprint, ASCII            16 bytes       of model, layers, kv heads, head dim, dtype
@@ -6,8 +6,8 @@
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-A writer holds the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name, and
-it never changes again. What a killed writer leaves has no lock. `modeling.prefix_store.store` counts files, under the
+A writer holds the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's name,
+and it never changes again. A killed writer's file has no lock. `modeling.prefix_store.store` counts files, under the
 lock of their folder.
 """
 
@@ -28,24 +28,24 @@ logger = logging.getLogger(__name__)
 
 HEADER_BYTES = 4096
 UNSEALED = ".unsealed-"
-"""How names of files begin that are being written."""
+"""Prefix of the names of files that are being written."""
 _MAGIC = b"Baton prefix v2\n"
 _FORMAT = struct.Struct("<16s16sqq")
 NUM_KNOWN_BYTES = _FORMAT.size
-"""Of a header, from its beginning."""
+"""Bytes at a header's beginning whose values are known."""
 
 
 def header_of(layout: KvLayout, num_tokens: int) -> bytes:
-    """What is known of a block's header."""
+    """Return the beginning of a block's header."""
     return _FORMAT.pack(_MAGIC, layout.fingerprint.encode(), num_tokens, num_tokens * layout.token_bytes)
 
 
 class BlockWriter:
-    """A block that is being written: made under the folder's lock, then to be allocated. `drop` on any thread, all else
-    on one at a time."""
+    """A block that is being written: made under the folder's lock, then to be allocated. `drop` may be called on any
+    thread, all other methods on one at a time."""
 
     def __init__(self, path: Path, layout: KvLayout, tokens: TokenRange, used_ns: int) -> None:
-        """Claims the block's bytes. Raises ConfigError when no file can be made there."""
+        """Claim the block's bytes. Raises ConfigError when no file can be made there."""
         self.name = path.name
         self.tokens = tokens
         self._path = path
@@ -58,13 +58,13 @@ class BlockWriter:
             self._file, unsealed = tempfile.mkstemp(prefix=UNSEALED, dir=path.parent)
             self._unsealed, self._over = Path(unsealed), False
             fcntl.flock(self._file, fcntl.LOCK_EX)
-            os.ftruncate(self._file, self._num_bytes)  # counts from here on
+            os.ftruncate(self._file, self._num_bytes)  # `store` counts the file's bytes from here on
         except OSError as error:
             self.drop()
             raise ConfigError(f"prefix store: no file can be made in {path.parent} ({error.strerror})") from error
 
     def allocate(self) -> bool:
-        """Takes the block's memory, so that nobody runs out of it while writing; whether there was any."""
+        """Allocate the block's memory, so that no write runs out of it; return whether there was enough."""
         try:
             os.posix_fallocate(self._file, 0, self._num_bytes)
             mapping = mmap.mmap(self._file, self._num_bytes)
@@ -76,12 +76,13 @@ class BlockWriter:
         return True
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies the rows of `tokens`, all of them the block's, in `layer` into place; each row once."""
+        """Copy the rows of `tokens`, all of them the block's, in `layer` into place. Each row must be written once."""
         self._kv.write(layer, tokens, data)
         self._num_missing -= len(tokens)
 
     def seal(self) -> None:
-        """All rows were written. Under the folder's lock, so that nobody counts the file twice, or not at all."""
+        """Give the file its block's name, after all rows were written. Call under the folder's lock, so that the file
+        is counted exactly once. A block of that name that is there by now stays instead."""
         assert not self._num_missing, f"{self._num_missing} rows of block {self.name} were not written"
         os.fchmod(self._file, 0o400)
         os.utime(self._file, ns=(self._used_ns, self._used_ns))
@@ -90,22 +91,25 @@ class BlockWriter:
         self.drop()
 
     def drop(self) -> None:
-        """Lets go of the file, which is gone unless it was sealed. Idempotent."""
+        """Let go of the file, which is removed unless it was sealed. Idempotent."""
         if not self._over:
             self._over = True
             try:
                 self._unsealed.unlink(missing_ok=True)
-            except OSError as error:  # whoever takes room next tries again
+            except OSError as error:  # the next process that takes room tries again
                 logger.warning("%s cannot be removed: %s", self._unsealed, error)
             finally:
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # which the mapping would keep for a while
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # the mapping would keep the lock for a while
                 os.close(self._file)
 
 
 def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
-    """The KV of an open block, of so many bytes; writable. Where files are memory it is the file, mapped
-    copy-on-write, which keeps the file open, and so its lock, until the last view is gone. From disk it is a copy: who
-    attends to it, or copies it under a lock, waits for no disk, and a disk that fails does so here. Raises OSError."""
+    """Return the KV of an open block, of so many bytes; writable.
+
+    Where files are memory it is the file, mapped copy-on-write, which keeps the file open, and so its lock, until the
+    last view is gone. From disk it is a copy: attention to it, or a copy of it under a lock, waits for no disk, and a
+    disk that fails does so here. Raises OSError.
+    """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
     copy = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -119,7 +123,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
 
 
 def has_file(path: Path) -> bool:
-    """Whether there is such a file; none is seen on a disk that fails."""
+    """Return whether there is such a file; False on a disk that fails."""
     try:
         path.stat(follow_symlinks=False)
     except OSError:
@@ -128,7 +132,7 @@ def has_file(path: Path) -> bool:
 
 
 def remove_unlocked(path: Path) -> bool:
-    """Whether the file is gone now: not while somebody holds a lock on it."""
+    """Remove a file unless a process holds a lock on it; return whether it is gone."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -150,7 +154,7 @@ def remove_unlocked(path: Path) -> bool:
 
 
 def is_there(path: Path, num_bytes: int) -> bool:
-    """Whether there is a block of so many bytes; one that was cut is removed."""
+    """Return whether there is a block of so many bytes; remove one of another size."""
     try:
         if path.stat(follow_symlinks=False).st_size == num_bytes:
             return True
@@ -161,8 +165,8 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """What the file system has free and, where its files are memory, the machine: the former may promise what the
-    latter has not."""
+    """Return the bytes that the file system has free; where its files are memory, at most those that the machine has
+    available, because the file system may promise more."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

@@ -1,11 +1,11 @@
 """The folder of a node's cached prefixes: made by its first user, removed by its last, and found again after a crash.
 
-A user holds a shared lock on the folder for as long as it lives, and the kernel lets go of it however that life ends.
-So whoever gets the exclusive lock knows that nobody uses the folder: the last user removes it, and a worker that starts
-removes what killed clusters left on its node. A folder whose name is used again is taken over as it is: what lies there
-is what its name says.
+`node` holds a folder for each worker. A user holds a shared lock on the folder for as long as it lives, and the kernel
+releases the lock however that life ends. So a process that gets the exclusive lock knows that the folder has no users:
+the last user removes it, and a worker that starts removes the folders that killed clusters left on its node. A folder
+whose name is used again is taken over as it is: each file's name says what the file holds.
 
-Knows nothing of what lies in the folder. Any process of the node; blocks only while somebody else removes a folder.
+Knows nothing of the files in the folder. Any process of the node; blocks only while another process removes a folder.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from baton.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _MAX_FILES = 16_384
-"""A job, or a lease, holds one open for each cached block that it begins behind."""
+"""Files that may be open: a job, or a lease, holds one open for each cached block that it begins behind."""
 MEMORY = Path("/dev/shm")
 """The file system whose files are memory."""
 _KIND = "baton-prefixes"
@@ -30,20 +30,22 @@ _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 
 
 def node_folder(cluster: str, parent: Path | None = None) -> Path:
-    """Where the workers of a cluster keep prefixes on their node, by the cluster's name; one for each user. In memory,
-    unless below another folder: then one for each boot, as files of which a machine that crashed had written only a
-    part look whole."""
+    """Return the folder in which a cluster's workers keep prefixes on their node, one for each cluster name and user.
+
+    It lies in memory, or below `parent`. Below `parent` each boot has its own, because files that a machine had written
+    only partly when it crashed look whole.
+    """
     name = f"{_KIND}-{os.getuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"
 
 
 def boot_id() -> str:
-    """Of this node, since it was last started."""
+    """Return the id of this node's present boot."""
     return _BOOT_ID.read_text().strip()
 
 
 def share_bytes(share: float, path: Path = MEMORY) -> int:
-    """A part of all that the file system of `path` could hold. Raises ConfigError when there is none."""
+    """Return a share of the bytes that the file system of `path` could hold. Raises ConfigError when there is none."""
     try:
         disk = os.statvfs(path)
     except OSError as error:
@@ -52,7 +54,7 @@ def share_bytes(share: float, path: Path = MEMORY) -> int:
 
 
 def allow_files() -> None:
-    """Lets this process have as many files open as blocks may need, or as many as it may be allowed."""
+    """Raise this process's limit on open files to what blocks may need, or as far as it may be raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MAX_FILES if hard == resource.RLIM_INFINITY else min(_MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -63,7 +65,7 @@ class StoreFolder:
     """One user's hold on the folder `path`, which is made if need be. Not thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when no folder can be made there."""
+        """Raise ConfigError when no folder can be made there."""
         self.path = path
         try:
             self._file = _lock_shared(path)
@@ -71,7 +73,7 @@ class StoreFolder:
             raise ConfigError(f"prefix store: {path} cannot be used ({error.strerror}): {_REMEDY}") from error
 
     def close(self) -> None:
-        """Lets go of it; the last to do so removes it. Once."""
+        """Let go of the folder; its last user removes it. Call once."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # of several that try at once, one succeeds
             shutil.rmtree(self.path)
@@ -84,9 +86,10 @@ class StoreFolder:
 
 
 def sweep(parent: Path = MEMORY) -> None:
-    """Removes this user's folders in `parent` that nobody uses."""
+    """Remove this user's folders in `parent` that no process uses."""
     for path in parent.glob(f"{_KIND}-{os.getuid()}-*"):
-        with contextlib.suppress(FileNotFoundError, BlockingIOError):  # gone meanwhile; in use
+        # the folder is gone meanwhile; the folder is in use
+        with contextlib.suppress(FileNotFoundError, BlockingIOError):
             file = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,7 +100,7 @@ def sweep(parent: Path = MEMORY) -> None:
 
 
 def _lock_shared(path: Path) -> int:
-    """A descriptor of the folder, with the lock."""
+    """Return a descriptor of the folder, with the shared lock; make the folder if need be."""
     while True:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:

@@ -1,6 +1,6 @@
-"""One worker's use of its node's prefix store: the folder in memory, the one on disk, if any, and what is in them.
+"""One worker's use of its node's prefix store: the folder in memory, the one on disk, if any, and their blocks.
 
-Step 5 of a request's way (DESIGN.md, sections 4 and 5). Whoever is last removes the folders (`store_folder`).
+Both worker roles make one at their start and close it at their end. The folders' last user removes them (`folder`).
 """
 
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from modeling.prefix_store.store import PrefixStore
 
 @dataclass(frozen=True)
 class DiskPlace:
-    """Where blocks go that memory may have no room for, and how much of them."""
+    """Folder on disk for blocks that memory may have no room for, and the bytes that they may take."""
 
     folder: Path
     bound_bytes: int
 
 
 class NodeStore:
-    """The store, and this worker's hold on its folders. Blocks while it is made and closed."""
+    """The prefix store of a node, and this worker's hold on its folders. Blocks while it is made and closed."""
 
     def __init__(
         self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, disk: DiskPlace | None = None
     ) -> None:
-        """Raises ConfigError when a folder cannot be made."""
+        """Raise ConfigError when a folder cannot be made."""
         self._folders = [StoreFolder(folder)]
         below = None
         if disk is not None:
@@ -35,11 +35,11 @@ class NodeStore:
         self.blocks = PrefixStore(folder, layout, bound_bytes=bound_bytes, clock=clock, below=below)
 
     def close(self) -> None:
-        """Lets go of the folders. Once."""
+        """Let go of the folders. Call once."""
         for folder in self._folders:
             folder.close()
 
 
 def disk_place(cluster: str, parent: str, num_bytes: int) -> DiskPlace | None:
-    """Where a cluster's workers keep blocks on disk, below the folder `parent`; None for no bytes."""
+    """Return where a cluster's workers keep blocks on disk, below the folder `parent`; None when `num_bytes` is 0."""
     return DiskPlace(node_folder(cluster, Path(parent)), num_bytes) if num_bytes else None

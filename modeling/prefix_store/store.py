@@ -1,24 +1,23 @@
 """Cached prefixes of a node: blocks of KV in files in memory, written once, read in place by every rank that needs it.
 
-A prefix is a list of blocks, and attention takes a list of segments anyway. A file holds the KV of one block's tokens
-in all layers, as KvBuffer lays it out, behind a header of one page (`block_files`). Names are given by whoever
-decides what to keep: equal names must mean equal tokens, and equal tokens before them.
+Prefill ranks and `generate_workers.prefixes` read and fill it. A prefix is a list of blocks, and attention takes a list
+of segments anyway. A file holds the KV of one block's tokens in all layers, as KvBuffer lays it out, behind a header of
+one page (`block_files`). Callers name blocks: equal names must mean equal tokens, and equal tokens before them.
 
-What holds at any moment, whoever dies:
+What holds at any moment, even when processes die:
 
     bound     files take no more than `bound_bytes` together. Room is taken under the folder's lock, for whole blocks;
-              where there is none, the blocks that were used longest ago go first
-    readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives; what
-              is mapped is not evicted. A block that is gone, being removed, or not what it should be is a stale hint
-    writers   hold the exclusive lock on a file without a name that readers could ask for. Sealing gives it that name,
-              and it never changes again. What a killed writer leaves has no lock: whoever takes room next removes it
+              where there is none, the blocks that were used longest ago are evicted first
+    readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives;
+              mapped files are not evicted. A block that is gone, being removed, or not of its layout is a stale hint
+    writers   hold the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's
+              name, and it never changes again. A killed writer's file has no lock: the next `take` removes it
 
-A store may have another one below it, on disk, with a folder and a bound of its own. Blocks sink there once they are
-sealed, when nobody waits for it, and not when they are evicted, when somebody does; from there readers get copies.
+A store may have another one below it, on disk, with a folder and a bound of its own. Blocks are copied there after they
+are sealed, when no request waits for it, and not when they are evicted, when one does. Readers get copies from there.
 
-So locks die with their process, and nobody keeps a list of who reads what. Files are mapped copy-on-write: readers
-share their pages and cannot spoil them. Step 5 of a request's way (DESIGN.md, sections 4 and 5). No state but the
-files: any thread, any process of the node, of either role.
+So locks die with their process, and no process keeps a list of readers. Files are mapped copy-on-write: readers share
+their pages and cannot spoil them. No state but the files: any thread, any process of the node, of either role.
 """
 
 import contextlib
@@ -57,7 +56,7 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Holdings:
-    """What a store holds, those files included that are being written."""
+    """What a store holds, including files that are being written."""
 
     num_blocks: int
     num_bytes: int
@@ -66,74 +65,74 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Leading:
-    """The first blocks of a prompt that are there."""
+    """The leading blocks of a prompt that are stored."""
 
     blocks: tuple[KvBuffer, ...]
     num_disk_bytes: int
-    """Of KV that is below, on disk."""
+    """Bytes of KV that were read from the store below, on disk."""
 
 
 @dataclass(frozen=True)
 class Filled:
-    """What became of a store, by blocks' names."""
+    """Changes of a store after blocks were written, by blocks' names."""
 
     stored: tuple[str, ...] = ()
-    """Of those that were to be kept: they are there now. The prompt's first ones, without a gap."""
+    """Blocks of the request that are stored now: the prompt's first ones, without a gap."""
     evicted: tuple[str, ...] = ()
-    """They had to go for it."""
+    """Blocks that were evicted for them."""
 
 
 @dataclass
 class Room:
-    """What came of asking for room. Owned by who asked: to be sealed or dropped."""
+    """Room for blocks that are to be written. The caller that took it must seal or drop it."""
 
     locked: Callable[[], AbstractContextManager[None]]
-    """Holds the folder's lock."""
+    """Context manager that holds the folder's lock."""
     writers: "list[BlockWriter]" = field(default_factory=list)
-    """One for each block that is to be written, in their order."""
+    """One writer for each block that is to be written, in their order."""
     present: list[str] = field(default_factory=list)
-    """Blocks that had been there already."""
+    """Blocks that were stored already."""
     evicted: list[str] = field(default_factory=list)
-    """Blocks that had to go."""
+    """Blocks that were evicted to make room."""
 
     def allocate(self) -> None:
-        """Takes the memory; gives up the first block for which there is none, and those behind it."""
+        """Allocate the blocks' memory; give up the first block for which there is none, and those behind it."""
         for index, writer in enumerate(self.writers):
             if not writer.allocate():
                 self.give_up(index)
 
     def give_up(self, index: int) -> None:
-        """Drops that block of those that are to be written, and all behind it."""
+        """Drop the block of that index among those to be written, and all blocks behind it."""
         for writer in self.writers[index:]:
             writer.drop()
         del self.writers[index:]
 
     def seal(self) -> None:
-        """All blocks are complete: from here on they have their names, and do not change. Where there is one of that
-        name by now, that one stays."""
+        """Give all blocks, which are complete, their names; they do not change any more. A block of that name that is
+        stored by now stays instead."""
         with self.locked():
             for writer in self.writers:
                 writer.seal()
 
     def filled(self, names: Sequence[str]) -> Filled:
-        """What came of it, once sealed, for the names that there was to be room for."""
+        """Return which of `names` are stored now and which blocks were evicted. Call after `seal`."""
         stored = {*self.present, *(writer.name for writer in self.writers)}
         return Filled(tuple(name for name in names if name in stored), tuple(self.evicted))
 
     def drop(self) -> None:
-        """Gives back what was not sealed. Idempotent."""
+        """Free room that was not sealed. Idempotent."""
         for writer in self.writers:
             writer.drop()
 
 
 class PrefixStore:
-    """The blocks in `folder`, of one layout, at most `bound_bytes` of them: for all ranks of a node the same. What was
-    used when goes by `clock`'s unix time. Raises ConfigError when there is no such folder."""
+    """The blocks in `folder`, of one layout, at most `bound_bytes` of them; shared by all workers of a node. `clock`'s
+    unix time orders blocks by last use. Raises ConfigError when there is no such folder."""
 
     def __init__(
         self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, below: "PrefixStore | None" = None
     ) -> None:
-        """`below`: on disk, with a bound of its own: what was sunk there is found there when it is gone here."""
+        """`below`: a store on disk, with a bound of its own, in which blocks are looked up when they are gone here."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
         self.bound_bytes = bound_bytes
@@ -143,31 +142,33 @@ class PrefixStore:
         self._in_memory = folder.is_relative_to(MEMORY)
         self._clock = clock
         self.identity = _identity(folder)
-        """Equal for all who share the folder, and for nobody else on any node, nor for a later folder of that name."""
+        """Id of the folder: equal for all processes that share it, different for every other folder on any node, and
+        for a later folder of that name."""
 
     def holdings(self) -> Holdings:
-        """As things are now; what dead writers left counts until somebody takes room. While others write, a block that
-        is removed may be counted together with the one that takes its place. Nothing where the folder is gone."""
+        """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
+        process takes room. While others write, a removed block may be counted together with the one that takes its
+        place."""
         sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
         return Holdings(len(sizes), sum(sizes), self.bound_bytes)
 
     def names(self) -> list[str]:
-        """Of all sealed blocks, those below first, then those that were used longest ago."""
+        """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""
         files = self._files() if self._folder.is_dir() else ()
         sealed = sorted((stat.st_mtime_ns, name) for name, stat in files if not name.startswith(UNSEALED))
         below = self.below.names() if self.below is not None else []
         return list(dict.fromkeys([*below, *(name for _, name in sealed)]))
 
     def has(self, name: str) -> bool:
-        """Whether the block is here or below, now."""
+        """Return whether the block is stored here or below, now."""
         return has_file(self._path(name)) or (self.below is not None and self.below.has(name))
 
     def sink(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> list[str]:
-        """Copies consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one:
-        those that are here and not there, as far as there is room, up to the first that is gone by now. The names of
-        blocks that had to go for them.
+        """Copy consecutive blocks of a prompt, which together are `tokens`, to the store below, if there is one. Return
+        the names of blocks that were evicted for them.
 
-        Blocks for as long as copying takes: not on any request's way. Raises what `take` raises, and OSError.
+        Copies blocks that are here and not there, as far as there is room, up to the first that is gone by now. Blocks
+        for as long as copying takes, so requests must not wait for it. Raises what `take` raises, and OSError.
         """
         if self.below is None or not names:
             return []
@@ -189,7 +190,7 @@ class PrefixStore:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else takes room meanwhile: to be held for a moment only."""
+        """Hold the folder's lock, so that no other process takes room. Hold it for a moment only."""
         try:
             file = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -201,16 +202,17 @@ class PrefixStore:
             os.close(file)
 
     def open(self, names: Sequence[str], block_tokens: int) -> tuple[KvBuffer, ...]:
-        """The KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on: views of the
-        files, which stay where they are until the last view is gone, or copies of what is below, on disk. They count as
-        used now, the first one last. Blocks while a disk is read.
+        """Return the KV of consecutive sealed blocks of `block_tokens` tokens each, from the prompt's first on.
 
-        Raises StalePrefixError when any is not there, or not what it should be, InvalidArgumentError for a bad name.
+        Blocks here are views of the files, which stay until the last view is gone; blocks below, on disk, are copies.
+        They count as used now, the first one last. Blocks while a disk is read. Raises StalePrefixError when a block is
+        not stored, or not of this layout and size, InvalidArgumentError for a bad name.
         """
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """As `open`, of as many of the first blocks as are there, without a gap."""
+        """Open as many leading blocks as are stored, without a gap, as `open` does. Raises InvalidArgumentError for a
+        bad name."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -219,17 +221,18 @@ class PrefixStore:
         return Leading(tuple(block for block, _ in found), sum(num_bytes for _, num_bytes in found))
 
     def _opening(self, names: Sequence[str], block_tokens: int) -> Iterator[tuple[KvBuffer, int]]:
-        """Each with its bytes from below."""
+        """Yield each block with its bytes that were read from below."""
         now_ns = self._clock.unix_ns()
         for index, name in enumerate(names):
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
             yield self._open(name, tokens, now_ns - index)
 
     def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
-        """Room for consecutive blocks of a prompt, which together are `tokens`. Where there is none for all, even
-        without every block that nobody reads and that is not named here, the last ones are left out: that is no error.
+        """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
+        evicting every block that is neither read nor named here, are left out from the end; that is no error.
 
-        Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
+        Blocks the thread. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad
+        name.
         """
         assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
         paths = [self._path(name) for name in names]
@@ -246,7 +249,8 @@ class PrefixStore:
         return room
 
     def _claim(self, room: Room, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
-        """Under the folder's lock: what is there already, and bytes for what is not, as far as there are any."""
+        """Note which blocks are stored already, and claim bytes for the others as far as there are any. Under the
+        folder's lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = self._shelf({path.name for path in paths})
         now_ns, left_bytes = (
@@ -284,14 +288,15 @@ class PrefixStore:
             self._check(name, file, len(tokens))
             os.utime(file, ns=(used_ns, used_ns))
             memory = kv_of(file, len(tokens) * self.layout.token_bytes, in_memory=self._in_memory)
-        except OSError as error:  # locked by who removes it, no memory for it, or a disk that fails
+        except OSError as error:  # locked by a process that removes it, no memory for it, or a disk that fails
             raise StalePrefixError(f"block {name} cannot be had ({error.strerror}): prefill without it") from error
         finally:
             os.close(file)
         return KvBuffer.over(self.layout, tokens, memory)
 
     def _check(self, name: str, file: int, num_tokens: int) -> None:
-        """A block that was removed meanwhile is stale; so is one that is not what its name says, which is removed."""
+        """Raise StalePrefixError for a block that was removed meanwhile, or is not what its name says; remove the
+        latter."""
         stat = os.fstat(file)
         if not stat.st_nlink:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
@@ -306,7 +311,8 @@ class PrefixStore:
             )
 
     def _shelf(self, spared: Collection[str]) -> "_Shelf":
-        """What lies in the folder now. Under its lock."""
+        """Return the files that lie in the folder now, after removing those of killed writers. Under the folder's
+        lock."""
         for unsealed in self._folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)
@@ -333,16 +339,18 @@ class PrefixStore:
 
 @dataclass
 class _Shelf:
-    """Files under the folder's lock, which their owner holds."""
+    """Files of a folder, listed under the folder's lock, which the caller holds."""
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """Unix nanoseconds of last use, name, bytes of what may go; what was used longest ago comes last."""
+    """Unix nanoseconds of last use, name and bytes of each block that may be evicted; the one used longest ago comes
+    last."""
     num_bytes: int = 0
-    """Of all files."""
+    """Bytes of all files."""
 
     def clear(self, left_bytes: int) -> list[str]:
-        """Removes what nobody reads until no more than `left_bytes` are left, if that can be; the names."""
+        """Evict blocks that no process reads until at most `left_bytes` are left, or no such block is; return their
+        names."""
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()

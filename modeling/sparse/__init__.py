@@ -1,1 +1,1 @@
-"""Fits and keeps the bases by which keys are chosen."""
+"""Fit and keep the bases by which keys are chosen."""

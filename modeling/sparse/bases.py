@@ -1,17 +1,17 @@
 """Bases in which queries and keys are compared at a part of the cost: R columns in place of a head's whole width.
 
-InfiniGen (Lee et al., OSDI 2024) guesses which keys matter from *partial* queries and keys. A basis says what these
-are: for each layer and kv head two matrices [H, R], so that q_R . k_R stands for q_H . k_H. Both are applied to what
-attention compares, so behind RoPE: a rotation by the token's position does not commute with a change of basis, and one
-that was folded into the weights before it would change the scores. Weights and KV stay as they are.
+InfiniGen (Lee et al., OSDI 2024) guesses which keys matter from *partial* queries and keys. A basis defines these: for
+each layer and kv head two matrices [H, R], so that q_R . k_R stands for q_H . k_H. Both are applied to what attention
+compares, so behind RoPE: a rotation by the token's position does not commute with a change of basis, and a basis that
+was folded into the weights before RoPE would change the scores. Weights and KV stay as they are.
 
 A kv head has one basis, which its J query heads share, so that a partial key is kept once.
 
-What a head's queries and keys look like behind RoPE depends on where they stand: columns that turn slowly have another
-mean elsewhere. A basis that is fitted to the first thousands of positions is lost beyond them. So a sample is fitted as
+What a head's queries and keys look like behind RoPE depends on their positions: columns that turn slowly have another
+mean elsewhere. A basis that is fitted to the first thousands of positions fails beyond them. So a sample is fitted as
 if it stood at several places of the whole context, which takes no more than turning it.
 
-Before step 8 of a request's way (DESIGN.md, section 4): `baton prepare` fits, in fp64; workers only apply.
+`baton prepare` fits bases, in fp64, before any request; `selection_file` keeps them; workers only apply them.
 docs/infinigen.md has the picture.
 
 Legend: T tokens, N query heads, G kv heads, J = N / G, H head dim, R columns kept, L layers, D hidden, P places of a
@@ -35,9 +35,9 @@ from modeling.kv.buffers import BufferSpan, KvBuffer
 NUM_WHOLE_LAYERS = 2
 """The first layers attend to all keys, as in the paper: their attention is spread too wide to leave much out."""
 NUM_PLACES = 5
-"""Of a sample within the context."""
+"""Places within the context at which a sample is fitted."""
 _DAMPING = 1e-3
-"""Of the largest singular value: smaller ones are taken to be this large where they are divided by."""
+"""Least singular value to divide by, as a part of the largest: smaller ones are raised to it."""
 
 
 class BasisKind(enum.Enum):
@@ -46,60 +46,61 @@ class BasisKind(enum.Enum):
     COLUMNS = "columns"
     """Those of the head's own columns with the largest sum over tokens of |q| and |k|."""
     COLUMNS_Q = "columns_q"
-    """The same by |q| alone."""
+    """Those of the head's own columns with the largest sum over tokens of |q| alone."""
     SKEW = "skew"
     """The paper's: the queries' right singular vectors, then the columns with the largest sum of |q~| and |k~|."""
     SKEW_Q = "skew_q"
-    """The same by |q~| alone: the first singular vectors."""
+    """The queries' right singular vectors, then the columns with the largest sum of |q~| alone: the first vectors."""
     CENTRED = "centred"
     """The best approximation of all scores, less their mean over keys, by a product of rank R (Eckart and Young)."""
 
 
 @dataclass(frozen=True)
 class LayerSample:
-    """What attention compares in one layer, on some text; in the decoder's dtype."""
+    """Queries and keys that attention compares in one layer, on some text; in the decoder's dtype."""
 
     layer: int
     q_TNH: Tensor
     early_TNH: Tensor
-    """The same queries, predicted one layer early: by this layer's norm and weights from the input of the layer
+    """The layer's queries, predicted one layer early: by this layer's norm and weights from the input of the layer
     before."""
     k_TGH: Tensor
 
 
 @dataclass(frozen=True)
 class Basis:
-    """Of one model, all layers and kv heads; the first NUM_WHOLE_LAYERS are zeros, for nothing is guessed there. What
-    tells most comes first, so that the first columns of a basis are one, too."""
+    """The basis of one model, in all layers and kv heads. The first NUM_WHOLE_LAYERS are zeros, because no keys are
+    chosen there. Columns that tell most of the scores come first, so that the first columns are a basis, too."""
 
     kind: BasisKind
     q_LGHR: Tensor
-    """fp32."""
+    """Matrices for queries, in fp32."""
     k_LGHR: Tensor
-    """fp32."""
+    """Matrices for keys, in fp32."""
 
     @property
     def num_columns(self) -> int:
-        """R."""
+        """Return R, the number of columns."""
         return self.q_LGHR.shape[-1]
 
     def first(self, num_columns: int) -> "Basis":
-        """The same with fewer columns, or as many."""
+        """Return the basis of the first `num_columns` columns."""
         return Basis(self.kind, self.q_LGHR[..., :num_columns], self.k_LGHR[..., :num_columns])
 
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Partial queries `[T, N, R]` in fp32, times 1 / sqrt(H): their products are scores as a softmax takes them."""
+        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H), so that their products are scores for a
+        softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
         partial_GMR = _by_kv_head(q_TNH.float(), self.q_LGHR.shape[1]) @ self.q_LGHR[layer]
         partial_GTJR = partial_GMR.view(len(partial_GMR), num_tokens, -1, self.num_columns).mul_(head_dim**-0.5)
         return partial_GTJR.transpose(0, 1).reshape(num_tokens, num_heads, -1)
 
     def keys(self, layer: int, k_TGH: Tensor) -> Tensor:
-        """Partial keys `[T, G, R]` in fp32."""
+        """Return partial keys `[T, G, R]` in fp32."""
         return self.key_projection(layer).apply(k_TGH)
 
     def key_projection(self, layer: int) -> KeyProjection:
-        """What makes a layer's partial keys, for whoever keeps them."""
+        """Return the projection that makes a layer's partial keys."""
         return self._key_projections[layer]
 
     @functools.cached_property
@@ -108,8 +109,8 @@ class Basis:
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
-    """Runs `token_ids` as one sequence; yields what attention compares in each layer but the first NUM_WHOLE_LAYERS.
-    To be used under torch.inference_mode(); holds the text's KV meanwhile."""
+    """Run `token_ids` as one sequence; yield what attention compares in each layer but the first NUM_WHOLE_LAYERS. To
+    be used under torch.inference_mode(); holds the text's KV meanwhile."""
     tokens = TokenRange(0, len(token_ids))
     buffer = KvBuffer(decoder.layout, tokens, decoder.device)
     step = decoder.begin([BufferSpan(buffer, tokens)])
@@ -121,7 +122,7 @@ def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerS
         if layer >= NUM_WHOLE_LAYERS:
             assert early_TNH is not None
             yield LayerSample(layer, q_TNH, early_TNH, rows.k_SGH)
-        if layer + 1 < decoder.config.num_layers:  # what this writes as keys, the next turn overwrites
+        if layer + 1 < decoder.config.num_layers:  # the keys that this writes are overwritten in the next turn
             early_TNH = decoder.project(layer + 1, hidden_TD, step)
         attention = decoder.attention(layer, q_TNH, 0)
         attention.add(rows)
@@ -131,7 +132,7 @@ def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerS
 def fit_bases(
     decoder: Decoder, samples: Iterable[LayerSample], kinds: Sequence[BasisKind], *, num_columns: int, context: int
 ) -> dict[BasisKind, Basis]:
-    """A basis of each kind with `num_columns`, fitted to `samples`, of `decoder`, for positions below `context`."""
+    """Fit a basis of each kind with `num_columns` columns to `samples` of `decoder`, for positions below `context`."""
     layout = decoder.layout
     assert 1 <= num_columns <= layout.head_dim, f"{num_columns} of {layout.head_dim} columns"
     shape = (layout.num_layers, layout.num_kv_heads, layout.head_dim, num_columns)
@@ -144,8 +145,8 @@ def fit_bases(
 
 
 def spread(positions: PositionTable, x_TNH: Tensor, context: int) -> Tensor:
-    """Queries or keys of a text's T tokens, as if it stood at NUM_PLACES places from the context's start to its end:
-    `[NUM_PLACES * T, N, H]`. Where positions do not turn, the text NUM_PLACES times."""
+    """Return queries or keys of a text's T tokens, as if the text stood at NUM_PLACES places from the context's start
+    to its end: `[NUM_PLACES * T, N, H]`. Where positions do not turn, they are the text's, NUM_PLACES times."""
     num_tokens = len(x_TNH)
     assert num_tokens <= context, f"{num_tokens} tokens in a context of {context}"
     first_P = torch.linspace(0, context - num_tokens, NUM_PLACES).long()
@@ -154,7 +155,7 @@ def spread(positions: PositionTable, x_TNH: Tensor, context: int) -> Tensor:
 
 
 def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """`(q_GHR, k_GHR)` in fp64, from one layer's queries and keys behind RoPE."""
+    """Return `(q_GHR, k_GHR)` in fp64, fitted to one layer's queries and keys behind RoPE."""
     q_GMH = _by_kv_head(q_TNH.double().cpu(), k_TGH.shape[1])
     k_GTH = k_TGH.double().cpu().transpose(0, 1)
     if kind is BasisKind.CENTRED:
@@ -172,35 +173,38 @@ def fit_layer(kind: BasisKind, q_TNH: Tensor, k_TGH: Tensor, num_columns: int) -
 
 
 def skew(q_GMH: Tensor) -> Tensor:
-    """The paper's orthogonal matrices `[G, H, H]`: the queries' right singular vectors, the strongest first. Queries
-    and keys, both times them, have the same products as before."""
+    """Return the paper's orthogonal matrices `[G, H, H]`: the queries' right singular vectors, the strongest first.
+    Queries and keys, both multiplied by them, have the same products as before."""
     return _singular(q_GMH)[1]
 
 
 def _singular(x_GMH: Tensor) -> tuple[Tensor, Tensor]:
-    """Singular values `[G, H]`, descending, and right singular vectors `[G, H, H]`, as columns. From X'X: what squaring
-    loses in fp64 lies far below what a sample tells, and M is far above H."""
+    """Return singular values `[G, H]`, descending, and right singular vectors `[G, H, H]`, as columns. They are
+    computed from X'X: what squaring loses in fp64 lies far below what a sample tells, and M is far above H."""
     squares_GH, vectors_GHH = torch.linalg.eigh(x_GMH.mT @ x_GMH)
     return squares_GH.flip(1).clamp(min=0).sqrt(), vectors_GHH.flip(2)
 
 
 def _by_kv_head(q_TNH: Tensor, num_kv_heads: int) -> Tensor:
-    """`[G, M, H]`: the queries that share a kv head, one below the other."""
+    """Return `[G, M, H]`: the queries that share a kv head, one below the other."""
     num_tokens, num_heads, head_dim = q_TNH.shape
     q_GTJH = q_TNH.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim).transpose(0, 1)
     return q_GTJH.reshape(num_kv_heads, -1, head_dim)
 
 
 def _heaviest(whole_GHH: Tensor, weight_GH: Tensor, num_columns: int) -> Tensor:
-    """The columns with the largest weights, the largest first; of equals the first."""
+    """Return the columns with the largest weights, the largest first; of equal weights the earlier column."""
     chosen_GR = weight_GH.sort(dim=1, descending=True, stable=True).indices[:, :num_columns]
     return whole_GHH.gather(2, chosen_GR.unsqueeze(1).expand(-1, whole_GHH.shape[1], -1))
 
 
 def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
-    """Q = U S V' of the queries, and likewise of the keys less their mean, which adds the same to all scores of a query
-    and so ranks nothing. Their products are U_q (S_q V_q' V_k S_k) U_k', and the inner matrix, cut at rank R, is
-    brought back behind Q and K."""
+    """Return the best rank-R factors of the scores (Eckart and Young, 1936).
+
+    Q = U S V' of the queries, and K = U S V' of the keys less their mean, which adds the same number to all scores of a
+    query and so ranks nothing. The products are U_q (S_q V_q' V_k S_k) U_k', and the inner matrix, cut at rank R, is
+    brought back behind Q and K.
+    """
     sq_GH, vq_GHH = _singular(q_GMH)
     sk_GH, vk_GHH = _singular(k_GTH - k_GTH.mean(1, keepdim=True))
     core_GHH = sq_GH.unsqueeze(2) * (vq_GHH.mT @ vk_GHH) * sk_GH.unsqueeze(1)
@@ -212,5 +216,6 @@ def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tenso
 
 
 def _damped(singular_GH: Tensor) -> Tensor:
-    """Directions in which the sample hardly reaches would else be taken for the longest."""
+    """Raise small singular values to _DAMPING times the largest. Otherwise dividing by them would make directions that
+    the sample hardly contains the strongest."""
     return singular_GH.clamp(min=torch.finfo(torch.float64).tiny).maximum(_DAMPING * singular_GH[:, :1])

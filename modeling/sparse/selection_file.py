@@ -1,8 +1,8 @@
-"""What `baton prepare` found out about a model, as one safetensors file: the basis, and how to choose keys by it.
+"""What `baton prepare` measured of a model, as one safetensors file: the basis, and how to choose keys by it.
 
-The tensors are `q_LGHR` and `k_LGHR` (modeling.sparse.bases); all else is text in the file's metadata. A file belongs
-to the weights it was made from, down to their dtype and quantization, and says so by their fingerprint. Blocks on the
-disk.
+Residency policies that choose keys load it when a generation group starts. The tensors are `q_LGHR` and `k_LGHR`
+(modeling.sparse.bases); all else is text in the file's metadata. A file belongs to the weights that it was made from,
+including their dtype and quantization, and records their fingerprint. Blocks on the disk.
 """
 
 import contextlib
@@ -31,32 +31,33 @@ LOOKAHEADS = (0, 1)
 
 @dataclass(frozen=True)
 class PreparedSelection:
-    """All that a policy which selects keys needs to know of a model."""
+    """All that a policy which chooses keys needs to know of a model."""
 
     basis: Basis
     selection: Selection
     lookahead: int
     """Layers by which queries are predicted early: 0, they are the layer's own, or 1."""
     fingerprint: str
-    """Of the model: KvLayout.model_fingerprint."""
+    """Fingerprint of the model: KvLayout.model_fingerprint."""
     text_hash: str
-    """Of the text that the basis was fitted to."""
+    """Hash of the text that the basis was fitted to."""
     captured_mass: float | None = None
-    """Part of the softmax's weight that lay on chosen keys, on text that no basis was fitted to; None, as below: it was
-    not measured."""
+    """Part of the softmax's weight that lay on chosen keys, on text that no basis was fitted to. None: not measured."""
     picked_share: float | None = None
-    """Keys that were chosen there, as a part of the row's."""
+    """Chosen keys as a part of the row's keys, on that text. None: not measured."""
     perplexity_cost: float | None = None
-    """By how much choosing raised perplexity there, as a part of that with all keys."""
+    """Rise of perplexity by choosing keys, as a part of that with all keys, on that text. None: not measured."""
 
 
 def prepared_path(fingerprint: str) -> Path:
-    """Where `baton prepare` keeps what it found for the model of this fingerprint, and workers look for it."""
+    """Return the file where `baton prepare` keeps the selection of the model with this fingerprint; workers look
+    there."""
     return cache_folder() / "selections" / f"{fingerprint}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:
-    """Writes the file, replacing one that is there; it appears whole or not at all. Raises ConfigError."""
+    """Write the file, replacing an old one; it appears whole or not at all. Raises ConfigError when it cannot be
+    written."""
     selection = prepared.selection
     metadata = {
         "format": _FORMAT,
@@ -87,7 +88,7 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
 
 
 def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
-    """Reads what `save_prepared` wrote. Raises ModelError when there is none, when it is damaged, or of another model
+    """Read what `save_prepared` wrote. Raises ModelError when there is no file, when it is damaged, or of another model
     than `decoder`'s."""
     if not path.is_file():
         raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
@@ -123,7 +124,7 @@ def _basis(path: Path, kind: str, q_LGHR: Tensor, k_LGHR: Tensor, decoder: Decod
 
 
 def _prepared(basis: Basis, metadata: dict[str, str]) -> PreparedSelection:
-    """Raises KeyError, ValueError or ConfigError for a field that is missing or bad."""
+    """Build the selection from the metadata. Raises KeyError, ValueError or ConfigError for a missing or bad field."""
     lookahead = int(metadata["lookahead"])
     measured = {name: float(metadata[name]) for name in _MEASURED if name in metadata}
     if lookahead not in LOOKAHEADS or not all(map(math.isfinite, measured.values())):

@@ -1,1 +1,1 @@
-"""Keeps KV in 4 bits."""
+"""Keep KV in 4 bits per channel."""

@@ -1,15 +1,15 @@
 """KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5).
 
-A head's K, or V, of one token falls into groups of 64 channels. A group keeps its least value and the step between its
-16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits an element. FlexGen keeps the
-step's reciprocal; the step itself does not overflow where a group is narrow, and takes no division to read.
+A head's K, or V, of one token is divided into groups of 64 channels. A group keeps its least value and the step between
+its 16 levels, both in fp16, and for each channel the number of the nearest level: 4.5 bits an element. FlexGen keeps
+the step's reciprocal; the step itself does not overflow where a group is narrow, and takes no division to read.
 
-A head's bytes: two codes a byte, the first channel's in the high half, then `step, least` of each group. Where the
-head dim is no multiple of 64, groups have the largest even size below that divides it. A group that holds an infinity
-or NaN, or what is beyond fp16, comes back as NaN, all of it: what cannot be kept shows.
+A head's bytes: two codes a byte, the first channel's in the high half, then `step, least` of each group. Where the head
+dim is no multiple of 64, groups have the largest even size below that divides it. A group that holds an infinity or
+NaN, or a value beyond fp16, comes back as NaN, all of it, so that the loss shows.
 
 The work is done in C++ (modeling/kernels/sparse/kv_int4.cpp): by torch's own operations, which pass over memory a dozen
-times, a step of 16 rows of 4,096 tokens took 20 times what attention to them takes.
+times, a step of 16 rows of 4,096 tokens took 20 times as long as attention to them.
 
 B rows, T tokens, G kv heads, H head dim, W bytes of a packed head.
 """
@@ -26,20 +26,20 @@ from modeling.kernels import native
 
 _MOST_CHANNELS = 64
 _HEAD_DIM_STEP = 4
-"""So that a packed head is a whole number of fp16s."""
+"""Head dims must be a multiple of this, so that a packed head is a whole number of fp16s."""
 
 
 def has_int4_kernel() -> bool:
-    """Whether packing works here; builds the kernel at the first call."""
+    """Return whether packing works here; builds the kernel at the first call."""
     return native.load("kv_int4")
 
 
 @dataclass(frozen=True)
 class Int4Format:
-    """How the heads of a layout are packed. Raises ConfigError when they cannot be."""
+    """How the heads of a layout are packed. Raises ConfigError for heads that cannot be packed."""
 
     plain: KvLayout
-    """What they are before and after: bfloat16 or float32."""
+    """Layout of the heads before packing and after unpacking: bfloat16 or float32."""
 
     def __post_init__(self) -> None:
         if self.plain.dtype == "float16":
@@ -50,38 +50,40 @@ class Int4Format:
 
     @property
     def group(self) -> int:
-        """Channels of a group."""
+        """Return the number of channels of a group."""
         return max(size for size in range(2, _MOST_CHANNELS + 1, 2) if self.plain.head_dim % size == 0)
 
     @property
     def head_bytes(self) -> int:
-        """Of a head's packed K, or V, of one token."""
+        """Return the bytes of a head's packed K, or V, of one token."""
         return self.plain.head_dim // 2 + 4 * (self.plain.head_dim // self.group)
 
     def packed(self, num_layers: int) -> KvLayout:
-        """What memory for packed KV is asked for, in elements of two bytes, whatever they mean."""
+        """Return the layout that memory for packed KV is requested with, in elements of two bytes, whatever they
+        mean."""
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
-        """Packs some tokens' keys and values; both contiguous. On the calling thread alone, without the GIL."""
+        """Pack some tokens' keys and values; both tensors contiguous. On the calling thread alone, without the GIL."""
         self.pack_rows(*_addresses(x_T2GH, to_T2GW), torch.tensor([len(x_T2GH)]))
 
     def unpack(self, packed_T2GW: Tensor, to_T2GH: Tensor) -> None:
-        """Likewise back, rounded to the plain dtype; on all threads."""
+        """Unpack some tokens' keys and values, rounded to the plain dtype; both tensors contiguous. On all threads."""
         self.unpack_rows(*_addresses(packed_T2GW, to_T2GH), torch.tensor([len(to_T2GH)]))
 
     def pack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Packs what lies at addresses `from_B`, to addresses `to_B`, of each row so many tokens."""
+        """Pack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`."""
         torch.ops.baton.pack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Likewise back."""
+        """Unpack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`. On all
+        threads."""
         torch.ops.baton.unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:
-        """Likewise back, of each kv head what it picks among them, to where that lies among all; what else lies there
-        stays, and picks behind them mean nothing. On all threads. Returns how many picks were unpacked. Raises
-        RuntimeError for picks of other rows or heads, or below 0."""
+        """Unpack the keys and values that each kv head picks among `num_tokens_B` tokens of each row, each to its
+        token's own place at `to_B`; other bytes there stay. Picks of later tokens are ignored. On all threads. Returns
+        how many picks were unpacked. Raises RuntimeError for picks of other rows or heads, or below 0."""
         lists, num_kv_heads = (picks.keys_BGK, picks.num_BG), picks.keys_BGK.shape[1]
         if num_kv_heads != self.plain.num_kv_heads:
             raise RuntimeError(f"picks are of {num_kv_heads} kv heads, rows of {self.plain.num_kv_heads}")

@@ -1,15 +1,15 @@
-"""Residency `infinigen_int4`: InfiniGen chooses keys (infinigen.py), which lie at home in 4 bits (int4_format.py).
+"""Residency `infinigen_int4`: InfiniGen chooses keys (`sparse.infinigen`), which lie at home in 4 bits (`format`).
 
-Step 8 of a request's way (DESIGN.md, section 4). Layers 0 and 1 are whole, and read where they lie. Of the others a
-step unpacks what each kv head picks into the row's area for one layer, each K and V at its token's own place; attention
-reads it there, beside the step's own token, which is what it was before it was packed.
+A Residency for `engine.step_runner`. Layers 0 and 1 are whole, and read where they lie. Of the others a step unpacks
+what each kv head picks into the row's area for one layer, each K and V at its token's own place; attention reads it
+there, beside the step's own token, which has the values that it had before it was packed.
 
-    pushed KV, a prompt's chunk, a step's own token   ->  partial keys, of what it was  ->  packed, home
+    pushed KV, a prompt's chunk, a step's own token   ->  partial keys, before packing  ->  packed, home
     picks of a layer                                  ->  from home, unpacked           ->  the area, of that layer
 
     home    layers 0 and 1; the others packed
     device  layers 0 and 1, partial keys, the area
-    link    packed: what is picked of the tokens before a step, and back its own; of longer spans, all before them
+    link    packed: picks of the tokens before a step, and back the step's own; of longer spans, all tokens before them
 
 So picks are those of `infinigen` wherever queries are, and a layer's error is that of its picks in 4 bits. Longer spans
 (local prefill) attend to all keys, the earlier ones as they were packed.
@@ -40,10 +40,10 @@ from modeling.sparse.selection_file import PreparedSelection
 
 
 class ScoredInt4Row(Int4Row):
-    """A ScoredRow in 4 bits, with partial keys of what it was before."""
+    """A ScoredRow in 4 bits, with partial keys made before packing."""
 
     def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, basis: Basis) -> None:
-        """Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
         super().__init__(form, make_memory, max_tokens)
         layout = form.plain
         layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
@@ -52,56 +52,56 @@ class ScoredInt4Row(Int4Row):
 
     @property
     def partial(self) -> PartialKeys:
-        """Of all keys."""
+        """Return the partial keys of all keys."""
         return self._partial
 
     @property
     def num_bytes(self) -> KvBytes:
-        """On the device the whole layers and partial keys, too."""
+        """Return the committed bytes; on the device also those of whole layers and partial keys."""
         return super().num_bytes + KvBytes(device=self.whole.memory.num_bytes + self.partial.num_bytes)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Likewise, of a row of that many tokens."""
+        """Return the bytes of a row of that many tokens; on the device also those of whole layers and partial keys."""
         besides = self.whole.memory.bytes_for(num_tokens) + self.partial.bytes_for(num_tokens)
         return super().bytes_for(num_tokens) + KvBytes(device=besides)
 
     def num_kept(self, num_tokens: int) -> int:
-        """All."""
+        """Return `num_tokens`: all keys are kept."""
         return num_tokens
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; when it fails, nothing is held."""
+        """Begin a claim; when it fails, nothing is held."""
         super().open(num_tokens, capacity_tokens)
         self.partial.expect(num_tokens)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Over the whole layers and the area."""
+        """Return a span over the whole layers and the area."""
         return ScoredInt4Span(self, tokens)
 
     def take_pushed(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Packs it into place, and takes its keys in."""
+        """Pack pushed KV into place, and make its partial keys."""
         super().take_pushed(layer, tokens, kv_T2GH)
         self.take_in(layer, tokens, kv_T2GH)
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Makes the partial keys of tokens, which are not packed."""
+        """Make the partial keys of tokens, from KV that is not packed."""
         self.partial.write(layer, tokens.start, kv_T2GH[:, 0], self._basis.key_projection(layer))
 
     def copy_from(self, other: Int4Row, num_tokens: int) -> None:
-        """Takes another row's first tokens, as they are packed, and their partial keys."""
+        """Copy another row's first tokens, as they are packed, and their partial keys."""
         assert isinstance(other, ScoredInt4Row), "rows of one policy are alike"
         super().copy_from(other, num_tokens)
         self.partial.copy_from(other.partial, num_tokens)
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         super().release()
         self.partial.release()
 
 
 @dataclass(frozen=True)
 class ScoredInt4Span:
-    """A SequenceSpan over whole layers, and the area in place of the others."""
+    """A SequenceSpan over the whole layers, with the area in place of the others."""
 
     row: ScoredInt4Row
     tokens: TokenRange
@@ -110,8 +110,8 @@ class ScoredInt4Span:
         return self._inner(layer).own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """The area has but some keys of a row of one new token, where rows' attention finds them; whoever else wants to
-        see them all gets a copy."""
+        """Yield the span's KV. The area holds only the picked keys of a row of one new token, for the native decode
+        kernel; other attention gets an unpacked copy of all earlier keys."""
         old = TokenRange(0, self.tokens.start)
         if layer < NUM_WHOLE_LAYERS or len(self.tokens) != 1:
             yield from self._inner(layer).segments(layer)
@@ -135,7 +135,7 @@ class ScoredInt4Span:
 
 
 class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
-    """Unpacks what is picked, and packs the new tokens, layer by layer: the areas hold no more than one."""
+    """A step that unpacks picks and packs new tokens layer by layer, because an area holds one layer."""
 
     def __init__(
         self,
@@ -148,27 +148,27 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
         self._of_one = PackedRows(form, self.choosing)
         self._of_more = PackedRows(form, [(row, span.tokens) for row, span in self._longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
-        """Of the layer that runs, `[G, H]` each."""
+        """Views of the choosing rows' own keys in the layer that runs, `[G, H]` each."""
 
     @property
     def num_link_bytes(self) -> int:
-        """In the layers that choose, both ways."""
+        """Return the bytes copied so far in the layers that choose, in both directions."""
         return self._of_one.num_link_bytes + self._of_more.num_link_bytes
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Longer spans' keys are in place on return."""
+        """Choose as ScoringStep does; longer spans' keys are unpacked on return."""
         super().begin(layer, hidden_TD)
         if layer in self._layers:
             self._of_more.unpack(layer)
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """On return, what is picked is in place, too."""
+        """Return the picks, which are unpacked on return."""
         picks = super().choose(layer, q_BNH)
         self._of_one.unpack_picked(layer, picks)
         return picks
 
     def end(self, layer: int) -> None:
-        """All new tokens are taken in, and go home."""
+        """Make the new tokens' partial keys, and pack their KV home."""
         super().end(layer)
         if layer not in self._layers:
             return
@@ -179,13 +179,13 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
 
 
 class InfinigenInt4Residency(SelectiveResidency[ScoredInt4Row]):
-    """A Residency."""
+    """A Residency that chooses keys by partial scores, and keeps KV in 4 bits."""
 
     name: ClassVar[str] = "infinigen_int4"
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared`: for `decoder`. There must be the kernel that packs. Raises ConfigError for KV that cannot be
-        packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
+        cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
         assert has_int4_kernel()
         self._form = Int4Format(shape.layout)
         most, basis = shape.max_slot_tokens, prepared.basis

@@ -1,8 +1,8 @@
-"""Rows whose KV lives in 4 bits (int4_format.py): layers 0 and 1 whole, the others packed, and an area for one layer.
+"""Rows whose KV lives in 4 bits (`format`): layers 0 and 1 whole, the others packed, and an area for one layer.
 
-What `int4` and `infinigen_int4` have in common. Step 8 of a request's way (DESIGN.md, section 4). Attention reads
-areas: each row's is as long as the row, so that what is unpacked comes to lie where it would in a plain row, and a new
-token is what it was before it was packed.
+Shared by residencies `int4` (`whole`) and `infinigen_int4` (`infinigen`). Attention reads areas. Each row's area is as
+long as the row, so that unpacked KV lies where it would in a plain row, and a new token has the values that it had
+before it was packed.
 
 B rows, T tokens, G kv heads, H head dim.
 """
@@ -24,7 +24,7 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 @dataclass(frozen=True)
 class LayerSpan:
-    """A SequenceSpan whose KV is at hand for one layer at a time."""
+    """A SequenceSpan whose KV is present for one layer at a time."""
 
     inner: BufferSpan
 
@@ -43,10 +43,10 @@ class LayerSpan:
 
 
 class Int4Row:
-    """A RowKv: at home whole layers and packed ones, on the device an area for one layer."""
+    """A RowKv with whole layers and packed ones at home, and on the device an area for one layer."""
 
     def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         layout = form.plain
         num_whole = min(layout.num_layers, NUM_WHOLE_LAYERS)
         self.whole = _row(replace(layout, num_layers=num_whole), make_memory, max_tokens)
@@ -58,21 +58,21 @@ class Int4Row:
 
     @property
     def tokens(self) -> TokenRange:
-        """That the present claim may hold."""
+        """Return the tokens that the present claim may hold."""
         return self.whole.tokens
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Whole layers and packed ones, and the area."""
+        """Return the committed bytes: at home whole layers and packed ones, on the device the area."""
         return KvBytes(self.whole.memory.num_bytes + self.packed.memory.num_bytes, self.area.memory.num_bytes)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Likewise, of a row of that many tokens."""
+        """Return the bytes of a row of that many tokens: at home all layers, on the device the area."""
         whole, packed, area = (part.memory.bytes_for(num_tokens) for part in self._parts)
         return KvBytes(whole + packed, area)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; when it fails, nothing is held."""
+        """Begin a claim; when it fails, nothing is held."""
         try:
             for part in self._parts:
                 part.open(num_tokens, capacity_tokens)
@@ -81,7 +81,7 @@ class Int4Row:
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Packs pushed KV into place."""
+        """Copy pushed KV of a whole layer into place, or pack that of another layer."""
         if layer < NUM_WHOLE_LAYERS:
             self.whole.write(layer, tokens, data)
             return
@@ -91,39 +91,39 @@ class Int4Row:
         self.take_pushed(layer, tokens, plain.span(0, tokens))
 
     def take_pushed(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Packs KV that was pushed, of a layer that is not whole, into place, which is committed."""
+        """Pack pushed KV of a layer that is not whole into place. Its memory is committed."""
         self._form.pack(kv_T2GH, self._packed_span(layer, tokens))
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """The bytes of `tokens`: the memory itself of a whole layer, a copy of a packed one, unpacked."""
+        """Return the bytes of `tokens`: the memory itself of a whole layer, an unpacked copy of a packed one."""
         if layer < NUM_WHOLE_LAYERS:
             return self.whole.export(layer, tokens)
         return self.unpacked(layer, tokens).export(0, tokens)
 
     def unpacked(self, layer: int, tokens: TokenRange) -> KvBuffer:
-        """A copy of `tokens` of a layer that is not whole; it is the buffer's only one."""
+        """Return an unpacked copy of `tokens` of a layer that is not whole, in a buffer of one layer."""
         plain = KvBuffer(self._layer_layout, tokens)
         self._form.unpack(self._packed_span(layer, tokens), plain.span(0, tokens))
         return plain
 
     def copy_from(self, other: "Int4Row", num_tokens: int) -> None:
-        """Takes another row's first tokens, as they are packed."""
+        """Copy another row's first tokens, as they are packed."""
         self.whole.copy_from(other.whole, num_tokens)
         self.packed.copy_from(other.packed, num_tokens)
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         for part in self._parts:
             part.release()
 
     def commit(self, tokens: TokenRange) -> None:
-        """A step is about to add `tokens`."""
+        """Commit memory for `tokens`, which a step is about to add."""
         self.whole.memory.commit(tokens)
         self.packed.memory.commit(tokens)
         self.area.memory.commit(TokenRange(0, tokens.end))
 
     def area_span(self, tokens: TokenRange) -> LayerSpan:
-        """For a step, whose new tokens these are."""
+        """Return the span of a step over the area; `tokens` are its new ones."""
         return LayerSpan(BufferSpan(self.area.buffer, tokens))
 
     def _packed_span(self, layer: int, tokens: TokenRange) -> Tensor:
@@ -131,13 +131,13 @@ class Int4Row:
 
 
 class PackedRows:
-    """The packed layers of a step's rows: what was cached comes into the areas, what is new goes home. Holds addresses:
+    """The packed layers of a step's rows: cached KV is unpacked into the areas, new KV is packed home. Holds addresses:
     the rows must outlive it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
-        """`rows`: each with its new tokens, whose memory is committed; there may be none."""
+        """`rows`: each with its new tokens, whose memory is committed. May be empty."""
         self.num_link_bytes = 0
-        """Of these layers, that came and went so far."""
+        """Bytes of packed layers copied so far, in both directions."""
         self._form = form
         self._row_bytes = form.packed(1).row_bytes
         self._num_old_B = _numbers(new.start for _, new in rows)
@@ -148,25 +148,25 @@ class PackedRows:
         self._layer_bytes_B = _numbers(data.stride(0) * data.element_size() for data in packed)
 
     def unpack(self, layer: int) -> None:
-        """All that was cached is in the areas on return."""
+        """Unpack all cached tokens of a layer into the areas."""
         self._form.unpack_rows(self._layer(layer), self._areas_B, self._num_old_B)
         self._count(self._num_old_B)
 
     def unpack_picked(self, layer: int, picks: Picks) -> None:
-        """Likewise those heads' keys and values that are picked; what else lies in the areas stays. New tokens may be
-        among the picks, for they are there."""
+        """Unpack the keys and values of a layer that each kv head picks into the areas; other bytes there stay. Picks
+        may name new tokens, which are in the areas already."""
         num_picks = self._form.unpack_picked(self._layer(layer), self._areas_B, self._num_old_B, picks)
         self.num_link_bytes += num_picks * 2 * self._form.head_bytes
 
     def pack(self, layer: int) -> None:
-        """Stores the new tokens' KV, which is in the areas."""
+        """Pack the new tokens' KV from the areas into home memory."""
         new_areas_B = self._areas_B + self._num_old_B * self._form.plain.row_bytes
         new_packed_B = self._layer(layer) + self._num_old_B * self._row_bytes
         self._form.pack_rows(new_areas_B, new_packed_B, self._num_new_B)
         self._count(self._num_new_B)
 
     def _layer(self, layer: int) -> Tensor:
-        """Addresses of the rows' packed KV."""
+        """Return the addresses of the rows' packed KV in a layer."""
         return self._packed_B + (layer - NUM_WHOLE_LAYERS) * self._layer_bytes_B
 
     def _count(self, num_tokens_B: Tensor) -> None:

@@ -1,14 +1,14 @@
-"""Residency `int4`: KV lives in 4 bits (int4_format.py); a step unpacks each layer whole, and attends to that.
+"""Residency `int4`: KV lives in 4 bits (`format`); a step unpacks each layer whole, and attends to that.
 
-Step 8 of a request's way (DESIGN.md, section 4); FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1
-are kept as they are, as in InfiniGen's comparisons. KV is packed when it comes to lie at home, be it pushed or computed
-here, so that home memory never holds more than codes and what belongs to them, and what goes over the link are these
-same bytes: all that were cached before a step, once, and back those of the new tokens. Attention reads one layer's area
-on the device, in which a new token is what it was before it was packed.
+A Residency for `engine.step_runner`, after FlexGen's compression (Sheng et al., 2023, section 5). Layers 0 and 1 are
+kept as they are, as in InfiniGen's comparisons. KV is packed when it is stored at home, pushed or computed here, so
+that home memory never holds more than codes and their groups' levels. The same packed bytes go over the link: those of
+all tokens cached before a step, once, and back those of the new tokens. Attention reads one layer's area on the device,
+in which a new token has the values that it had before it was packed.
 
 A prompt that is prefilled here in chunks attends to the earlier chunks as they were packed; FlexGen, which knows no
-chunks, attends to a prompt as it was. Only on CPUs, and with the native kernel: there the link is memory bandwidth, and
-unpacking itself reads home memory, so that nothing has to be fetched ahead and there is no thread.
+chunks, attends to the unpacked prompt. Only on CPUs, and with the native kernel: there the link is memory bandwidth,
+and unpacking itself reads home memory, so that nothing has to be fetched ahead and there is no thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class Int4Step:
-    """A StepKv: each layer comes into the areas before it runs, and its new tokens go home after it."""
+    """A StepKv that unpacks each layer into the areas before it runs, and packs its new tokens after it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]], num_bytes_read: int) -> None:
         self.spans: Sequence[SequenceSpan] = [row.area_span(new) for row, new in rows]
@@ -40,20 +40,20 @@ class Int4Step:
         self._packed = PackedRows(form, rows)
         self._whole_row_bytes = form.plain.row_bytes
         self._num_whole_tokens = 0
-        """That came and went in whole layers so far."""
+        """Tokens copied in whole layers so far, in both directions."""
 
     @property
     def num_link_bytes(self) -> int:
-        """Over the link in this step, so far."""
+        """Return the bytes copied over the link in this step so far."""
         return self._packed.num_link_bytes + self._num_whole_tokens * self._whole_row_bytes
 
     @property
     def turns(self) -> "Int4Step":
-        """Itself."""
+        """Return this step, which takes the turns itself."""
         return self
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """What was cached is in the areas on return."""
+        """Copy the layer's cached tokens into the areas, unpacking them where they are packed."""
         if layer >= NUM_WHOLE_LAYERS:
             self._packed.unpack(layer)
             return
@@ -63,11 +63,11 @@ class Int4Step:
             self._num_whole_tokens += len(old)
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """All keys."""
+        """Return None: rows attend to all keys."""
         return None
 
     def end(self, layer: int) -> None:
-        """Stores the new tokens' KV."""
+        """Store the new tokens' KV of the layer at home."""
         if layer >= NUM_WHOLE_LAYERS:
             self._packed.pack(layer)
             return
@@ -77,13 +77,13 @@ class Int4Step:
 
 
 class Int4Residency:
-    """A Residency."""
+    """A Residency that keeps all KV in 4 bits but for the whole layers."""
 
     name = "int4"
     is_exact = False
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
-        """Raises ConfigError for KV that cannot be packed, or without the kernel, and what is in OUT_OF_MEMORY when the
+        """Raise ConfigError for KV that cannot be packed, or without the kernel, and what is in OUT_OF_MEMORY when the
         slots' address space cannot be had."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
@@ -91,24 +91,24 @@ class Int4Residency:
         self._form = Int4Format(shape.layout)
         self._rows = [Int4Row(self._form, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
         self.num_link_bytes = 0
-        """Both ways."""
+        """Bytes copied over the link so far, in both directions."""
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """At home some 28 % of what bf16 takes; one layer on the device."""
+        """Return the bytes of a row: at home some 28 % of what bf16 takes, on the device one layer."""
         return self._rows[0].bytes_for(num_tokens)
 
     def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> Int4Row:
-        """Pushed KV is packed as it comes."""
+        """Begin a claim; pushed KV is packed as it comes."""
         self._rows[slot].open(num_tokens, capacity_tokens)
         return self._rows[slot]
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Within home memory."""
+        """Copy tokens between two slots within home memory."""
         self._rows[target].copy_from(self._rows[source], num_tokens)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[Int4Step]:
-        """Spans over the areas."""
+        """Commit the new tokens, and yield spans over the areas."""
         for slot, tokens in rows:
             self._rows[slot].commit(tokens)
         num_bytes_read = self._shape.bytes_read(tokens for _, tokens in rows)
@@ -119,11 +119,11 @@ class Int4Residency:
             self.num_link_bytes += step.num_link_bytes
 
     def close(self) -> None:
-        """No threads."""
+        """Do nothing: this policy has no threads."""
 
 
 def make_int4(shape: KvShape, device: torch.device) -> Int4Residency:
-    """The policy over paged memory. Raises ConfigError where it cannot run."""
+    """Make the policy over paged memory. Raises ConfigError where it cannot run."""
     if device.type != "cpu":
         raise ConfigError(f"residency = int4 runs on CPUs only, not on {device.type}: use host or device")
     return Int4Residency(shape, PagedMemory)

@@ -1,1 +1,1 @@
-"""Attends to some keys only: InfiniGen and what it is compared with."""
+"""Attend to some keys only: InfiniGen and the policies that it is compared with."""

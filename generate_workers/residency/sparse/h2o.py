@@ -1,16 +1,16 @@
 """Residency `h2o`: a row attends to the keys that had most attention so far, and to the latest (Zhang et al., 2023).
 
-Step 8 of a request's way (DESIGN.md, section 4). A comparator: what H2O drops, it has dropped for good, whatever is
+A Residency for `engine.step_runner`, to compare InfiniGen with: a key that H2O drops is gone for good, whatever is
 asked later. Layers 0 and 1 are whole, as in InfiniGen's comparisons.
 
-What is faithful. Sums are of every query. Those of a prompt that is prefilled here are projected once more from what
-each layer runs on; a prompt that was pushed, or came from a prefix store, is run again for them, which costs a prefill
-and needs no more than its KV (pushed_prompts.py). A prompt attends to itself whole, and is cut down to the budget at
-its end. A step attends to the budget's keys, its own among them; then the kept key with the least sum goes, but never
-one of the latest. A step's weights are those over the kept keys: what was dropped has none.
+What is faithful. Sums are over all queries. The queries of a prompt that is prefilled here are projected once more from
+each layer's input; a prompt that was pushed, or came from a prefix store, is run again for them, which costs a prefill
+and needs no more than its KV (`pushed_prompts`). A prompt attends to itself whole, and is cut down to the budget at its
+end. A step attends to the budget's keys, its own among them; then the kept key with the least sum is dropped, but never
+one of the latest. A step's weights are those over the kept keys: dropped keys get none.
 
-What is not. Memory: here a dropped key stays at home until its row ends, for it shares its pages with other kv heads';
-nobody reads it. And a longer span behind the prompt, if there were one, would attend to all keys.
+What is not. Memory: here a dropped key stays at home until its row ends, because it shares its pages with other kv
+heads' keys; it is not read. And a longer span behind the prompt, if there were one, would attend to all keys.
 
 B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, K keys that are kept.
 """
@@ -36,13 +36,13 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class H2oRow(SelectiveRow):
-    """A RowKv, and what is known of its keys."""
+    """A RowKv with the heavy hitters of each layer that chooses."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
         super().__init__(shape, make_memory)
         self.num_weighed = 0
-        """Tokens, from the first, whose queries have weighed their keys."""
+        """Number of tokens, from the first, whose queries have weighed their keys."""
         self._budget = budget
         self._num_prompt = 0
         self._num_kv_heads = shape.layout.num_kv_heads
@@ -51,26 +51,26 @@ class H2oRow(SelectiveRow):
 
     @property
     def index_bytes(self) -> int:
-        """Of positions and sums."""
+        """Return the bytes of the kept keys' positions and sums."""
         return sum(each.num_bytes for each in self._hitters.values())
 
     def index_bytes_for(self, num_tokens: int) -> int:
-        """Of positions and sums of all tokens: so many there are, while the prompt is not whole."""
+        """Return the bytes of positions and sums of all tokens, which exist while the prompt is not complete."""
         return len(self._layers) * self._num_kv_heads * num_tokens * 8
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim, for a prompt of `num_tokens`."""
+        """Begin a claim for a prompt of `num_tokens` tokens."""
         super().open(num_tokens, capacity_tokens)
         self._num_prompt = num_tokens
         self._hitters = {layer: HeavyHitters(self._num_kv_heads) for layer in self._layers}
 
     def hitters(self, layer: int) -> HeavyHitters:
-        """Of a layer that is not whole."""
+        """Return the heavy hitters of a layer that is not whole."""
         return self._hitters[layer]
 
     def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Takes in `tokens`, whose keys are at home, with their queries; when the prompt is whole, and from then on,
-        leaves what the next step may keep. Returns the positions that were weighed, `[G, K]`."""
+        """Let the queries of `tokens`, whose keys are at home, weigh all kept keys. Once the prompt is complete, drops
+        the keys that the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
         hitters = self._hitters[layer]
         positions_GK = hitters.take(q_TNH, self.buffer.rows(layer, TokenRange(0, tokens.end)).k_SGH)
         if tokens.end >= self._num_prompt:
@@ -79,7 +79,7 @@ class H2oRow(SelectiveRow):
         return positions_GK
 
     def copy_from(self, other: PagedRow, num_tokens: int) -> None:
-        """Takes another row's first tokens, which are all that it has."""
+        """Copy another row's first tokens, which must be all that it has."""
         assert isinstance(other, H2oRow), "rows of one policy are alike"
         super().copy_from(other, num_tokens)
         self.num_weighed, self._num_prompt = other.num_weighed, other._num_prompt
@@ -87,20 +87,21 @@ class H2oRow(SelectiveRow):
             hitters.copy_from(other._hitters[layer])
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         super().release()
         self.num_weighed = 0
         self._hitters = {}
 
 
 class H2oStep(SelectiveStep[H2oRow]):
-    """Rows of one new token are weighed as they choose; of longer spans the queries are projected once more."""
+    """A step in which rows of one new token weigh keys as they choose; queries of longer spans are projected once
+    more."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
         super().__init__(layout, rows)
         self._decoder = decoder
         self._longer: list[tuple[H2oRow, TokenRange, Tensor, Step]] = []
-        """Each with its place in the step, and what its projection needs."""
+        """Longer spans, each with its tokens' places in the step and the Step that projects them."""
         first = 0
         for row, tokens in rows:
             if len(tokens) != 1:
@@ -109,10 +110,10 @@ class H2oStep(SelectiveStep[H2oRow]):
                 self._longer.append((row, tokens, at_T, Step(positions, spans=())))
             first += len(tokens)
         self._queries: list[Tensor] = []
-        """Theirs in the layer that runs; none in one that is whole."""
+        """Queries of the longer spans in the layer that runs; empty in a layer that is whole."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """Projects the longer spans' queries; their keys are there at the layer's end."""
+        """Project the longer spans' queries. Their keys are in place at the layer's end."""
         self._queries = [
             self._decoder.project(layer, hidden_TD[at_T], step)
             for _, _, at_T, step in self._longer
@@ -120,7 +121,7 @@ class H2oStep(SelectiveStep[H2oRow]):
         ]
 
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """What each row has kept, and the new token."""
+        """Return the keys that each row has kept, and its new token."""
         lists = [
             row.weigh(layer, q_NH.unsqueeze(0), tokens)
             for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True)
@@ -131,33 +132,34 @@ class H2oStep(SelectiveStep[H2oRow]):
         return Picks(keys_BKG.transpose(1, 2).contiguous(), num_BG)
 
     def end(self, layer: int) -> None:
-        """The longer spans' queries weigh all keys."""
+        """Let the longer spans' queries weigh all keys."""
         for (row, tokens, _, _), q_TNH in zip(self._longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
             row.weigh(layer, q_TNH, tokens)
 
     def settle(self) -> None:
-        """All layers have run."""
+        """Record how many tokens have weighed, once all layers have run."""
         for row, tokens in self.rows:
             row.num_weighed = tokens.end
 
 
 class H2oResidency(SelectiveResidency[H2oRow]):
-    """A Residency."""
+    """A Residency whose rows attend to heavy hitters and the latest keys."""
 
     name: ClassVar[str] = "h2o"
 
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget | None = None
     ) -> None:
-        """`budget`: None for the usual. Raises ConfigError for models whose pushed prompts cannot be run again, what is
-        in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+        """`budget`: None for the default. Raises ConfigError for models whose pushed prompts cannot be run again, and
+        what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
         budget = budget or HeavyBudget()
         self._pushed = PushedPrompts(decoder)
         self._decoder = decoder
         super().__init__([H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)])
 
     def make_step(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
-        """Raises RowError for a row whose pushed KV is of no tokens of the model."""
+        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens of the
+        model."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)
@@ -166,14 +168,14 @@ class H2oResidency(SelectiveResidency[H2oRow]):
         return H2oStep(self._decoder.layout, rows, self._decoder)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Within home memory; a pushed prompt is weighed once, not for every copy. Raises ModelError when it is of no
-        tokens of the model."""
+        """Copy tokens within home memory. A pushed prompt is weighed once, not for every copy; raises ModelError when
+        it is of no tokens of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
     @torch.inference_mode()
     def _weigh_pushed(self, row: H2oRow, num_tokens: int) -> None:
-        """Of the row's first tokens, those that did not run here."""
+        """Weigh with the queries of those of the row's first tokens that did not run here."""
 
         def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
             if layer >= NUM_WHOLE_LAYERS:

@@ -1,9 +1,10 @@
 """Heavy hitters (H2O; Zhang et al., 2023): which keys a row keeps in one layer, by the attention that they had so far.
 
-A key's sum is that of the softmax weights that all queries gave it, those of the prompt and of every step. Sums are a
-kv head's own: over the query heads that share it, and over one sequence. (The published code adds over the batch, and
-knows no shared kv heads.) A row keeps the keys with the largest sums, and besides the latest; the others are dropped
-for good. Keys that came early were weighed by more queries: that is H2O's known bias, and stays.
+Residency `h2o` uses it, on the engine's thread. A key's sum adds the softmax weights that all queries gave it, those of
+the prompt and of every step. Each kv head has its own sums, over the query heads that share it, and over one sequence.
+(The published code adds over the batch, and knows no shared kv heads.) A row keeps the keys with the largest sums, and
+besides the latest; the others are dropped for good. Keys that came early were weighed by more queries: that is H2O's
+known bias, and stays.
 
 G kv heads, J query heads of a kv head, H head dim, K keys that are kept, T tokens.
 """
@@ -21,10 +22,10 @@ _BLOCK = 64
 
 
 class PartOf(Enum):
-    """What a budget is a part of."""
+    """The number of tokens of which a budget is a share."""
 
     PROMPT = "prompt"
-    """The tokens that a row began with, as in the published code: it never grows."""
+    """The tokens that a row began with, as in the published code: the budget never grows."""
     PRESENT = "present"
     """All tokens so far, the new one included."""
 
@@ -34,9 +35,9 @@ class HeavyBudget:
     """How many keys a step attends to. Raises ConfigError when a field is out of its limits."""
 
     heavy_share: float = 0.1
-    """Those with the largest sums."""
+    """Share of keys with the largest sums."""
     recent_share: float = 0.1
-    """The latest, the new token's own included; at least that one."""
+    """Share of the latest keys, the new token's own included; at least that one key."""
     part_of: PartOf = PartOf.PROMPT
 
     def __post_init__(self) -> None:
@@ -47,32 +48,32 @@ class HeavyBudget:
 
     @classmethod
     def halved(cls, share: float) -> "HeavyBudget":
-        """`share` of the prompt, one half heavy and one half recent, as the paper has it."""
+        """Return a budget of `share` of the prompt, one half heavy and one half recent, as the paper has it."""
         return cls(share / 2, share / 2)
 
     def at_next(self, num_prompt: int, num_tokens: int) -> tuple[int, int]:
-        """`(heavy, recent)` of the step that brings token number `num_tokens`."""
+        """Return `(heavy, recent)` numbers of keys for the step that brings token number `num_tokens`."""
         whole = num_prompt if self.part_of is PartOf.PROMPT else num_tokens + 1
         return int(self.heavy_share * whole), max(int(self.recent_share * whole), 1)
 
 
 class HeavyHitters:
-    """What one layer of one row keeps."""
+    """The keys that one layer of one row keeps, by kv head."""
 
     def __init__(self, num_kv_heads: int) -> None:
-        """Nothing yet."""
+        """Begin with no keys."""
         self.positions_GK = torch.zeros((num_kv_heads, 0), dtype=torch.int32)
-        """Of the kept keys, ascending."""
+        """Positions of the kept keys, ascending."""
         self.sums_GK = torch.zeros((num_kv_heads, 0))
-        """Weights that each was given, fp32."""
+        """Sum of the weights that each key was given, fp32."""
 
     @property
     def num_bytes(self) -> int:
         return self.positions_GK.nbytes + self.sums_GK.nbytes
 
     def take(self, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
-        """The last T of the row's keys are new, and these are their queries: all kept keys and the new ones are weighed
-        by them. Returns the positions that were weighed, `[G, K]`."""
+        """Add the last T keys of `k_SGH`, which are new, and weigh all kept keys by their queries `q_TNH`. Returns the
+        positions that were weighed, `[G, K]`."""
         first, num_new = len(k_SGH) - len(q_TNH), len(q_TNH)
         num_kv_heads = len(self.positions_GK)
         new_GT = torch.arange(first, len(k_SGH), dtype=torch.int32).expand(num_kv_heads, -1)
@@ -87,8 +88,8 @@ class HeavyHitters:
         return self.positions_GK
 
     def drop(self, num_heavy: int, num_recent: int) -> None:
-        """For good: all but the latest `num_recent` keys, and of the others the `num_heavy` with the largest sums. Of
-        equal sums the earlier keys go."""
+        """Drop all keys for good but the latest `num_recent`, and of the others the `num_heavy` with the largest sums.
+        Of equal sums the earlier keys are dropped."""
         num_kept = self.positions_GK.shape[1]
         num_dropped = num_kept - num_recent - num_heavy
         if num_dropped <= 0:
@@ -101,11 +102,11 @@ class HeavyHitters:
         self.sums_GK = self.sums_GK[stay_GK].view(shape)
 
     def copy_from(self, other: "HeavyHitters") -> None:
-        """Becomes what another is."""
+        """Become a copy of another row's layer."""
         self.positions_GK, self.sums_GK = other.positions_GK.clone(), other.sums_GK.clone()
 
     def _kept(self, k_SGH: Tensor) -> Tensor:
-        """The kept keys, `[G, K, H]` in fp32."""
+        """Return the kept keys, `[G, K, H]` in fp32."""
         if self.positions_GK.shape[1] == len(k_SGH):
             return k_SGH.transpose(0, 1).float()
         heads_G1 = torch.arange(len(self.positions_GK)).unsqueeze(1)
@@ -113,8 +114,8 @@ class HeavyHitters:
 
 
 def _weights(q_TNH: Tensor, k_GHK: Tensor) -> Tensor:
-    """Softmax weights that each key is given by all queries together, `[G, K]`; the last T keys are the queries' own,
-    and a query sees none behind its own."""
+    """Return the softmax weights that all queries together give each key, `[G, K]`. The last T keys are the queries'
+    own, and a query sees none behind its own."""
     num_queries, num_keys = len(q_TNH), k_GHK.shape[2]
     num_kv_heads, head_dim = k_GHK.shape[:2]
     q_TGJH = q_TNH.float().reshape(num_queries, num_kv_heads, -1, head_dim)

@@ -1,12 +1,14 @@
 """Residency `infinigen`: keys that seem to matter are chosen by partial scores (InfiniGen; Lee et al., OSDI 2024).
 
-Step 8 of a request's way (DESIGN.md, section 4). A partial key is a key in a few columns of a basis in which its scores
-can nearly be told (modeling.sparse.bases); kept for every key, they take a fraction of the keys' bytes, and a step
-reads all of them in place of the keys. What scores high is attended to, by the true keys and queries.
+A Residency for `engine.step_runner`; `modeling.forward.selection` chooses. A partial key is a key in a few columns of a
+basis in which its scores can nearly be told (modeling.sparse.bases). Partial keys are kept for every key; they take a
+fraction of the keys' bytes, and a step reads all of them in place of the keys. Rows attend to the keys that score
+highest, by the true keys and queries.
 
-With lookahead 1, as in the paper, a layer's queries are guessed while the layer before is about to run, from what that
-one runs on, with the layer's own norm and weights and at the token's own position: so its keys can be fetched in time.
-With lookahead 0 the true queries choose: right where nothing has to be fetched, as on a CPU, whose kernel reads home.
+With lookahead 1, as in the paper, a layer's queries are guessed while the layer before is about to run, from the input
+of that layer, with the layer's own norm and weights and at the token's own position, so that its keys can be fetched in
+time. With lookahead 0 the true queries choose: right where nothing has to be fetched, as on a CPU, whose kernel reads
+home.
 
     pushed KV, another row's, a prompt's chunk, a step's new tokens   ->  home  ->  partial keys, behind each
     begin l - 1 (guessed) or picks l (true queries)                   ->  scores over partial keys  ->  picks of l
@@ -32,31 +34,31 @@ from modeling.sparse.selection_file import PreparedSelection
 
 
 class ScoredRow(HomeRow, Protocol):
-    """A row with partial keys."""
+    """A HomeRow that also keeps partial keys."""
 
     @property
     def partial(self) -> PartialKeys:
-        """Of the keys that it keeps."""
+        """Return the partial keys of the keys that the row keeps."""
         ...
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Takes several new tokens in, which the layer has run."""
+        """Make the partial keys of new tokens of a longer span, in a layer that has run."""
         ...
 
 
 class KeyedRow(ScoredRow, Protocol):
-    """A ScoredRow whose keys are there when all layers have run."""
+    """A ScoredRow whose keys can still be read when all layers have run."""
 
     def own_keys(self, position: int) -> Tensor:
-        """Those of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
+        """Return the keys of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
         ...
 
 
 class InfinigenRow(SelectiveRow):
-    """A KeyedRow with partial keys of all that it holds, in the layers that choose."""
+    """A KeyedRow with partial keys of all its tokens, in the layers that choose."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
         super().__init__(shape, make_memory)
         layout = shape.layout
         self._basis = basis
@@ -65,45 +67,45 @@ class InfinigenRow(SelectiveRow):
 
     @property
     def partial(self) -> PartialKeys:
-        """Of all keys."""
+        """Return the partial keys of all keys."""
         return self._partial
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim."""
+        """Begin a claim; `num_tokens` tokens will be written for sure."""
         super().open(num_tokens, capacity_tokens)
         self.partial.expect(num_tokens)
 
     @property
     def index_bytes(self) -> int:
-        """Of partial keys."""
+        """Return the bytes now committed for partial keys."""
         return self.partial.num_bytes
 
     def index_bytes_for(self, num_tokens: int) -> int:
-        """Of partial keys."""
+        """Return the bytes of the partial keys of that many tokens."""
         return self.partial.bytes_for(num_tokens)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies pushed KV home, and takes its keys in."""
+        """Copy pushed KV home, and make the partial keys of its tokens."""
         super().write(layer, tokens, data)
         if layer in self._layers:
             self.take_in(layer, tokens, self.buffer.span(layer, tokens))
 
     def copy_from(self, other: PagedRow, num_tokens: int) -> None:
-        """Takes another row's first tokens."""
+        """Copy another row's first tokens and their partial keys."""
         assert isinstance(other, InfinigenRow), "rows of one policy are alike"
         super().copy_from(other, num_tokens)
         self.partial.copy_from(other.partial, num_tokens)
 
     def own_keys(self, position: int) -> Tensor:
-        """At home."""
+        """Return a view at home of one token's keys in the layers that choose: `[L, G, H]`."""
         return self.buffer.data[NUM_WHOLE_LAYERS:, position, 0]
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Makes their partial keys; they are at home."""
+        """Make the partial keys of `tokens`, whose KV is at home."""
         self.partial.write(layer, tokens.start, kv_T2GH[:, 0], self._basis.key_projection(layer))
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         super().release()
         self.partial.release()
 
@@ -112,8 +114,8 @@ S = TypeVar("S", bound=ScoredRow)
 
 
 class ScoringStep(SelectiveStep[S]):
-    """Scores partial keys. A subclass makes those of the choosing rows' own tokens, which nobody needs before the step
-    has ended: a token's own key is chosen in any case."""
+    """A step that scores partial keys. A subclass makes the partial keys of the choosing rows' own tokens. The step
+    does not need those before it ends, because a token's own key is always chosen."""
 
     def __init__(
         self,
@@ -128,7 +130,7 @@ class ScoringStep(SelectiveStep[S]):
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
         self._guessed: dict[int, Picks] = {}
-        """By layer, from the turn before until it is asked for."""
+        """Picks by layer, guessed in the turn before, until the layer asks for them."""
         if self.choosing and self._layers:
             lengths = [row.num_kept(tokens.start) + 1 for row, tokens in self.choosing]
             num_tokens = [tokens.end for _, tokens in self.choosing]
@@ -137,7 +139,7 @@ class ScoringStep(SelectiveStep[S]):
             self._step = Step(positions, spans=())
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """With lookahead, guesses the next layer's queries, and chooses its keys."""
+        """With lookahead 1, guess the next layer's queries, and choose its keys."""
         if self._prepared.lookahead and self.choosing and layer + 1 in self._layers:
             q_BNH = self._decoder.project(layer + 1, self.of_choosing(hidden_TD), self._step)
             self._guessed[layer + 1] = self._select(layer + 1, q_BNH)
@@ -148,17 +150,17 @@ class ScoringStep(SelectiveStep[S]):
         return self._guessed.pop(layer)
 
     def end(self, layer: int) -> None:
-        """Longer spans are taken in."""
+        """Make the partial keys of the longer spans' new tokens."""
         if layer in self._layers:
             for row, span in self._longer:
                 row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
-        """Makes the partial keys of the choosing rows' own tokens."""
+        """Make the partial keys of the choosing rows' own tokens."""
         self._partial.append(layer, k_BGH, self._prepared.basis.key_projection(layer))
 
     def _select(self, layer: int, q_BNH: Tensor, closeness_BGS: Tensor | None = None) -> Picks:
-        """Once a layer, in order; `closeness_BGS`: as `select_keys` takes it."""
+        """Choose a layer's keys; called once a layer, in order. `closeness_BGS`: as `select_keys` takes it."""
         prepared = self._prepared
         q_BNR = prepared.basis.queries(layer, q_BNH)
         return select_keys(q_BNR, self._partial, layer, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
@@ -168,10 +170,10 @@ K = TypeVar("K", bound=KeyedRow)
 
 
 class InfinigenStep(ScoringStep[K]):
-    """Makes the own tokens' partial keys when the forward has ended, those of all layers at once."""
+    """A step that makes its own tokens' partial keys when the forward has ended, in all layers at once."""
 
     def settle(self) -> None:
-        """The own tokens' partial keys."""
+        """Make the partial keys of the choosing rows' own tokens, in all layers."""
         if not self.choosing or not self._layers:
             return
         k_LBGH = torch.stack([row.own_keys(tokens.start) for row, tokens in self.choosing], dim=1)
@@ -180,13 +182,13 @@ class InfinigenStep(ScoringStep[K]):
 
 
 class InfinigenResidency(SelectiveResidency[InfinigenRow]):
-    """A Residency."""
+    """A Residency that chooses keys by partial scores, and keeps all KV."""
 
     name: ClassVar[str] = "infinigen"
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared`: for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot
-        be had."""
+        """`prepared` must be for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space
+        cannot be had."""
         super().__init__([InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)])
         self._layout = shape.layout
         self._prepared = prepared

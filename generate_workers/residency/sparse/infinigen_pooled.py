@@ -1,16 +1,18 @@
-"""Residency `infinigen` where the user limits how many tokens of KV a row keeps: on a pool, which evicts (pool.py).
+"""Residency `infinigen` with a limit on the tokens of KV that a row keeps: its KV lies in a pool, which evicts.
 
-Step 8 of a request's way (DESIGN.md, section 4). Layers 0 and 1 are whole. In the others a row has a place for each
-token that it may keep, and one for a step's own token; keys are scored and picked by place. A step notes in the pool
-what was picked, and when the forward has ended, its own token's K, V and partial key go where the pool says.
+A Residency for `engine.step_runner`; `pool` decides which token lies where. Layers 0 and 1 are whole. In the others a
+row has a place for each token that it may keep, and one for a step's own token; keys are scored and picked by place. A
+step notes in the pool which keys were picked, and when the forward has ended, its own token's K, V and partial key move
+to the place that the pool says.
 
-    home    layers 0 and 1 whole; of the others the places, and the order in which their tokens go
+    home    layers 0 and 1 whole; of the others the places, and the order in which their tokens are evicted
     device  layers 0 and 1, and partial keys of the places
 
 Pushed KV goes to its places as it comes, so a prompt never takes more than the limit. A prompt that is prefilled here
-and is longer than that is run chunk by chunk over what is kept: the first tokens, the latest, and the chunk itself.
+and is longer than the limit runs chunk by chunk over the tokens that are kept: the first, the latest, and the chunk
+itself.
 
-A row that cannot come to have more tokens than places is the same, bit by bit, as one without a pool.
+A row that cannot come to have more tokens than places computes the same, bit by bit, as one without a pool.
 
 L layers that choose, T tokens, G kv heads, H head dim, R columns.
 """
@@ -50,10 +52,10 @@ _BLOCK = 16
 
 
 class PooledRow:
-    """A ScoredRow on a pool."""
+    """A KeyedRow whose layers that choose lie in a pool."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis, pools: KvPools, slot: int) -> None:
-        """Raises what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
         layout, most = shape.layout, shape.max_slot_tokens
         num_places = min(pools.limit.num_places + 1, most)
         self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
@@ -64,48 +66,49 @@ class PooledRow:
         self._basis = basis
         self._pools, self._slot = pools, slot
         self._can_overflow = False
-        """Whether the present claim may come to have more tokens than places: else nothing has to be noted."""
+        """Whether the present claim may come to have more tokens than places; if not, picks need not be noted."""
         self._has_begun = False
-        """Whether a step has run on the claim: until then nothing was picked."""
+        """Whether a step has run on the claim. Before the first step no key was picked."""
         self._kv_LP2GH: NDArray[np.int64] = self._kept.memory.data_LS2GH.view(torch.int64).numpy()
-        """All places. A few numbers of K and V make one here: quicker to move, and numpy knows no bf16."""
+        """All places. An int64 here holds several numbers of K and V: faster to move, and numpy knows no bf16."""
         self._k_LCGRI: NDArray[np.int16] = self._partial.data_LCGRI.view(torch.int16).numpy()
         self._head_G = np.arange(layout.num_kv_heads)
         self._layer_L1 = np.arange(len(self._layers))[:, None]
 
     @property
     def tokens(self) -> TokenRange:
-        """That the present claim may bring."""
+        """Return the tokens that the present claim may come to have, evicted ones included."""
         return self._whole.tokens
 
     @property
     def partial(self) -> PartialKeys:
-        """Of the places."""
+        """Return the partial keys of the places."""
         return self._partial
 
     @property
     def pool_slot(self) -> int | None:
-        """Of the pools, where what is picked is to be noted; None: nowhere."""
+        """Return the slot in the pools where picks are to be noted. None: they need not be noted."""
         return self._slot if self._can_overflow and self._pools.limit.eviction is not Eviction.FIFO else None
 
     @property
     def num_bytes(self) -> KvBytes:
-        """Committed now."""
+        """Return the bytes that are committed now."""
         whole, orders = self._whole.memory.num_bytes, self._pools.row_bytes if self._can_overflow else 0
         return KvBytes(whole + self._kept.memory.num_bytes + orders, whole + self.partial.num_bytes)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """What that many tokens take, once all have come; in the layers that choose no more than the limit's."""
+        """Return the bytes that so many tokens take once all have come; layers that choose take no more than the
+        limit."""
         num_places = min(num_tokens, self._num_places)
         whole, kept = self._whole.memory.bytes_for(num_tokens), self._kept.memory.bytes_for(num_places)
         return KvBytes(whole + kept + self._pools.row_bytes, whole + self.partial.bytes_for(num_places))
 
     def num_kept(self, num_tokens: int) -> int:
-        """At most the limit's."""
+        """Return the number of tokens kept of so many: at most the limit."""
         return min(num_tokens, self._pools.limit.num_places)
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begins a claim; when it fails, nothing is held."""
+        """Begin a claim; when it fails, nothing is held."""
         num_places = self.num_kept(num_tokens)
         self._can_overflow = capacity_tokens > self._pools.limit.num_places
         try:
@@ -117,7 +120,7 @@ class PooledRow:
             raise
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies pushed KV home: of a layer that chooses what has a place, for now."""
+        """Copy pushed KV home. In a layer that chooses only tokens that have a place now are copied."""
         if layer not in self._layers:
             self._whole.write(layer, tokens, data)
             return
@@ -128,14 +131,15 @@ class PooledRow:
             self._take_keys(layer, places)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """The bytes of `tokens`. Nobody may ask for those of a row that evicts: they may be gone."""
+        """Return the bytes of `tokens`. May not be called for a row that evicts, whose tokens may be gone."""
         if layer not in self._layers:
             return self._whole.export(layer, tokens)
         assert not self._can_overflow, "what a pool has evicted cannot be read"
         return self._kept.export(self._layers.index(layer), tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """A step is about to write `tokens`; of those that have no place for good, the own one has the last."""
+        """Commit memory for `tokens`, which a step is about to write. A step's own token that has no place of its own
+        yet uses the last place."""
         self._whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -143,8 +147,8 @@ class PooledRow:
         self._kept.memory.commit(TokenRange(start, end))
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Over the places, and beside them where tokens do not all have one. The first step's puts the latest tokens of
-        the prompt where they belong."""
+        """Return a span over the places; tokens that do not all have a place get memory beside them. The first step's
+        span moves the latest tokens of the prompt to the end of the pool."""
         if len(tokens) != 1 and tokens.end > self._pools.limit.num_places:
             return PooledSpan(self, tokens, KvBuffer(replace(self._kept.buffer.layout, num_layers=1), tokens))
         if len(tokens) == 1 and not self._has_begun:
@@ -154,24 +158,25 @@ class PooledRow:
         return PooledSpan(self, tokens, None)
 
     def whole_rows(self, layer: int, tokens: TokenRange) -> Tensor:
-        """`[T, 2, G, H]` of a whole layer."""
+        """Return a view `[T, 2, G, H]` of a whole layer."""
         return self._whole.buffer.span(layer, tokens)
 
     def placed_rows(self, layer: int, places: TokenRange) -> Tensor:
-        """`[T, 2, G, H]` of a layer that chooses."""
+        """Return a view `[T, 2, G, H]` of places in a layer that chooses."""
         return self._kept.buffer.span(self._layers.index(layer), places)
 
     def place(self, num_tokens: int) -> KvPlace:
-        """Where the keys of a step lie, the own token's included, which is the last of so many."""
+        """Return where the keys of a step lie, the own token's included, which is the last of `num_tokens`."""
         kept = _place(self._kept, self.num_kept(num_tokens - 1) + 1)
         return replace(_place(self._whole, num_tokens), others=kept)
 
     def own_keys(self, position: int) -> Tensor:
-        """Where the own token lies."""
+        """Return a view of the own token's keys in the layers that choose: `[L, G, H]`."""
         return self._kept.buffer.data[:, self.num_kept(position), 0]
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """To their places: all at once, where nothing was picked yet, or nobody has to go."""
+        """Copy new tokens to their places and make their partial keys: in runs as long as no step has run or the row
+        cannot evict, else token by token, each evicting another."""
         if self._has_begun and self._can_overflow:
             for position, kv_2GH in zip(range(tokens.start, tokens.end), kv_T2GH, strict=True):
                 own = TokenRange(self.num_kept(position), self.num_kept(position) + 1)
@@ -184,8 +189,9 @@ class PooledRow:
             self._take_keys(layer, places)
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """The own token, whose partial keys are made, is one of the row's from now on; `layers`, of those that choose,
-        counted from the first of them. `victims_LG`: who goes if somebody has to, where that was found."""
+        """Keep a step's own token, whose partial keys are made; in a full pool K, V and partial keys move to the places
+        that the pool says. `layers`: those that choose, counted from the first of them. `victims_LG`: places to evict,
+        where they were found already."""
         if not self._can_overflow:
             return
         limit = self._pools.limit
@@ -204,7 +210,7 @@ class PooledRow:
             k_LCGRI[:, block, :, :, at] = k_LCGRI[:, own_block, :, :, own_at]
 
     def copy_from(self, other: Self, num_tokens: int) -> None:
-        """Takes all that another row of the same capacity has."""
+        """Copy all that another row of the same capacity holds."""
         tokens, num_places = TokenRange(0, num_tokens), self.num_kept(num_tokens)
         self._whole.copy_from(other._whole, len(tokens))
         self._kept.copy_from(other._kept, num_places)
@@ -214,7 +220,7 @@ class PooledRow:
             self._pools[self._slot].copy_from(self._pools[other._slot])
 
     def release(self) -> None:
-        """Ends the claim, if there is one."""
+        """End the claim, if there is one."""
         self._whole.release()
         self._kept.release()
         self.partial.release()
@@ -223,7 +229,7 @@ class PooledRow:
         self._can_overflow = self._has_begun = False
 
     def _prompt_parts(self, layer: int, tokens: TokenRange) -> list[tuple[TokenRange, TokenRange]]:
-        """Tokens of a prompt that are to be copied, in runs whose places lie in order, each with these places."""
+        """Return runs of a prompt's tokens that are to be copied, each with its places, which follow each other."""
         if not self._can_overflow:
             return [(tokens, tokens)]
         positions_K, places_K = self._pools[self._slot].take_prompt(self._layers.index(layer), tokens)
@@ -235,12 +241,12 @@ class PooledRow:
         ]
 
     def _take_keys(self, layer: int, places: TokenRange) -> None:
-        """Makes the partial keys of what lies there."""
+        """Make the partial keys of the tokens that lie at `places`."""
         k_TGH = self.placed_rows(layer, places)[:, 0]
         self.partial.write(layer, places.start, k_TGH, self._basis.key_projection(layer))
 
     def _arrange(self, num_tokens: int) -> None:
-        """What the pool wants at the first step, whose own token comes behind so many."""
+        """Move tokens as the pool wants it at the row's first step, whose own token comes after `num_tokens`."""
         sources, targets = self._pools[self._slot].arrange(num_tokens)
         kv_LP2GH, k_LCGRI = self._kv_LP2GH, self._k_LCGRI
         kv_LP2GH[:, targets] = kv_LP2GH[:, sources]
@@ -254,7 +260,7 @@ class PooledSpan:
     row: PooledRow
     tokens: TokenRange
     beside: KvBuffer | None
-    """One layer's new tokens, which lie in no places yet; None: they do."""
+    """Buffer with one layer's new tokens, which do not lie in places yet. None: they lie in places."""
 
     def own(self, layer: int) -> Tensor:
         if layer < NUM_WHOLE_LAYERS:
@@ -265,8 +271,8 @@ class PooledSpan:
         return self.row.placed_rows(layer, TokenRange(start, start + len(self.tokens)))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """What lies in places has no positions that follow each other; it is numbered as if it came last before the new
-        tokens, which is all that masks ask."""
+        """Yield the kept keys, then the new ones. Positions in a pool are not consecutive; the keys are numbered as if
+        they came last before the new tokens, which is all that masks need."""
         start, end = self.tokens.start, self.tokens.end
         if layer < NUM_WHOLE_LAYERS:
             yield _rows(self.row.whole_rows(layer, TokenRange(0, end)), 0)
@@ -285,7 +291,7 @@ class PooledSpan:
 
 
 class PooledStep(InfinigenStep[PooledRow]):
-    """Tells the pools what is picked, and keeps the own tokens."""
+    """A step that notes in the pools which keys are picked, and keeps its own tokens."""
 
     def __init__(
         self,
@@ -317,7 +323,7 @@ class PooledStep(InfinigenStep[PooledRow]):
 
 
 class PooledResidency(SelectiveResidency[PooledRow]):
-    """A Residency."""
+    """A Residency that chooses keys by partial scores, and keeps a limited number of tokens."""
 
     name: ClassVar[str] = "infinigen"
 
@@ -329,9 +335,9 @@ class PooledResidency(SelectiveResidency[PooledRow]):
         decoder: Decoder,
         size: PoolSize,
     ) -> None:
-        """`prepared`: for `decoder`, whose first and latest keys are those that no pool evicts. Raises ConfigError for
-        a `size` that has no room for these; what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot
-        be had."""
+        """`prepared` must be for `decoder`; its first and latest keys are never evicted. Raises ConfigError for a
+        `size` that has no room for these; what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be
+        had."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "no model takes so many"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)

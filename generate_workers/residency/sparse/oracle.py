@@ -1,7 +1,7 @@
 """Residency `oracle`: a row reads all its keys, and attends to those with the largest true scores.
 
-Step 8 of a request's way (DESIGN.md, section 4). A comparator, never fast: what a selection of its size could reach at
-best, if guessing were perfect. Its scores are fp32, of the queries that attention has and the keys as they are kept.
+A Residency for `engine.step_runner`, to compare InfiniGen with, never fast: the best that a selection of its size could
+reach if guessing were perfect. Its scores are fp32, from the queries that attention has and the keys as they are kept.
 
 B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a row, K picks at most.
 """
@@ -21,7 +21,7 @@ from modeling.forward.selection import Picks, Selection
 
 
 class OracleStep(SelectiveStep[SelectiveRow]):
-    """Looks at everything before it chooses."""
+    """A step that scores all keys before it chooses."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)
@@ -29,7 +29,7 @@ class OracleStep(SelectiveStep[SelectiveRow]):
 
     @property
     def num_link_bytes(self) -> int:
-        """All rows that are at home, in the layers that are not whole."""
+        """Return the bytes of all rows read from home, in the layers that are not whole."""
         num_tokens = sum(tokens.end if len(tokens) == 1 else tokens.start for _, tokens in self.rows)
         return self.num_chosen_layers * num_tokens * self.layout.row_bytes
 
@@ -49,12 +49,12 @@ class OracleStep(SelectiveStep[SelectiveRow]):
 
 
 class OracleResidency(SelectiveResidency[SelectiveRow]):
-    """A Residency."""
+    """A Residency whose rows attend to the keys with the largest true scores."""
 
     name: ClassVar[str] = "oracle"
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
         self._layout = shape.layout
         self._selection = selection
@@ -64,7 +64,8 @@ class OracleResidency(SelectiveResidency[SelectiveRow]):
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """How close each key comes to the best for some head of its kv head, `[G, S]`: 0 at a head's best, less below."""
+    """Return how close each key comes to the best key of some head of its kv head, `[G, S]`: 0 at a head's best, less
+    below."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)
@@ -73,8 +74,8 @@ def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
 
 
 def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
-    """Each kv head's keys, ascending: as many as the selection says, of equals the earlier, with the first and the
-    last ones."""
+    """Return each kv head's keys, ascending: as many as the selection says, the earlier of equal ones, with the first
+    and the last keys."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
     num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)

@@ -1,28 +1,29 @@
 """The host pool of InfiniGen (Lee et al., 2024, section 4.4): which place of a row's bounded memory holds which token.
 
-Step 8 of a request's way (DESIGN.md, section 4). A user limits how many tokens of KV a row may keep. Once that many are
-there, each new token takes the place of a victim, and K, V and partial key are overwritten there, so that a place means
-the same token in all three. Who goes differs between layers and kv heads, for each list has its own picks. The first
-tokens and the latest are never victims: the paper's pool protects neither, and its FIFO loses the first tokens at once,
-from which its quality does not recover. Victims are, by Eviction, the token that came first, the one that was picked
-longest ago, or the one that was picked least often, by counters that are all halved when one of them is full. Of a
-prompt much was never picked when the first has to go: of equals goes the one that the running step scores least.
+`infinigen_pooled` owns pools and copies KV as they say. A user limits how many tokens of KV a row may keep. Once that
+many are there, each new token takes the place of a victim, and K, V and partial key are overwritten there, so that a
+place means the same token in all three. Victims differ between layers and kv heads, because each list has its own
+picks. The first tokens and the latest are never victims: the paper's pool protects neither, and its FIFO loses the
+first tokens at once, from which its quality does not recover. The victim is, by Eviction, the token that came first,
+the one that was picked longest ago, or the one that was picked least often, by counters that are all halved when one of
+them is full. Much of a prompt was never picked when the first token has to go: of equal tokens the victim is the one
+that the running step scores least.
 
-What lies in places is in no order of positions; attention with picks asks for none, since keys are stored after RoPE.
-There are P places, and one more for a step's own token. While there is room, a token's place is its position. Then
+Places are in no order of positions; attention with picks needs none, since keys are stored after RoPE. There are P
+places, and one more for a step's own token. While there is room, a token's place is its position. Then
 
     [0, F)          the first F tokens
-    [F, P - R + 1)  those that may go
-    [P - R + 1, P)  the latest but the own token, the next one over the earliest of them
+    [F, P - R + 1)  tokens that may be evicted
+    [P - R + 1, P)  the latest R - 1 tokens before the own one; the next one overwrites the earliest of them
     P               the own token, of which the step that brings it knows no more than that it is picked
 
-so that what is always picked lies at both ends, where a Selection has it. A token that is among the latest no more
-moves to the victim's place, and the own token to where it was.
+so that keys that are always picked lie at both ends, where a Selection has them. A token that is no longer among the
+latest moves to the victim's place, and the own token to where that token was.
 
-A prompt comes in any order, and nothing was picked yet: every Eviction keeps its first tokens and its last. These lie
-in one ring behind the first ones until the row's first step, when the latest are brought to the end.
+A prompt comes in any order, before any key is picked: every Eviction keeps its first tokens and its last. These lie in
+one ring behind the first ones until the row's first step, when the latest are moved to the end.
 
-A pool knows places, not memory: it says what is to be copied. Owned by whoever owns the row; not thread-safe.
+A pool knows places, not memory: it returns what is to be copied. Owned by its row; not thread-safe.
 
 L layers that choose, G kv heads, P places, B rows, T tokens.
 """
@@ -47,31 +48,31 @@ from modeling.kernels import native
 
 Integers = NDArray[np.int64]
 Orders = NDArray[np.signedinteger[Any]]
-"""A mark, and below it the position, by which equal marks are told apart."""
+"""A mark, and in the bits below it the position, by which equal marks are told apart."""
 
 MAX_TOKENS = 1 << 23
-"""Of a row: positions have so much room beside a counter."""
+"""Most tokens of a row: positions have 23 bits beside a counter."""
 _MAX_COUNT = 255
 _FULL_COUNT = 127
-"""Where counters are halved. Far below, marks are lost before they tell anything; far above, what was picked long ago
-counts for as much as what was lately (docs/infinigen.md)."""
+"""Count at which counters are halved. Far below, marks are lost before they tell anything; far above, picks of long ago
+count for as much as late ones (docs/infinigen.md)."""
 _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Whose place a new token takes; among equals, that of the one which the running step scores least, else of the
-    earliest."""
+    """Which token a new one evicts. Of equal tokens that is the one that the running step scores least; where keys were
+    not scored, the earliest."""
 
     COUNTER = "counter"
-    """The one that was picked least often: the paper's choice, for it keeps no list."""
+    """The token that was picked least often: the paper's choice, because it keeps no list."""
     LRU = "lru"
-    """The one that was picked longest ago. To come counts as to be picked; all of a prompt came at once."""
+    """The token that was picked longest ago. Arrival counts as a pick; all of a prompt arrived at once."""
     FIFO = "fifo"
     """The token that came first."""
 
 
 def eviction_named(name: str) -> Eviction:
-    """Raises ConfigError for a name that none has."""
+    """Return the Eviction of that name. Raises ConfigError for an unknown name."""
     try:
         return Eviction(name)
     except ValueError:
@@ -81,29 +82,29 @@ def eviction_named(name: str) -> Eviction:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """What a user says of pools."""
+    """Size and eviction of pools, as a user configures them."""
 
     num_tokens: int
-    """Of KV that a row keeps in each layer that chooses."""
+    """Tokens of KV that a row keeps in each layer that chooses keys."""
     eviction: Eviction = Eviction.COUNTER
 
 
 @dataclass(frozen=True)
 class PoolLimit:
-    """How much of a row's KV is kept in a layer, and who goes."""
+    """How much of a row's KV is kept in a layer, and which token is evicted. Raises ConfigError on a bad field."""
 
     num_places: int
-    """Tokens."""
+    """Tokens that a layer keeps."""
     eviction: Eviction = Eviction.COUNTER
     num_first: int = 4
-    """First tokens of the sequence that stay for good: attention sinks."""
+    """First tokens of the sequence that are never evicted: attention sinks."""
     num_last: int = 16
-    """Latest tokens that stay, a new one included."""
+    """Latest tokens that are never evicted, the new one included."""
     most_count: int = _FULL_COUNT
-    """COUNTER: a counter that comes to this makes all of its list's counters half of what they are."""
+    """COUNTER: a counter that reaches this makes all of its list's counters half of what they are."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError that names the first field that is out of range."""
+        """Raise ConfigError that names the first field that is out of range."""
         if self.num_first < 0:
             raise ConfigError(f"num_first = {self.num_first} is out of range: use 0 or more")
         if self.num_last < 1:
@@ -117,45 +118,47 @@ class PoolLimit:
 
     @property
     def position_bits(self) -> int:
-        """Of an order: marks of LRU are positions, too."""
+        """Return the bits of a position in an order; marks of LRU are positions, too."""
         return 32 if self.eviction is Eviction.LRU else 23
 
     @property
     def order_bytes(self) -> int:
-        """Of an order."""
+        """Return the bytes of one order."""
         return 8 if self.eviction is Eviction.LRU else 4
 
     @property
     def end_others(self) -> int:
-        """The places that tokens may have to leave are [num_first, end_others); of a full pool the others follow."""
+        """Return the end of the places [num_first, end_others) whose tokens may be evicted; the latest tokens' places
+        follow."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
-        """Of a token of a full pool, while it is among the latest."""
+        """Return the place in a full pool of a token that is among the latest."""
         return self.end_others + (position - self.end_others) % (self.num_last - 1)
 
     def own_place(self, position: int) -> int:
-        """Where a step that brings the token of that position has it."""
+        """Return the place of a step's own token, whose position this is."""
         return min(position, self.num_places)
 
 
 class KvPool:
-    """What one row keeps, in all layers that choose."""
+    """The places and marks of one row's tokens, in all layers that choose."""
 
     def __init__(self, limit: PoolLimit, orders_LGP: Orders) -> None:
-        """Nothing is kept yet. `orders_LGP`: zeros, with one place more than the limit; becomes the pool's own."""
+        """Make an empty pool. `orders_LGP`: zeros, with one place more than the limit; the pool owns it from now on."""
         self.limit = limit
         self._orders_LGP = orders_LGP
-        """Of two tokens, the one with the less goes first. The last place's mean nothing."""
+        """Order of the token at each place: the least is evicted first. Orders of the last place mean nothing."""
 
     def positions(self, layer: int, num_tokens: int) -> Integers:
-        """Of the tokens that a row of `num_tokens` keeps in a layer, by kv head and place: `[G, P]`."""
+        """Return the positions of the tokens that a row of `num_tokens` keeps in a layer, by kv head and place: `[G,
+        P]`."""
         num_kept = min(num_tokens, self.limit.num_places)
         return self._orders_LGP[layer, :, :num_kept].astype(np.int64) & ((1 << self.limit.position_bits) - 1)
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
-        """`tokens` of a prompt come, in whatever order: `(positions, places)` of those to be copied to their places, in
-        ascending order of positions. The others have no place, since later ones are there."""
+        """Add `tokens` of a prompt, in whatever order they come. Return `(positions, places)` of those to be copied to
+        their places, in ascending order of positions. The others have no place, because later tokens are there."""
         positions_T = np.arange(tokens.start, tokens.end)
         num_first, num_others = self.limit.num_first, self.limit.num_places - self.limit.num_first
         positions_K = positions_T[(positions_T < num_first) | (positions_T >= tokens.end - num_others)]
@@ -167,8 +170,8 @@ class KvPool:
         return positions_K, places_K
 
     def arrange(self, num_tokens: int) -> tuple[Integers, Integers]:
-        """The prompt, `num_tokens` of it, is there, and the next token is a step's: `(sources, targets)` of tokens to
-        be moved, all at once, in all layers."""
+        """Arrange a prompt of `num_tokens` tokens for the row's first step. Return `(sources, targets)`: places of
+        tokens to be moved, all at once, in all layers."""
         limit = self.limit
         if num_tokens <= limit.num_places or limit.num_last == 1:
             return np.empty(0, np.int64), np.empty(0, np.int64)
@@ -181,10 +184,13 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """The next token is kept, that is at its `own_place`: None when it stays there. Else the places that victims
-        leave, `[L, G]`; the token at `late_place` moves there, and the own one to where that was; when a pool keeps no
-        latest token but the own one, this one moves there. `victims_LG`: as PoolNotes found them; None: nobody's keys
-        were scored."""
+        """Keep the next token, which lies at its `own_place`. Return None when it stays there, else the places of the
+        victims, `[L, G]`.
+
+        The caller then moves the token at `late_place` to the victim's place, and the own token to `late_place`; when
+        the pool protects no latest token but the own one, the own token to the victim's place. `victims_LG`: as
+        PoolNotes found them; None: no keys were scored.
+        """
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
         if limit.eviction is Eviction.LRU:
@@ -204,56 +210,56 @@ class KvPool:
         return victims_LG
 
     def copy_from(self, other: "KvPool") -> None:
-        """Becomes what another pool of the same limit is: its row's memory was copied, place by place."""
+        """Become a copy of a pool of the same limit whose row's memory was copied, place by place."""
         assert self.limit == other.limit
         self._orders_LGP[:] = other._orders_LGP
 
 
 class KvPools:
-    """The pools of all slots, in memory that a row has from its first token on."""
+    """The pools of all slots, in memory that is reserved at the start and committed as rows write it."""
 
     def __init__(self, num_slots: int, num_layers: int, num_kv_heads: int, limit: PoolLimit) -> None:
-        """Raises OSError when so much address space cannot be had."""
+        """Raise OSError when so much address space cannot be had."""
         self.limit = limit
         self.lists = num_layers, num_kv_heads
-        """Of a row."""
+        """Shape of a row's lists: layers and kv heads."""
         num_bytes = num_layers * num_kv_heads * (limit.num_places + 1) * limit.order_bytes
         self.row_bytes = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        """Of a row."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared one would not go back
+        """Bytes that one row's orders take, in whole pages."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # pages of a shared mapping would not be given back
         self._mapping = mmap.mmap(-1, num_slots * self.row_bytes, flags=flags)
         with contextlib.suppress(OSError):  # a kernel built without huge pages refuses advice about them
-            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # rows have pages of their own
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)  # no two rows share a page
         orders: Orders = np.frombuffer(self._mapping, np.dtype(f"int{8 * limit.order_bytes}"))
         row_size, list_size = self.row_bytes // limit.order_bytes, limit.num_places + 1
         rows_SX = orders.reshape(num_slots, row_size)[:, : math.prod(self.lists) * list_size]
         self._rows = [KvPool(limit, row_X.reshape(*self.lists, list_size)) for row_X in rows_SX]
         self._start = orders.ctypes.data
         self._starts_L1 = np.arange(num_layers)[:, None] * (num_kv_heads * list_size * limit.order_bytes)
-        """Of each layer's lists, from a row's first one on."""
+        """Offset of each layer's lists in bytes, from a row's first one on."""
 
     def __getitem__(self, slot: int) -> KvPool:
-        """The slot's."""
+        """Return the pool of a slot."""
         return self._rows[slot]
 
     def addresses(self, slots: Sequence[int | None]) -> Integers:
-        """Of the slots' lists, `[L, B]`; 0 for None."""
+        """Return the addresses of the slots' lists, `[L, B]`; 0 for None."""
         is_there_B = np.array([slot is not None for slot in slots])
         firsts_B = self._start + np.array([slot or 0 for slot in slots]) * self.row_bytes
         found: Integers = (firsts_B + self._starts_L1) * is_there_B
         return found
 
     def clear(self, slot: int) -> None:
-        """The slot's row has ended: its pool's memory goes back."""
+        """Give the memory of a slot's pool back when its row has ended."""
         self._mapping.madvise(mmap.MADV_DONTNEED, slot * self.row_bytes, self.row_bytes)
 
 
 class PoolNotes:
-    """What the rows of one step pick, noted in their pools layer by layer, and who then has to go."""
+    """Notes what the rows of one step pick in their pools, layer by layer, and finds their victims."""
 
     def __init__(self, pools: KvPools, slots: Sequence[int | None], positions: Sequence[int]) -> None:
-        """Rows of one new token each, `positions`; None for a row whose pool need not hear. Not for FIFO; only where
-        there are kernels."""
+        """`slots` and `positions` of rows with one new token each; slot None for a row whose pool takes no notes. Not
+        for FIFO; only where the kernel `pool_notes` can be loaded."""
         limit = pools.limit
         assert limit.eviction is not Eviction.FIFO, "it asks for nothing"
         self._limit = limit
@@ -264,8 +270,8 @@ class PoolNotes:
         native.load("pool_notes")
 
     def note(self, layer: int, picks: Picks, closeness_BGS: Tensor) -> None:
-        """Of a layer, counted from the first that chooses; once each. `closeness_BGS`: of all that is kept, as
-        `select_keys` has it."""
+        """Note the picks of a layer, counted from the first that chooses; call once for each. `closeness_BGS`:
+        closeness of all kept keys, as `select_keys` writes it."""
         limit = self._limit
         self._victims_BLG[:, layer] = torch.ops.baton.note_picks(
             picks.keys_BGK,
@@ -281,6 +287,7 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Each row's places, `[L, G]`, once all layers are noted; those of rows that are not full mean nothing."""
+        """Return each row's victims as places, `[L, G]`, once all layers are noted; meaningless for rows that are not
+        full."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

@@ -1,13 +1,12 @@
-"""The queries of a prompt whose KV was pushed: nobody sent them, so the prompt is run again to have them.
+"""The queries of a prompt whose KV was pushed: queries are never pushed, so the prompt is run again to have them.
 
-For that its tokens must be known, and residency policies see none. But in layer 0 a token's value depends on the token
-alone, since RoPE turns keys only: it is the projection of the normed embedding. So the tokens are those of the
-vocabulary whose values are the pushed ones. Tokens with equal values cannot be told apart: either is taken;
-when no token comes near, ModelError says so, and nothing is guessed. Models with learned positions add these to what
-layer 0 sees, and are refused.
+Residency `h2o` uses it, on the engine's thread, under torch.inference_mode(). To run a prompt its tokens must be known,
+and residency policies see none. But in layer 0 a token's value depends on the token alone, since RoPE turns keys only:
+it is the projection of the normed embedding. So the tokens are those of the vocabulary whose values are the pushed
+ones. Tokens with equal values cannot be told apart: either is taken. When no token comes near, ModelError says so, and
+no token is guessed. Models with learned positions add these to layer 0's input, and are refused.
 
-The second run attends to the pushed KV, not to KV of its own, and writes none. It costs what a local prefill costs.
-Step 8 of a request's way (DESIGN.md, section 4), on the engine's thread, under torch.inference_mode().
+The second run attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
 
 T tokens, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
 """
@@ -24,29 +23,29 @@ from modeling.forward.positions import LearnedTable
 from modeling.kv.buffers import KvBuffer
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
-"""Is given a layer, its queries `[T, N, H]` as attention compares them, and whose they are."""
+"""Takes a layer, its queries `[T, N, H]` as attention compares them, and the tokens that they belong to."""
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
-"""How far a pushed value may be from the vocabulary's, as a part of its length: bf16, by whatever kernel, makes one
-hundredth."""
+"""How far a pushed value may be from the vocabulary's, as a part of its length: in bf16 the difference is about one
+hundredth, by whatever kernel."""
 
 
 class PushedPrompts:
-    """Runs pushed prompts again."""
+    """Runs pushed prompts again to have their queries."""
 
     def __init__(self, decoder: Decoder) -> None:
-        """Raises ConfigError for models with learned positions."""
+        """Raise ConfigError for models with learned positions."""
         if isinstance(decoder.weights.positions, LearnedTable):
             remedy = "use residency device or host"
             raise ConfigError(f"residency h2o is not there for models with learned positions: {remedy}")
         self._decoder = decoder
         self._vocabulary_VC: Tensor | None = None
-        """The values of all tokens, from the first pushed prompt on."""
+        """Values of all tokens in layer 0, computed for the first pushed prompt."""
 
     def run(self, buffer: KvBuffer, tokens: TokenRange, use: UseQueries) -> None:
-        """Gives `use` the queries of `tokens`, whose KV lies in the buffer, as does all before: chunk by chunk, and of
-        each chunk layer by layer. Raises ModelError when the KV is not that of this model's tokens."""
+        """Pass the queries of `tokens` to `use`, chunk by chunk, and of each chunk layer by layer. The KV of `tokens`
+        and of all tokens before lies in `buffer`. Raises ModelError when the KV is not that of this model's tokens."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
             token_ids = self.token_ids(buffer, part)
@@ -60,7 +59,7 @@ class PushedPrompts:
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
     def token_ids(self, buffer: KvBuffer, tokens: TokenRange) -> list[int]:
-        """The tokens, by their values in layer 0. Raises ModelError when these are no token's."""
+        """Return the ids of `tokens` by their values in layer 0. Raises ModelError when a value is no token's."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
         v_TC = buffer.rows(0, tokens).v_SGH.flatten(1).float()
@@ -74,7 +73,7 @@ class PushedPrompts:
         return [int(token_id) for token_id in ids_T]
 
     def _values(self) -> Tensor:
-        """Of the whole vocabulary in layer 0, fp32 `[V, C]`."""
+        """Return the values of the whole vocabulary in layer 0, fp32 `[V, C]`."""
         decoder, parts = self._decoder, self._decoder.weights.layers[0]
         values = []
         for part in TokenRange(0, decoder.config.vocab_size).split(_CHUNK_TOKENS):

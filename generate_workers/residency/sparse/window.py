@@ -1,8 +1,8 @@
 """Residency `window`: a row attends to its first and its latest keys (StreamingLLM; Xiao et al., 2024).
 
-Step 8 of a request's way (DESIGN.md, section 4). A comparator: what it leaves out, it has never looked at. Of the
-selection it takes the size: as many latest keys as others choose by score, and the first ones besides. Keys keep the
-positions that they have in the text, for all of them are still there; the paper's cache numbers them anew.
+A Residency for `engine.step_runner`, to compare InfiniGen with: it never looks at what it leaves out. It takes its size
+from the prepared selection: as many latest keys as others choose by score, and the first ones besides. Keys keep the
+positions that they have in the text, because all of them are still there; the paper's cache numbers them anew.
 
 B rows of one new token, N heads, G kv heads, H head dim, K picks at most.
 """
@@ -21,7 +21,7 @@ from modeling.forward.selection import Picks, Selection
 
 
 class WindowStep(SelectiveStep[SelectiveRow]):
-    """The same picks in all layers."""
+    """A step with equal picks in all layers."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)
@@ -33,12 +33,12 @@ class WindowStep(SelectiveStep[SelectiveRow]):
 
 
 class WindowResidency(SelectiveResidency[SelectiveRow]):
-    """A Residency."""
+    """A Residency whose rows attend to their first and latest keys."""
 
     name: ClassVar[str] = "window"
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
-        """Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
         self._layout = shape.layout
         self._selection = selection
@@ -48,7 +48,7 @@ class WindowResidency(SelectiveResidency[SelectiveRow]):
 
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:
-    """Each row's first keys and its latest, the same for all kv heads; `lengths_B`: int32."""
+    """Return picks of each row's first and latest keys, equal for all kv heads; `lengths_B`: int32."""
     share_B = (lengths_B.double() * selection.most_share).floor().int()
     latest_B = share_B.clamp(min=max(selection.num_last, selection.free_keys))
     num_B = (latest_B + selection.num_first).minimum(lengths_B)
