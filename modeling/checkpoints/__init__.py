@@ -1,1 +1,1 @@
-"""Finds, converts and loads models."""
+"""Find, convert and load models."""

@@ -1,6 +1,7 @@
 """Finds the folder of the model that a user names: a Hugging Face folder, a GGUF file, or a name from the catalog.
 
-Before step 1 of a request's way, on whatever thread; blocks while a GGUF file is converted, by this process or another.
+`deploy` calls it before it starts workers, on whatever thread; blocks while a GGUF file is converted, by this process
+or another.
 """
 
 import fcntl
@@ -39,11 +40,11 @@ _CATALOG = {
 def resolve_model(
     name: str, *, cache: Path, progress: Callable[[int, int], None], finish: Callable[[Path, Path], None]
 ) -> Path:
-    """The folder of model `name`; a GGUF file is converted into a folder under `cache`, once.
+    """Return the folder of model `name`; a GGUF file is converted into a folder under `cache`, once.
 
-    `progress(done, total)` follows the conversion; `finish(gguf_path, folder)` then adds what else the folder shall
-    hold. The folder appears whole or not at all; of several processes at once one converts and the others wait. A file
-    of another size or time, or another CONVERTER_VERSION, is converted anew. Raises ModelError, one line.
+    `progress(done, total)` follows the conversion; `finish(gguf_path, folder)` then adds the other files that the
+    folder shall hold. The folder appears whole or not at all; of several processes at once one converts and the others
+    wait. A file of another size or time, or another CONVERTER_VERSION, is converted anew. Raises ModelError, one line.
     """
     if name in _CATALOG:
         return _converted(_packaged_file(name), cache, progress, finish)
@@ -84,7 +85,7 @@ def _converted(
 
 @contextmanager
 def _whole_folder(folder: Path) -> Iterator[Path]:
-    """A folder to fill, which gets its name only once it is complete. For one process at a time."""
+    """Yield a folder to fill, which gets its name only once it is complete. For one process at a time."""
     partial = folder.with_name(folder.name + ".partial")
     try:
         if partial.exists():  # left by a process that was killed
@@ -101,7 +102,7 @@ def _whole_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def _exclusive(lock: Path) -> Iterator[None]:
-    """Waits until no other process holds `lock`; a process that dies lets go of it."""
+    """Wait until no other process holds `lock`, and hold it; a process that dies lets go of it."""
     try:
         lock.parent.mkdir(parents=True, exist_ok=True)
         file = lock.open("w")

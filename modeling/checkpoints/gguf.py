@@ -1,8 +1,9 @@
 """Converts a GGUF file of the Llama family to a Hugging Face folder: weights de-quantised once, to bf16 safetensors.
 
-Before step 1 of a request's way, on whatever thread; blocks for some seconds per 100 MB. One tensor is in memory at a
-time. GGUF files of architecture `llama` hold the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs
-with 2 i + 1); we and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's are stored in our order.
+`catalog` calls it before any worker starts, on whatever thread; blocks for some seconds per 100 MB. One tensor is in
+memory at a time. GGUF files of architecture `llama` hold the rows of Q and K in the order of interleaved RoPE
+(dimension 2 i pairs with 2 i + 1); we and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's are
+stored in our order.
 """
 
 import json
@@ -47,7 +48,7 @@ _ROPE_FACTORS = "rope_freqs.weight"
 
 
 def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None]) -> None:
-    """Writes config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
+    """Write config.json, generation_config.json and model.safetensors (bf16) into `folder`, which must exist.
 
     `progress(done, total)` is called with tensors done, from 0 to total. Files appear whole or not at all, config.json
     last: a folder that holds it is complete. Raises ModelError, one line, for a file that is truncated or not
@@ -60,7 +61,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None])
         factors = named.pop(_ROPE_FACTORS, None)
         rope_factors = None if factors is None else dequantize(factors.data, factors.tensor_type)
         config = hf_config(keys, {name: _shape(tensor) for name, tensor in named.items()}, rope_factors)
-        from_hf(config, source=str(path))  # refuses what could not be loaded
+        from_hf(config, source=str(path))  # refuses a model that could not be loaded
     tensors = {_hf_name(path, name): tensor for name, tensor in named.items()}
     heads = _permuted_heads(keys)
     try:
@@ -103,12 +104,12 @@ def _hf_name(path: Path, name: str) -> str:
 
 
 def _part(hf_name: str) -> str:
-    """The module's name within its layer: q_proj for model.layers.3.self_attn.q_proj.weight."""
+    """Return the module's name within its layer: q_proj for model.layers.3.self_attn.q_proj.weight."""
     return hf_name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
-    """The projections whose rows are stored for interleaved RoPE, and their number of heads."""
+    """Return the projections whose rows are stored for interleaved RoPE, and their number of heads."""
     if keys.architecture() != "llama":
         return {}
     num_heads = keys.count("llama.attention.head_count")
@@ -116,7 +117,7 @@ def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
 
 
 def _bf16(path: Path, tensor: ReaderTensor, num_heads: int | None) -> Tensor:
-    """The tensor de-quantised in fp32, its rows in our order, rounded to bf16."""
+    """Return the tensor de-quantised in fp32, its rows in our order, rounded to bf16."""
     try:
         values: npt.NDArray[np.float32] = dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -133,7 +134,7 @@ def _bf16(path: Path, tensor: ReaderTensor, num_heads: int | None) -> Tensor:
 
 
 def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
-    """The head of a safetensors file whose tensors follow in this order, all bf16."""
+    """Return the head of a safetensors file whose tensors follow in this order, all bf16."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
     for name, shape in shapes.items():
@@ -147,7 +148,7 @@ def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
 
 @contextmanager
 def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write, which gets its name only once it is complete."""
+    """Yield a file to write, which gets its name only once it is complete."""
     partial = path.with_name(path.name + ".partial")
     try:
         with partial.open("wb") as file:

@@ -1,7 +1,8 @@
-"""What a GGUF file's keys say, in the words of a Hugging Face config.json and generation_config.json.
+"""Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
 
-Most keys start with the architecture's name. Llama 3's RoPE scaling is not named but stored as one factor a frequency,
-and is recognised here among the scalings that Llama models were released with.
+`gguf` writes them into the folder that it makes. Most keys start with the architecture's name. Llama 3's RoPE scaling
+is not named but stored as one factor a frequency, and is recognised here among the scalings that Llama models were
+released with.
 """
 
 from collections.abc import Mapping
@@ -57,7 +58,7 @@ class GgufKeys:
         return key in self._values
 
     def architecture(self) -> str:
-        """The model's architecture, which is one that we can convert."""
+        """Return the model's architecture. Raises ModelError for one that we cannot convert."""
         architecture = self.text("general.architecture")
         if architecture not in _MODEL_TYPES:
             remedy = f"choose a model of architecture {', '.join(_MODEL_TYPES)}"
@@ -79,7 +80,7 @@ class GgufKeys:
 def hf_config(
     keys: GgufKeys, shapes: Mapping[str, tuple[int, ...]], rope_factors: npt.NDArray[np.float32] | None
 ) -> dict[str, object]:
-    """config.json for a file with these keys, tensors of these shapes (by GGUF name) and these factors on RoPE's
+    """Return config.json for a file with these keys, tensors of these shapes (by GGUF name) and these factors on RoPE's
     wavelengths (`[head_dim / 2]`), if any. Raises ModelError."""
     architecture = keys.architecture()
     num_heads = keys.count(f"{architecture}.attention.head_count")
@@ -120,7 +121,7 @@ def hf_config(
 
 
 def generation_config(keys: GgufKeys) -> dict[str, object]:
-    """generation_config.json: the token ids that begin and end a text."""
+    """Return generation_config.json: the token ids that begin and end a text."""
     eos = [keys.count(f"tokenizer.ggml.{key}") for key in _EOS_KEYS if keys.has(f"tokenizer.ggml.{key}")]
     config: dict[str, object] = {"eos_token_id": sorted(set(eos))}
     if keys.has("tokenizer.ggml.bos_token_id"):

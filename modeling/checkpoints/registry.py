@@ -1,4 +1,7 @@
-"""Hugging Face configs to models: which family reads which, and what no family can run."""
+"""The registry of model families: which family reads which Hugging Face config, and which models no family can run.
+
+`weights` and `gguf` read configs here.
+"""
 
 from collections.abc import Callable, Mapping
 
@@ -19,23 +22,24 @@ _FAMILIES: dict[str, tuple[str, Callable[[Fields], Family]]] = {
     "opt": ("OPTForCausalLM", OptModel.read),
     "falcon": ("FalconForCausalLM", FalconModel.read),
 }
-"""By model type: the architecture, and what reads its config."""
+"""By model type: the architecture, and the function that reads its config."""
 
 
 def from_hf(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> ModelConfig:
-    """The config of the model that `read_model` reads."""
+    """Return the config of the model that `read_model` reads. Raises ModelError where that does."""
     return read_model(raw, generation, source).config
 
 
 def read_model(
     raw: Mapping[str, object], generation: Mapping[str, object] | None = None, source: str = "config.json"
 ) -> Family:
-    """The model that a Hugging Face config describes; absent optional fields mean what they mean to transformers.
+    """Return the model that a Hugging Face config describes; absent optional fields mean what they mean to
+    transformers.
 
     `raw` is config.json; `generation`, if given, is generation_config.json, whose end-of-sequence ids win. `source`
-    names the file in errors. Raises ModelError for what our decoder cannot run or what is missing.
+    names the file in errors. Raises ModelError for a model that our decoder cannot run and for missing fields.
     """
     fields = Fields(raw, source, generation)
     model_type = raw.get("model_type")

@@ -1,6 +1,6 @@
-"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder; its family says how.
+"""Loads a Hugging Face folder (config.json and safetensors) into a Decoder, as its family composes it.
 
-Before step 1 of a request's way: a worker calls `load_decoder` once at its start, on whatever thread; it blocks.
+A worker's host calls `load_decoder` once at its start, before any request, on whatever thread; it blocks.
 """
 
 from pathlib import Path
@@ -15,16 +15,16 @@ from modeling.kv.buffers import TORCH_DTYPES
 
 
 def load_config(folder: Path) -> ModelConfig:
-    """The model described by `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
+    """Return the config in `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
     return _load_model(folder).config
 
 
 QUANTIZATIONS = ("none", "int8")
-"""Of projections' weights: as they are, or rounded to int8 with one scale an output."""
+"""Quantizations of projections' weights: none, or rounded to int8 with one scale an output."""
 
 
 def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Decoder:
-    """A Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
+    """Return a Decoder that computes in `dtype` on `device`, from a Hugging Face folder; conversion happens on load.
 
     Raises ModelError, one line, for anything wrong with the folder, the dtype, the device or the memory. Its weights'
     fingerprint hashes every tensor's name, type, shape and bytes, the config, `dtype` and `quantization`; it does not

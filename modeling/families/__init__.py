@@ -1,1 +1,1 @@
-"""The families of models that we run, one module each: what its config says, and which layers its tensors make."""
+"""The families of models that we run, one module each: reads a config, and composes layers from its tensors."""

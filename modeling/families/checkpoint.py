@@ -1,7 +1,8 @@
 """A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
 
-Before step 1 of a request's way, on whatever thread; blocks. At any time at most one checkpoint tensor is held besides
-what was taken. Every tensor is hashed as it is read (XXH3, at about the speed of memory).
+Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on whatever thread; blocks. At
+any time at most one checkpoint tensor is held besides those that were taken. Every tensor is hashed as it is read
+(XXH3, at about the speed of memory).
 """
 
 import json
@@ -19,12 +20,12 @@ from baton.errors import ModelError
 from modeling.kv.buffers import TORCH_DTYPES, byte_view
 
 _HARMLESS = ("rotary_emb.inv_freq",)
-"""Endings of tensors that old checkpoints carry and nothing needs: RoPE is computed from the config."""
+"""Endings of tensors that old checkpoints carry and no family needs: RoPE is computed from the config."""
 _PICKLES = ("*.bin", "*.pt", "*.pth")
 
 
 class _TensorFile(Protocol):
-    """An open safetensors file."""
+    """An open safetensors file, as far as it is used here."""
 
     def keys(self) -> list[str]: ...
 
@@ -32,11 +33,11 @@ class _TensorFile(Protocol):
 
 
 class Checkpoint:
-    """The tensors of a folder's safetensors files; remembers what was taken, and its hashes. Used by one thread."""
+    """The tensors of a folder's safetensors files; records which were taken, and their hashes. Used by one thread."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: str, *, int8: bool = False) -> None:
         self.int8 = int8
-        """Whether projections are to be rounded to int8, by whoever makes them of what is taken."""
+        """Whether the linear layers made of these tensors are to be rounded to int8."""
         self._folder = folder
         self._dtype = dtype
         self._device = device
@@ -47,11 +48,11 @@ class Checkpoint:
             torch.empty(0, device=device)
 
     def take(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor `name`, which must have this shape: a copy on the device, in the dtype asked for."""
+        """Return the tensor `name`, which must have this shape: a copy on the device, in the checkpoint's dtype."""
         return self.fuse([(name, shape)])
 
     def fuse(self, parts: Sequence[tuple[str, tuple[int, ...]]]) -> Tensor:
-        """Several tensors, one below the other, as one; read one at a time."""
+        """Return several tensors, one below the other, as one; read one at a time."""
         num_rows = sum(shape[0] for _, shape in parts)
         with self._allocating():
             fused = torch.empty((num_rows, *parts[0][1][1:]), dtype=self._dtype, device=self._device)
@@ -62,11 +63,11 @@ class Checkpoint:
         return fused
 
     def has(self, name: str) -> bool:
-        """Whether the folder holds a tensor `name`."""
+        """Return whether the folder holds a tensor `name`."""
         return name in self._file_by_name
 
     def expect_equal(self, name: str, other: str) -> None:
-        """If there is a tensor `name`, it must hold what `other`, taken before, held."""
+        """Raise ModelError if there is a tensor `name` whose content is not that of `other`, which was taken before."""
         if name not in self._file_by_name:
             return
         with _opened(self._file_by_name[name]) as file:
@@ -77,10 +78,11 @@ class Checkpoint:
         self._repeated.add(name)
 
     def seal(self, description: str) -> str:
-        """Called once all is taken: nothing that would change the model's answers may be left over.
+        """Return a fingerprint of the tensors that were taken. Called once all are taken.
 
-        Returns a fingerprint, sixteen hex digits, of what was taken, the dtype, and `description`: what else changes
-        KV. What only repeats another tensor does not count.
+        Raises ModelError when a tensor is left over that could change the model's answers. The fingerprint has sixteen
+        hex digits and hashes the tensors taken, the dtype, and `description`: all else that changes KV. Tensors that
+        only repeat another one do not count.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
         unknown = sorted(name for name in left if not name.endswith(_HARMLESS))
@@ -147,7 +149,7 @@ def _tensor_names(path: Path) -> list[str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_TensorFile]:
-    """The file, memory-mapped; its header and length are checked whenever it is opened."""
+    """Yield the file, memory-mapped; its header and length are checked whenever it is opened."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -160,7 +162,7 @@ def _digest(tensor: Tensor) -> str:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """The object that a JSON file holds. Raises ModelError."""
+    """Return the object that a JSON file holds. Raises ModelError."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,8 @@
 """Falcon (Almazrouei et al., 2023): layer norms, a plain MLP beside the attention, few KV heads, RoPE.
 
-falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) a norm each and grouped heads;
-falcon-rw runs the MLP behind the attention. In all three the fused projection's rows lie in groups, one a KV head.
+falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
+heads; falcon-rw runs the MLP behind the attention. In all three the fused projection's rows lie in groups, one a KV
+head.
 
 N heads, G kv heads, R = N / G query heads a kv head, H head dim.
 """
@@ -35,17 +36,17 @@ class FalconModel:
     config: ModelConfig
     norm_eps: float
     bias: bool
-    """On every projection."""
+    """Whether every projection has a bias."""
     activation: str
     parallel: bool
-    """Attention and MLP side by side; else one behind the other."""
+    """Whether attention and MLP run side by side; else one behind the other."""
     attention_norm: str
     mlp_norm: str
-    """The norms' names within a layer; one name is one norm for both."""
+    """Name of the MLP's norm within a layer; when it equals `attention_norm`, both use one norm."""
 
     @classmethod
     def read(cls, fields: Fields) -> "FalconModel":
-        """From config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError."""
         if fields.flag("alibi"):
             remedy = "choose a Falcon with rotary positions, such as falcon-7b"
             raise fields.error("alibi", "true is not supported: attention takes no bias by distance", remedy)
@@ -112,8 +113,8 @@ class FalconModel:
         return load_layer_norm(checkpoint, name, self.config.hidden_size, self.norm_eps)
 
     def _ungrouped(self, rows: Tensor) -> Tensor:
-        """The fused projection's rows `[G, R + 2, H]`, a group its queries, key and value, in our order: all queries,
-        all keys, all values. A single group, or one for each head, is the same thing."""
+        """Return the fused projection's rows in our order: all queries, all keys, all values. They come as `[G, R + 2,
+        H]`, a group its queries, key and value. A single group, or one for each head, is the same case."""
         groups = rows.view(self.config.num_kv_heads, -1, self.config.head_dim, *rows.shape[1:])
         return torch.cat([part.flatten(0, 2) for part in (groups[:, :-2], groups[:, -2:-1], groups[:, -1:])])
 
@@ -156,7 +157,7 @@ def _read_config(fields: Fields) -> ModelConfig:
 
 
 def _num_kv_heads(fields: Fields, num_heads: int) -> int:
-    """`num_kv_heads` is obeyed by the new architecture alone."""
+    """Return the number of kv heads. Only the new architecture obeys `num_kv_heads`."""
     if not fields.flag("new_decoder_architecture"):
         return 1 if fields.flag("multi_query", default=True) else num_heads
     num_kv_heads = fields.count("num_kv_heads", num_heads)

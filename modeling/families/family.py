@@ -1,8 +1,8 @@
-"""What a family gives, and what families' loaders share.
+"""The port that each model family implements, and the loading code that families share.
 
 A family joins in three steps: a module here whose class reads a config (`Fields`) and composes
 `modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; tiny models in the
-golden tests. The decoder hears nothing of it.
+golden tests. The decoder does not change.
 """
 
 import dataclasses
@@ -18,27 +18,27 @@ from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import LayerNorm
 
 HEAD = "lm_head.weight"
-"""The output head's name in every family, where it is not tied."""
+"""Name of the output head's tensor in every family, where it is not tied."""
 
 
 class Family(Protocol):
     """One model, as its config.json describes it: a frozen dataclass of switches that its `load` obeys."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
-    """What makes it a dataclass to type checkers."""
+    """Declares to type checkers that implementations are dataclasses."""
 
     @property
     def config(self) -> ModelConfig:
-        """What others may ask of it."""
+        """Return the facts of the model that other parts may use."""
         ...
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Takes all tensors and composes the layers; raises ModelError for a tensor that does not fit."""
+        """Take all tensors and compose the layers; raises ModelError for a tensor that does not fit."""
         ...
 
 
 def seal(checkpoint: Checkpoint, model: Family) -> str:
-    """The fingerprint of all that was taken and of the model's switches, as far as they change KV."""
+    """Return the fingerprint of all tensors taken and of the model's switches, as far as they change KV."""
     config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
     return checkpoint.seal(str(dataclasses.replace(model, config=config)))
 
@@ -46,25 +46,25 @@ def seal(checkpoint: Checkpoint, model: Family) -> str:
 def load_linear(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool, *, gated: bool = False
 ) -> Linear:
-    """Modules fused one below the other; `rows` by the modules' names."""
+    """Load modules into one linear layer, fused one below the other; `rows` gives each module's rows by name."""
     return make_linear(*load_parameters(checkpoint, rows, columns, bias), gated=gated, int8=checkpoint.int8)
 
 
 def load_parameters(
     checkpoint: Checkpoint, rows: Mapping[str, int], columns: int, bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`(weight, bias or None)` of the same."""
+    """Load modules fused one below the other, as `(weight, bias or None)`; `rows` gives each module's rows by name."""
     weight = checkpoint.fuse([(f"{name}.weight", (count, columns)) for name, count in rows.items()])
     return weight, checkpoint.fuse([(f"{name}.bias", (count,)) for name, count in rows.items()]) if bias else None
 
 
 def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> LayerNorm:
-    """A layer norm with gain and bias."""
+    """Load a layer norm with gain and bias."""
     return LayerNorm(checkpoint.take(f"{name}.weight", (size,)), checkpoint.take(f"{name}.bias", (size,)), eps)
 
 
 def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, shape: Sequence[int]) -> Tensor | None:
-    """The output head `[V, D]`; None when it is tied: the embedding itself."""
+    """Load the output head `[V, D]`; None when it is tied: the embedding itself."""
     if not config.tie_embeddings:
         return checkpoint.take(HEAD, tuple(shape))
     checkpoint.expect_equal(HEAD, embedding_name)
@@ -73,7 +73,7 @@ def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, 
 
 def make_ends(embedding_VD: Tensor, head_VD: Tensor | None, int8: bool) -> tuple[Linear, Linear]:
     """Return a model's embedding and head: one object when tied (None), so that the weight is kept once. A head
-    sees the rows that get a token, not those of a prompt."""
+    computes only rows that get a token, not those of a prompt."""
     if head_VD is None:
         tied = make_linear(embedding_VD, int8=int8, has_many_rows=False)
         return tied, tied

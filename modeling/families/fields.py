@@ -1,4 +1,7 @@
-"""A config.json's fields, read with their types checked, and what several families spell alike."""
+"""A config.json's fields, read with their types checked, and fields that several families spell alike.
+
+Each family's `read` uses it when a model is loaded.
+"""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -25,7 +28,7 @@ class Fields:
         return ModelError(f"{self.source}: {field}: {problem}; {remedy}")
 
     def number(self, field: str, default: float | None = None) -> float:
-        """A number above 0."""
+        """Return a number above 0. Raises ModelError for any other value, or none without a default."""
         value = self.raw.get(field)
         value = default if value is None else value
         if value is None:
@@ -35,7 +38,7 @@ class Fields:
         return float(value)
 
     def count(self, field: str, default: int | None = None) -> int:
-        """A whole number above 0."""
+        """Return a whole number above 0. Raises ModelError for any other value, or none without a default."""
         value = self.number(field, default)
         if not value.is_integer():
             raise self.error(field, f"{value!r} is not a whole number")
@@ -51,7 +54,7 @@ class Fields:
         return default if value is None else value
 
     def choice(self, field: str, known: Iterable[str], default: str | None = None) -> str:
-        """One of the texts that we know."""
+        """Return one of the texts in `known`. Raises ModelError for any other value."""
         value = self.raw.get(field)
         value = default if value is None else value
         if not isinstance(value, str) or value not in known:
@@ -59,13 +62,13 @@ class Fields:
         return value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
-        """Dimensions of a head where heads share the hidden size out."""
+        """Return the dimensions of a head where heads divide the hidden size among them."""
         if hidden_size % num_heads:
             raise self.error("num_attention_heads", f"{num_heads} does not divide hidden_size {hidden_size}")
         return hidden_size // num_heads
 
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The end-of-sequence ids: generation_config.json's win."""
+        """Return the end-of-sequence ids; those of generation_config.json win."""
         value = self._generation.get("eos_token_id")
         if value is None:
             value = self.raw.get("eos_token_id")
@@ -82,8 +85,8 @@ class Fields:
 
 
 def read_rope(fields: Fields, head_dim: int, max_position: int) -> tuple[float, RopeScaling]:
-    """RoPE's base and scaling for heads of `head_dim`, from `rope_scaling` and `rope_theta` or from transformers 5's
-    `rope_parameters`."""
+    """Return RoPE's base and scaling for heads of `head_dim`, from `rope_scaling` and `rope_theta` or from transformers
+    5's `rope_parameters`. Raises ModelError for a scaling that is not supported."""
     if head_dim % 2:
         raise fields.error("head_dim", f"{head_dim} is odd, and RoPE turns pairs of dimensions")
     name = "rope_scaling" if fields.raw.get("rope_scaling") else "rope_parameters"

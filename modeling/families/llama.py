@@ -26,14 +26,14 @@ class LlamaModel:
     norm_eps: float
     qkv_bias: bool
     output_bias: bool
-    """On the attention output projection."""
+    """Whether the attention output projection has a bias."""
     mlp_bias: bool
     qk_norm: bool
     """RMSNorm per head on queries and keys before RoPE (Qwen3)."""
 
     @classmethod
     def read(cls, fields: Fields) -> "LlamaModel":
-        """From config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError."""
         config = _read_config(fields)
         attention_bias = config.model_type in ("llama", "qwen3") and fields.flag("attention_bias")
         return cls(

@@ -17,7 +17,7 @@ from modeling.forward.norms import LayerNorm, Transform, unchanged
 from modeling.forward.positions import LearnedTable
 
 _NORM_EPS = 1e-5
-"""torch's default, which no config can change."""
+"""Epsilon of norms: torch's default, which no config can change."""
 _FIRST_POSITION = 2
 """Rows of the position table before position 0's."""
 
@@ -31,16 +31,16 @@ class OptModel:
     """Width of the embedding table, projected to the hidden size and back where they differ (opt-350m)."""
     activation: str
     norm_first: bool
-    """Norms before attention and MLP; else behind the residual sums (opt-350m)."""
+    """Whether norms stand before attention and MLP; else behind the residual sums (opt-350m)."""
     final_norm: bool
     bias: bool
-    """On every projection; Galactica has none."""
+    """Whether every projection has a bias; Galactica's have none."""
     norm_parameters: bool
     """Whether norms have gain and bias; Galactica's have none."""
 
     @classmethod
     def read(cls, fields: Fields) -> "OptModel":
-        """From config.json. Raises ModelError."""
+        """Read the model from config.json. Raises ModelError."""
         config = _read_config(fields)
         norm_first = fields.flag("do_layer_norm_before", default=True)
         return cls(
@@ -54,8 +54,8 @@ class OptModel:
         )
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
-        """Projections between embedding width and hidden size are multiplied into embedding and head, once. Some
-        checkpoints are of the base model, whose names have no `model.` before them."""
+        """Load the model. Projections between embedding width and hidden size are multiplied into embedding and head,
+        once. Some checkpoints are of the base model, whose names have no `model.` before them."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
         embedding_VD = checkpoint.take(f"{at}.embed_tokens.weight", (config.vocab_size, self.embedding_size))
@@ -130,5 +130,5 @@ def _read_config(fields: Fields) -> ModelConfig:
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Computed in fp32, rounded once."""
+    """Return the product, computed in fp32 and rounded once."""
     return (a.float() @ b.float()).to(a.dtype)

@@ -1,1 +1,1 @@
-"""Runs the decoder: layers, attention, linear layers, positions and sampling."""
+"""Run the decoder: layers, attention, linear layers, positions and sampling."""

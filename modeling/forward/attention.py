@@ -1,9 +1,10 @@
-"""Causal attention over a list of KV segments, merged by log-sum-exp: nothing is concatenated or copied to attend.
+"""Causal attention over a list of KV segments, merged by log-sum-exp: no keys are concatenated or copied to attend.
 
-Masks follow from absolute positions alone: a query at position p sees a key at position j iff j <= p and, with a
-sliding window w, j > p - w. So one routine serves whole prefill, a chain's chunk (own rows causal, received rows
-dense), chunked local prefill, multi-token verify and single-token decode. torch's SDPA masks rectangles top-left
-(`is_causal=True`), which is wrong here; only square blocks are ever given to it as causal.
+`decoder` and the chains of `prefill_workers` call it on their engine's thread. Masks follow from absolute positions
+alone: a query at position p sees a key at position j iff j <= p and, with a sliding window w, j > p - w. So one routine
+serves whole prefill, a chain's chunk (own rows causal, received rows dense), chunked local prefill, multi-token verify
+and single-token decode. torch's SDPA masks rectangles top-left (`is_causal=True`), which is wrong here; only square
+blocks are ever given to it as causal.
 
 Merging partial results (o1, l1), (o2, l2) with l the log-sum-exp of scores:
     l = logaddexp(l1, l2),  o = o1 + (o2 - o1) * exp(l2 - l)      in fp32.
@@ -24,18 +25,18 @@ from modeling.kv.buffers import KvRows
 Partial = tuple[Tensor, Tensor]
 """Attention over some of the keys: (o_TNH in the queries' dtype, or fp32 once merged; lse_TN in fp32)."""
 Kernel = Callable[[Tensor, Sequence[KvRows], bool, Tensor | None], Partial]
-"""(q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, but in the last piece where that is
-causal, and square, and in the only piece where there is a mask: True in it = visible."""
+"""(q_TNH, pieces, is_causal, mask_TS or None). All keys of all pieces are visible, except: the last piece is square and
+causal where `is_causal`, and the only piece follows the mask, if given: True in it = visible."""
 
 _QUERY_BLOCK = 512
 _HEAD_DIM_STEP = 16
-"""Of the kernels in C++: lanes of their widest registers."""
+"""Multiple of the head dims that the kernels in C++ take: lanes of their widest registers."""
 _NOTHING = -1e30
 """Log-sum-exp over no key: finite, so that two of them merge without NaN."""
 
 
 def merged(first: Partial, second: Partial) -> Partial:
-    """Attention over the keys of both."""
+    """Return the attention over the keys of both partial results."""
     (o_TNH, lse_TN), (other_TNH, other_TN) = first, second
     total_TN = torch.logaddexp(lse_TN, other_TN)
     weight_TN1 = (other_TN - total_TN).exp_().unsqueeze(-1)
@@ -43,7 +44,7 @@ def merged(first: Partial, second: Partial) -> Partial:
 
 
 def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Partial]) -> Kernel:
-    """A Kernel of one that takes a single piece."""
+    """Return a Kernel that calls one of single pieces for each piece, and merges the results."""
 
     @functools.wraps(kernel)
     def run(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
@@ -57,7 +58,7 @@ def piece_by_piece(kernel: Callable[[Tensor, KvRows, bool, Tensor | None], Parti
 
 @piece_by_piece
 def cpu_flash_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Torch's flash attention for CPU; grouped heads share K and V by a zero stride, not by copies."""
+    """Attend by torch's flash attention for CPU; grouped heads share K and V by a zero stride, not by copies."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     k_G1SH = rows.k_SGH.permute(1, 0, 2).unsqueeze(1)
@@ -80,7 +81,8 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Plain matmuls with fp32 scores, any device: the reference, and the fallback. Blocked over queries."""
+    """Attend by plain matmuls with fp32 scores, on any device: the reference, and the fallback. Blocked over
+    queries."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -104,8 +106,8 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Ours in C++ for many queries on a CPU (modeling/kernels/attention/prefill_attention.cpp); torch's for all else.
-    To be used where `has_native_kernel`."""
+    """Attend by our kernel in C++ for many queries on a CPU (modeling/kernels/attention/prefill_attention.cpp), by
+    torch's for all else. To be used where `has_native_kernel`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -115,17 +117,17 @@ def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS
 
 
 def is_native(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels in C++ take such queries and keys."""
+    """Return whether the kernels in C++ take queries and keys of this dtype and head dim."""
     return dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
 
 
 def has_native_kernel() -> bool:
-    """Whether `native_kernel` can run here; builds it at the first call."""
+    """Return whether `native_kernel` can run here; builds it at the first call."""
     return native.load("prefill_attention")
 
 
 def default_kernel(device: torch.device, dtype: torch.dtype) -> Kernel:
-    """The fastest kernel here for a device and dtype."""
+    """Return the fastest kernel here for a device and dtype."""
     if device.type != "cpu":
         return plain_kernel
     is_ours = dtype in (torch.bfloat16, torch.float32) and has_native_kernel()
@@ -143,7 +145,7 @@ class Attention:
         self._found: Partial | None = None
 
     def add(self, *segments: KvRows) -> None:
-        """Attends to the keys of `segments`, all that are at hand at once; those of one attention must not overlap, and
+        """Attend to the keys of `segments`, all that are available now. Segments of one attention must not overlap, and
         one must hold a query's own key. Keys that no query may see are skipped."""
         dense: list[KvRows] = []
         for rows in segments:
@@ -156,12 +158,12 @@ class Attention:
             self._take(self._kernel(self._q_TNH, dense, False, None))
 
     def result(self) -> Tensor:
-        """The attention output `[T, N, H]` over all that was added, in the queries' dtype."""
+        """Return the attention output `[T, N, H]` over all segments added, in the queries' dtype."""
         assert self._found is not None, "no visible key was added"
         return self._found[0].to(self._q_TNH.dtype)
 
     def _parts(self, rows: KvRows) -> list[KvRows]:
-        """The keys that some query may see, those before the first query apart from the rest."""
+        """Return the keys that some query may see, those before the first query apart from the rest."""
         if self._window is not None:
             rows = rows.slice(self._first - self._window + 1, rows.end_position)
         rows = rows.slice(0, self._first + len(self._q_TNH))
@@ -171,7 +173,7 @@ class Attention:
         return [part for part in parts if len(part.k_SGH)]
 
     def _sees_all(self, rows: KvRows) -> bool:
-        """Whether every query sees every key."""
+        """Return whether every query sees every key."""
         return rows.end_position <= self._first + 1 and not self._is_windowed(rows)
 
     def _is_windowed(self, rows: KvRows) -> bool:
@@ -179,7 +181,7 @@ class Attention:
         return self._window is not None and rows.first_position <= last - self._window
 
     def _partly_seen(self, rows: KvRows, dense: list[KvRows]) -> Partial:
-        """Keys some of which some queries do not see; with a causal square, what has gathered in `dense` as well."""
+        """Attend to keys some of which some queries do not see; with a causal square, also to the pieces in `dense`."""
         is_square = rows.first_position == self._first and len(rows.k_SGH) == len(self._q_TNH)
         if is_square and not self._is_windowed(rows):
             pieces = [*dense, rows]
@@ -187,7 +189,7 @@ class Attention:
             return self._kernel(self._q_TNH, pieces, True, None)
         visible_TS = self._visible(rows)
         o_TNH, lse_TN = self._kernel(self._q_TNH, [rows], False, visible_TS)
-        blind_T = ~visible_TS.any(1)  # kernels return NaN for a query that sees nothing here; it must weigh nothing
+        blind_T = ~visible_TS.any(1)  # kernels return NaN for a query that sees no key here; it must have no weight
         return o_TNH.masked_fill(blind_T[:, None, None], 0.0), lse_TN.masked_fill(blind_T[:, None], _NOTHING)
 
     def _visible(self, rows: KvRows) -> Tensor:
@@ -206,7 +208,8 @@ class Attention:
 def attend(
     q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
 ) -> Tensor:
-    """Attention of `q_TNH` (positions from `first_position`) over all `segments`: `[T, N, H]` in q's dtype."""
+    """Return the attention of `q_TNH` (positions from `first_position`) over all `segments`: `[T, N, H]` in q's
+    dtype."""
     attention = Attention(q_TNH, first_position, window, kernel)
     attention.add(*segments)
     return attention.result()

@@ -5,12 +5,13 @@ prefill, a single decode step and a multi-token verify differ only in the spans 
 tokens of several spans for the linears and attends each span over its own length. Linears are fused (QKV, gate-up).
 
 Layer by layer: `project` writes the new keys (after RoPE) and values in place and returns the queries; `complete` takes
-the attention output through the rest of the layer. A chain does its own attention between the two. What a layer is made
-of (`modeling.forward.layers`) and how positions enter (`modeling.forward.positions`) came with the weights; nothing
-here asks.
+the attention output through the rest of the layer. A chain (`prefill_workers`) does its own attention between the two;
+a generation step (`generate_workers.engine.step_runner`) calls `forward`. The parts of a layer
+(`modeling.forward.layers`) and how positions enter (`modeling.forward.positions`) come with the weights; this module
+does not depend on them.
 
-Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits wanted.
-Runs on whatever thread calls it; holds no state besides weights; not re-entrant on CUDA streams.
+Legend: T tokens of all spans, D hidden, N heads, G kv heads, H head dim, V vocabulary, R rows of logits wanted. Runs on
+whatever thread calls it; holds no state besides weights; not re-entrant on CUDA streams.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,80 +35,85 @@ from modeling.kv.buffers import KvPlace, KvRows
 
 
 class Span(Protocol):
-    """A run of new tokens of one sequence, and where its own KV is written."""
+    """A run of new tokens of one sequence, and the memory for their KV."""
 
     @property
     def tokens(self) -> TokenRange:
-        """The new tokens' positions."""
+        """Return the positions of the new tokens."""
         ...
 
     def own(self, layer: int) -> Tensor:
-        """`[len(tokens), 2, G, H]`: where the new tokens' K and V are written."""
+        """Return the memory for the new tokens' K and V: a view `[len(tokens), 2, G, H]`."""
         ...
 
 
 class SequenceSpan(Span, Protocol):
-    """A span with all that its tokens attend to."""
+    """A span with all keys that its tokens attend to."""
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        """All keys that the new tokens may see, their own included, in pieces that do not overlap."""
+        """Yield all keys that the new tokens may see, their own included, in pieces that do not overlap."""
         ...
 
     def place(self) -> KvPlace | None:
-        """The same keys, if they lie in one piece of the CPU's memory in every layer."""
+        """Return where all those keys lie, if they are in one piece of the CPU's memory in every layer; else None."""
         ...
 
 
 class LayerTurns(Protocol):
-    """Whoever is told how far a forward has come: keys that are not always at hand are fetched in time, and those that
-    are not worth reading are left out."""
+    """A policy's turns between the layers of a forward: it fetches keys that are not in place in time, and leaves out
+    keys that are not worth reading."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
-        """`layer` is about to run on `hidden_TD`; on return its keys are where the spans say."""
+        """Put the keys of `layer`, which is about to run on `hidden_TD`, where the spans say."""
         ...
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Which keys the step's rows of one new token attend to in `layer`, in the rows' order; None: all. `q_TNH` are
-        all of the step's queries, as attention will compare them; the new tokens' keys are written. Asked once a layer,
-        if there are such rows (`modeling.forward.rows`); other spans attend to all keys."""
+        """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order; None: all
+        keys.
+
+        `q_TNH` are all of the step's queries, as attention will compare them; the new tokens' keys are written. Called
+        once a layer, if there are such rows (`modeling.forward.rows`); other spans attend to all keys.
+        """
         ...
 
     def end(self, layer: int) -> None:
-        """`layer` has run: its new tokens' keys are where the spans say, and nobody reads them there any more."""
+        """Take `layer` back after it has run: its new tokens' keys are where the spans say, and are not read there any
+        more."""
         ...
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters, in the dtype that the decoder computes in, composed into what a forward runs through."""
+    """All parameters, in the dtype that the decoder computes in, composed into the layers that a forward runs
+    through."""
 
     device: torch.device
     dtype: torch.dtype
     embedding: Linear
-    """Its rows, `[V, D]`, are the tokens' embeddings."""
+    """The tokens' embeddings are its rows, `[V, D]`."""
     positions: PositionTable
     layers: tuple[Layer, ...]
     final_norm: Transform
     head: Linear
-    """The embedding itself when tied."""
+    """The output head; the embedding itself when tied."""
     fingerprint: str
     """Hash of the tensors that this was loaded from, and of the dtype."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What the layers of one forward share."""
+    """State that the layers of one forward share."""
 
     positions: Positions
-    """Of all tokens."""
+    """Positions of all tokens."""
     spans: tuple[tuple[Span, slice], ...]
-    """Each with its place among the step's tokens, but for those in `rows`."""
+    """Spans, each with its place among the step's tokens, except those in `rows`."""
     rows: DecodeRows | None = None
-    """Spans that are served all at once."""
+    """Spans of one token that one kernel call serves together."""
 
 
 class Decoder:
-    """A model, ready to run. All methods are called under torch.inference_mode() by the engines."""
+    """A model, ready to run. Engines call all methods under torch.inference_mode()."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights, kernel: Kernel | None = None) -> None:
         self.config = config
@@ -117,7 +123,7 @@ class Decoder:
         self.kernel = kernel or default_kernel(self.device, self.dtype)
         self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
-        """All layers in one call, if they and this machine allow it."""
+        """All layers in one call, if the layers and this machine allow it, else None."""
         self.layout = KvLayout(
             model_fingerprint=weights.fingerprint,
             num_layers=config.num_layers,
@@ -127,17 +133,17 @@ class Decoder:
         )
 
     def begin(self, spans: Sequence[Span]) -> Step:
-        """Prepares a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
+        """Prepare a forward over `spans`; raises nothing, asserts that positions are within the model's context."""
         return Step(self._positions(spans), tuple(_slices(spans)))
 
     def embed(self, token_ids: Sequence[int], step: Step) -> Tensor:
-        """Token ids, in the spans' order, to hidden states `[T, D]`; learned positions included."""
+        """Return hidden states `[T, D]` of token ids in the spans' order; learned positions included."""
         hidden_TD = self.weights.embedding.rows(torch.tensor(token_ids, device=self.device))
         step.positions.enter(hidden_TD)
         return hidden_TD
 
     def project(self, layer: int, hidden_TD: Tensor, step: Step) -> Tensor:
-        """Writes the new tokens' keys and values into the spans' memory; returns the queries `[T, N, H]`."""
+        """Write the new tokens' keys and values into the spans' memory; return the queries `[T, N, H]`."""
         config, parts = self.config, self.weights.layers[layer]
         num_heads, num_kv_heads = config.num_heads, config.num_kv_heads
         qkv_TKH = parts.qkv(hidden_TD, parts.attention_norm).view(len(hidden_TD), -1, config.head_dim)
@@ -153,17 +159,17 @@ class Decoder:
         return q_TNH
 
     def attention(self, layer: int, q_TNH: Tensor, first_position: int) -> Attention:
-        """An empty attention of one span's queries, with the layer's window; the caller adds segments."""
+        """Return an empty attention of one span's queries, with the layer's window; the caller adds segments."""
         return Attention(q_TNH, first_position, self.config.windows[layer], self.kernel)
 
     def complete(self, layer: int, hidden_TD: Tensor, attended_TNH: Tensor) -> Tensor:
-        """Output projection, residuals and MLP: the layer's hidden states `[T, D]`."""
+        """Run output projection, residuals and MLP; return the layer's hidden states `[T, D]`."""
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(
         self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
     ) -> Tensor:
-        """All layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
+        """Run all layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
         `turns` that pick nothing the same bits as without any."""
         step, others = self._begin_ragged(spans)
         hidden_TD = self.embed(token_ids, step)
@@ -181,7 +187,7 @@ class Decoder:
         return hidden_TD
 
     def logits(self, hidden_RD: Tensor) -> Tensor:
-        """Next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
+        """Return next-token logits `[R, V]` in fp32 for the chosen rows of hidden states."""
         return self.weights.head(hidden_RD, self.weights.final_norm).float()
 
     def _positions(self, spans: Sequence[Span]) -> Positions:
@@ -191,7 +197,7 @@ class Decoder:
         )
 
     def _begin_ragged(self, spans: Sequence[SequenceSpan]) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
-        """A step whose single tokens are rows, where there is a kernel for them; and its other spans."""
+        """Return a step whose spans of one token are rows, where there is a kernel for them, and its other spans."""
         others, single = [], []
         for span, where in _slices(spans):
             place = span.place() if self._has_rows and len(span.tokens) == 1 else None
@@ -210,7 +216,7 @@ class Decoder:
         others: Sequence[tuple[SequenceSpan, slice]],
         picks: Picks | None,
     ) -> Tensor:
-        """Attention of all of a step's tokens, `[T, N, H]`; that of `rows` to what is picked."""
+        """Return the attention of all of a step's tokens, `[T, N, H]`; `rows` attend to `picks`, if any."""
         out_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
         if rows is not None:
             out_BNH = rows.attend(layer, q_TNH, self.config.num_kv_heads, picks)
@@ -228,7 +234,7 @@ S = TypeVar("S", bound=Span)
 
 
 def _slices(spans: Sequence[S]) -> Iterator[tuple[S, slice]]:
-    """Each span with its place among the spans' tokens."""
+    """Yield each span with its place among the spans' tokens."""
     start = 0
     for span in spans:
         yield span, slice(start, start + len(span.tokens))

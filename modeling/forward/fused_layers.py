@@ -1,8 +1,8 @@
-"""All layers of a generation step in one native call (modeling/kernels/layers/decode_layers.cpp), for layers that are
-composed as the Llama family's mostly are; bit for bit what the pieces make one by one.
+"""All layers of a generation step in one native call (modeling/kernels/layers/decode_layers.cpp).
 
-Between two calls from Python the memory waits, and its rate is what a step is bound by. Step 8 of a request's way
-(DESIGN.md, section 4). Runs on whatever thread calls it, on several at a time.
+Only for layers that are composed as the Llama family's mostly are; the result is bit for bit that of the pieces run one
+by one. Between two calls from Python the memory is idle, and its rate is what bounds a step. `decoder` calls it, on
+whatever thread runs the decoder, on several at a time.
 
 T tokens, a row each; D hidden, N heads, G kv heads.
 """
@@ -24,14 +24,14 @@ from modeling.kernels import native
 from modeling.kernels.products import KERNELS
 
 _MOST_ROWS = 48
-"""From there on products count, not calls, and the linear layers alone share their work better.
-The kernel takes no more."""
+"""Most rows that the kernel takes. With more rows, products rather than calls take the time, and the linear layers
+alone share their work better."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 
 
 class FusedLayers:
-    """Make one with `fuse`."""
+    """All layers of a model, ready to run in one native call. Make one with `fuse`."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class FusedLayers:
         attention_product: str | None = None,
         instruction_set: str = native.NATIVE,
     ) -> None:
-        """`linears`: of each layer four, each with the norm before it: QKV, output, gate and up, down; all multiply in
+        """`linears`: four of each layer, each with the norm before it: QKV, output, gate and up, down; all multiply in
         the same way. `most_rows`: of a step, at most `_MOST_ROWS`. `attention_product`: one of
         modeling.kernels.products; None: the one that this processor's kernels use. The kernel must be loaded."""
         self._most_rows = most_rows
@@ -54,12 +54,13 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Whether a step of so many tokens can run, of which these are rows."""
+        """Return whether a step of `num_tokens` tokens can run in one call: all of them are `rows`, and not too
+        many."""
         is_plain = rows.in_order and rows.lengths_B is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
     def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
-        """Takes hidden states `[T, D]` through all layers, mostly in place; writes the rows' new keys and values."""
+        """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         self._native.run(hidden_TD, positions.cos_T1H, positions.sin_T1H, rows.addresses_LB, rows.lengths_B)
@@ -67,7 +68,8 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """The layers as one, where they and this machine allow it; builds the kernel at the first call."""
+    """Return the layers as one call, where they and this machine allow it, else None; builds the kernel at the first
+    call."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None
@@ -87,12 +89,12 @@ def _panels(linear: PanelLinear | LinearByRows) -> PanelLinear:
 
 
 def _most_rows(linear: PanelLinear | LinearByRows) -> int:
-    """Return up to how many rows the linear layer is ours."""
+    """Return the most rows for which the linear layer is ours."""
     return linear.many_rows - 1 if isinstance(linear, LinearByRows) else _MOST_ROWS
 
 
 def _linears(layer: Layer) -> list[tuple[PanelLinear | LinearByRows, Transform]] | None:
-    """The linear layers of a layer that is composed in the common way, and the norms before them."""
+    """Return the linear layers of a layer that is composed in the common way, with the norms before them; else None."""
     tail = layer.tail
     if layer.head_norm is not unchanged or not isinstance(tail, Sequential) or not isinstance(tail.mlp, GatedMlp):
         return None

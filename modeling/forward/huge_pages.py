@@ -1,7 +1,7 @@
-"""Memory in huge pages, for what every step reads from end to end: weights.
+"""Memory in huge pages for weights, which every step reads from end to end.
 
-Read in pages of 4 KiB, a checkpoint of some hundred megabytes needs far more translations than a processor keeps, and
-its prefetcher stops at each page's end.
+`linear` keeps panels here. Read in pages of 4 KiB, a checkpoint of some hundred megabytes needs far more translations
+than a processor keeps, and its prefetcher stops at each page's end.
 """
 
 import math
@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Tensors side by side, in extents that are asked for whole; an extent lives as long as the last tensor in it. A
+    """Tensors side by side, in extents that are requested whole; an extent lives as long as the last tensor in it. A
     platform without huge pages gives ordinary ones. Thread-safe."""
 
     def __init__(self) -> None:
@@ -26,7 +26,8 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """The same numbers, contiguous. On the CPU only. Raises OSError when there is no memory."""
+        """Return a contiguous copy of a tensor in huge pages. On the CPU only. Raises OSError when there is no
+        memory."""
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 
@@ -48,4 +49,4 @@ def _extent(num_bytes: int) -> Tensor:
 
 
 WEIGHTS = HugePages()
-"""All weights of this process."""
+"""Memory of this process's weights that are kept in panels."""

@@ -1,7 +1,7 @@
-"""The pieces of a layer, as data: a family composes them when its weights are loaded, the decoder runs what came.
+"""The pieces of a layer, as data: a family composes them when its weights are loaded, `decoder` runs them.
 
 A layer is a norm, a fused projection, and a tail: the output projection, residuals, norms and MLP that follow the
-attention. Families differ in which piece stands where; no piece knows of a family.
+attention. Families differ in the order of the pieces; no piece knows of a family.
 
 Legend: T tokens, D hidden, I intermediate, N heads, G kv heads, H head dim, W = N * H, K = N + G queries and keys.
 """
@@ -17,26 +17,26 @@ from modeling.forward.linear import Linear
 from modeling.forward.norms import Transform, unchanged
 
 Tail = Callable[[Tensor, Tensor], Tensor]
-"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`; `attended_TW` is what the attention made."""
+"""(hidden_TD, attended_TW) -> the layer's hidden states `[T, D]`; `attended_TW` is the attention's output."""
 
 ACTIVATIONS: dict[str, Transform] = {"relu": F.relu, "gelu": F.gelu}
-"""Between an MLP's two projections, by Hugging Face's names."""
+"""Activations between an MLP's two projections, by Hugging Face's names."""
 
 
 class Mlp(Protocol):
-    """What mixes a token's channels."""
+    """The feed-forward part of a layer, which mixes a token's channels."""
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
-        """Of `norm(x)`, plus the residual if one is given: `[T, D]`."""
+        """Return the MLP of `norm(x)`, plus the residual if one is given: `[T, D]`."""
         ...
 
 
 @dataclass(frozen=True)
 class GatedMlp:
-    """SwiGLU (Shazeer, 2020)."""
+    """A gated MLP: SwiGLU (Shazeer, 2020)."""
 
     gate_up: Linear
-    """Gated: gate rows, then up rows."""
+    """Gated projection: gate rows, then up rows."""
     down: Linear
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
@@ -57,7 +57,7 @@ class PlainMlp:
 
 @dataclass(frozen=True)
 class Sequential:
-    """Attention, then the MLP on what attention made, each behind its norm."""
+    """Attention, then the MLP on the attention's sum, each behind its norm."""
 
     output: Linear
     norm: Transform
@@ -74,7 +74,7 @@ class Parallel:
 
     output: Linear
     norm: Transform
-    """The attention's own norm, run once more, or another."""
+    """Norm before the MLP: the attention's own norm, run once more, or another."""
     mlp: Mlp
 
     def __call__(self, hidden_TD: Tensor, attended_TW: Tensor) -> Tensor:
@@ -97,11 +97,11 @@ class PostNorm:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: what the decoder does before attention, and what it does after."""
+    """One layer: the pieces before attention, and the tail behind it."""
 
     attention_norm: Transform
     qkv: Linear
-    """`[(N + 2 G) * H, D]`: query rows, key rows, value rows."""
+    """Fused projection `[(N + 2 G) * H, D]`: query rows, key rows, value rows."""
     head_norm: Transform
-    """On queries and keys `[T, K, H]`, before positions turn them."""
+    """Norm of queries and keys `[T, K, H]`, before positions turn them."""
     tail: Tail

@@ -1,9 +1,9 @@
-"""Linear layers, with what stands around them: the norm before, the gate or the residual behind.
+"""Linear layers, fused with the norm before them and the gate or the residual behind them.
 
-One port, three implementations. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in C++
-(modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the weights,
-and a token's result depends on no other token of the batch, bit for bit. `LinearByRows` is both, where torch's is the
-faster one for many rows (`modeling.kernels.choosing` measures from how many on).
+One port, three implementations, composed by `layers`. `TorchLinear` is torch's, on any device. `PanelLinear` is ours in
+C++ (modeling/kernels/linear/linear.cpp), for bf16 on CPUs: norm, gate and residual are part of one pass over the
+weights, and a token's result depends on no other token of the batch, bit for bit. `LinearByRows` is both, where torch's
+is the faster one for many rows (`modeling.kernels.choosing` measures from how many on).
 
 T tokens, K inputs, N outputs, I = N / 2 gated outputs, P panels of 32 rows of the weight, J >= K inputs of a panel.
 """
@@ -25,34 +25,34 @@ from modeling.kernels.products import KERNELS
 
 @runtime_checkable
 class Linear(Protocol):
-    """A weight `[N, K]`, perhaps a bias `[N]`; perhaps gated: silu of the first half of the outputs times the second
-    (SwiGLU; Shazeer, 2020)."""
+    """A linear layer with weight `[N, K]` and perhaps a bias `[N]`. It may be gated: silu of the first half of the
+    outputs times the second half (SwiGLU; Shazeer, 2020)."""
 
     @property
     def num_bytes(self) -> int:
-        """Of weight and bias, as they are kept and read."""
+        """Return the bytes of weight and bias, as they are kept and read."""
         ...
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
-        """`norm(x) W^T + b`, gated if it is, plus the residual if one is given: `[T, N]`, gated `[T, I]`."""
+        """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`."""
         ...
 
     def weight(self) -> Tensor:
-        """The weight `[N, K]` as it multiplies; may be a copy, and wider than what it was made of."""
+        """Return the weight `[N, K]` as it multiplies; may be a copy, and wider than the weight that it was made of."""
         ...
 
     def bias(self) -> Tensor | None:
-        """The bias `[N]` as it was loaded."""
+        """Return the bias `[N]` as it was loaded."""
         ...
 
     def rows(self, indices_T: Tensor) -> Tensor:
-        """Some rows of the weight, `[T, K]`: what an embedding is asked for."""
+        """Return rows of the weight, `[T, K]`, as an embedding looks them up."""
         ...
 
 
 @dataclass(frozen=True)
 class TorchLinear:
-    """torch's own products."""
+    """A linear layer by torch's own products."""
 
     weight_NK: Tensor
     bias_N: Tensor | None = None
@@ -80,8 +80,9 @@ class TorchLinear:
 
 
 class PanelLinear:
-    """Ours in C++; to be used where kernel `linear` can be built. Keeps the weight in panels, and nothing besides;
-    rounded to int8 with one scale a row, if asked to: half the bytes to read, not quite the same weight."""
+    """A linear layer by our kernel in C++; to be used where kernel `linear` can be built. Keeps the weight in panels
+    only. With `int8` it is rounded to int8 with one scale a row: half the bytes to read, a slightly different
+    weight."""
 
     def __init__(
         self,
@@ -124,8 +125,8 @@ class PanelLinear:
         return out_TN
 
     def described(self, norm: Transform) -> tuple[Tensor | float | None, ...]:
-        """Weights, sizes and what stands around the products, `norm` included: RMSNorm or none. As
-        modeling/kernels/layers/decode_layers.cpp takes them."""
+        """Return the weights, sizes, scales, bias, norm and gate as modeling/kernels/layers/decode_layers.cpp takes
+        them. `norm` must be RMSNorm or none."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
         sizes = self._num_inputs, self._num_outputs
@@ -146,7 +147,7 @@ class PanelLinear:
         return kept_TK if self._scales is None else kept_TK * self._scales[at_T].unsqueeze(-1)
 
     def _placed(self, of_rows: Tensor) -> Tensor:
-        """What belongs to rows of the weight, in the panels' order; zero in places without a row."""
+        """Return the values of the weight's rows in the panels' order; zero in places without a row."""
         placed = torch.zeros(self._num_places, *of_rows.shape[1:], dtype=of_rows.dtype)
         placed[self._order_N] = of_rows
         return placed
@@ -154,12 +155,12 @@ class PanelLinear:
 
 @dataclass(frozen=True)
 class LinearByRows:
-    """The same weight twice: in panels for few rows, as torch has it for many."""
+    """A weight kept twice: in panels for calls of few rows, as torch has it for many."""
 
     few: PanelLinear
     many: TorchLinear
     many_rows: int
-    """From how many rows on `many` computes."""
+    """Least number of rows for which `many` computes."""
 
     @property
     def num_bytes(self) -> int:
@@ -180,7 +181,7 @@ class LinearByRows:
 
 
 def _gain(norm: Transform) -> tuple[Tensor | None, float]:
-    """What the kernel takes of a norm that it computes: its gain `[K]` and epsilon; no gain for another norm."""
+    """Return the gain `[K]` and epsilon of a norm that the kernel computes; None as the gain of another norm."""
     return (norm.gain_D, norm.eps) if isinstance(norm, RmsNorm) else (None, 0.0)
 
 
@@ -189,14 +190,14 @@ def _num_bytes(*tensors: Tensor | None) -> int:
 
 
 def _rounded(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
-    """`(int8 [N, K], scales [N] in fp32)`: to nearest, symmetric, each row's largest weight at 127."""
+    """Return `(int8 [N, K], scales [N] in fp32)`: rounded to nearest, symmetric, each row's largest weight at 127."""
     wide_NK = weight_NK.float()
     scale_N = wide_NK.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
     return (wide_NK / scale_N.unsqueeze(1)).round().to(torch.int8), scale_N
 
 
 def _gated_order(num_outputs: int) -> Tensor:
-    """Where the gates and then the ups go, so that a panel holds 16 gates and their ups."""
+    """Return the places of the gates and then of the ups, so that a panel holds 16 gates and their ups."""
     at_I = torch.arange(num_outputs)
     gates_I = at_I // HALF * PANEL + at_I % HALF
     return torch.cat((gates_I, gates_I + HALF))

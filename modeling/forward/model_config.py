@@ -1,4 +1,4 @@
-"""What every part may ask of a model, whatever its family; what only its layers need, its family's module knows."""
+"""Facts of a model that every part may use, whatever its family; facts that only its layers need stay in the family."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class ModelConfig:
     """A decoder's shape, its context and its special tokens."""
 
     model_type: str
-    """As in config.json."""
+    """Model type, as in config.json."""
     vocab_size: int
     num_layers: int
     hidden_size: int
@@ -34,7 +34,7 @@ class ModelConfig:
     """Tokens of context that the model was made for."""
     tie_embeddings: bool
     rope_theta: float | None = None
-    """None when the model does not rotate."""
+    """Base of RoPE's frequencies. None when the model does not rotate."""
     rope_scaling: RopeScaling = RopeScaling()
     windows: tuple[int | None, ...] = ()
     """Per layer: the sliding window in tokens, or None for full attention."""

@@ -1,6 +1,6 @@
-"""Norms, as data: what stands before projections, between heads, and at the end of a model.
+"""Norms, as data: for use before projections, between heads, and at the end of a model.
 
-T tokens, D hidden, N heads, H head dim, K = N + G queries and keys.
+Families choose them when `layers` are composed. T tokens, D hidden, N heads, H head dim, K = N + G queries and keys.
 """
 
 from collections.abc import Callable
@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Transform = Callable[[Tensor], Tensor]
-"""A tensor to one of the same shape: norms, activations."""
+"""Maps a tensor to one of the same shape: norms, activations."""
 
 
 def unchanged(x: Tensor) -> Tensor:
-    """The piece that is not there."""
+    """Return the tensor as it is: the norm where a layer has none."""
     return x
 
 

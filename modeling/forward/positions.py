@@ -1,7 +1,8 @@
-"""How a model knows where its tokens stand: a table made once, and what one forward takes from it.
+"""How positions enter a model: a table made once, and what one forward takes from it.
 
-Positions enter in one of two places: they turn queries and keys (RoPE, `modeling.forward.rope`), or they are added to
-the hidden states that the first layer sees (learned positions). A scheme does nothing in the other place.
+`decoder` looks positions up for each forward. Positions enter in one of two places: they turn queries and keys (RoPE,
+`modeling.forward.rope`), or they are added to the input of the first layer (learned positions). A scheme does nothing
+in the other place.
 
 Legend: T tokens, D hidden, N heads, H head dim, P positions.
 """
@@ -13,22 +14,23 @@ from torch import Tensor
 
 
 class Positions(Protocol):
-    """Where the tokens of one forward stand."""
+    """The positions of one forward's tokens, ready to apply."""
 
     def enter(self, hidden_TD: Tensor) -> None:
-        """Adds what depends on positions to the embeddings, in place; once a forward."""
+        """Add what depends on positions to the embeddings, in place; called once a forward."""
         ...
 
     def turn(self, x_TNH: Tensor) -> Tensor:
-        """Queries or keys as attention shall compare them; every layer. May be done in place: the result is `x_TNH`."""
+        """Return queries or keys as attention shall compare them; called in every layer. May be done in place: the
+        result is then `x_TNH`."""
         ...
 
 
 class PositionTable(Protocol):
-    """What a model knows of all positions of its context."""
+    """What a model keeps of all positions of its context."""
 
     def lookup(self, positions_T: Tensor) -> Positions:
-        """Those of the given tokens; each must be below the model's context."""
+        """Return the positions of the given tokens; each must be below the model's context."""
         ...
 
 
@@ -47,7 +49,7 @@ class LearnedPositions:
 
 @dataclass(frozen=True)
 class LearnedTable:
-    """One trained row a position."""
+    """A table with one trained row for each position."""
 
     rows_PD: Tensor
 

@@ -15,11 +15,11 @@ from modeling.forward.model_config import ModelConfig
 from modeling.kernels import native
 
 _HEAD_DIM_STEP = 32
-"""Head dims that the kernel takes are multiples: two halves of whole registers."""
+"""Multiple of the head dims that the kernel takes: two halves of whole registers."""
 
 
 def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """`(inv_freq [H/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling."""
+    """Return `(inv_freq [H/2] in fp32, factor on cos and sin)` for a model's RoPE and scaling."""
     assert config.rope_theta is not None, f"{config.model_type} does not rotate"
     half = torch.arange(0, config.head_dim, 2, dtype=torch.float32)
     inv_freq = 1.0 / (config.rope_theta ** (half / config.head_dim))
@@ -35,7 +35,7 @@ def inverse_frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
-    """Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
+    """Scale as Llama 3.1: long wavelengths are slowed by `factor`, short ones kept, those between interpolated."""
     scaling = config.rope_scaling
     turns = scaling.original_max_position * inv_freq / (2 * math.pi)
     smooth = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
@@ -44,7 +44,8 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    """YaRN (Peng et al., 2023): dimensions that turn often keep their frequency, the others are interpolated."""
+    """Scale as YaRN (Peng et al., 2023): dimensions that turn often keep their frequency, the others are
+    interpolated."""
     scaling, head_dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
     assert theta is not None
 
@@ -67,12 +68,12 @@ class Rotation:
 
     cos_T1H: Tensor
     sin_T1H: Tensor
-    """Negative in the first half, where the partner is subtracted."""
+    """Sines; negative in the first half, where the partner is subtracted."""
     in_place: bool = False
     """Whether heads are turned where they lie, by the kernel in C++ (modeling/kernels/layers/rotary.cpp)."""
 
     def enter(self, hidden_TD: Tensor) -> None:
-        """Nothing: hidden states know no positions."""
+        """Do nothing: RoPE does not change hidden states."""
 
     def turn(self, x_TNH: Tensor) -> Tensor:
         if not self.in_place:
@@ -91,21 +92,21 @@ class RotaryTable:
         self._cos_P1H = torch.cat((cos_PF, cos_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self._sin_P1H = torch.cat((-sin_PF, sin_PF), dim=-1).to(device, dtype).unsqueeze(1)
         self.in_place = has_native_turn(device, dtype, config.head_dim)
-        """As in `Rotation`."""
+        """Whether heads are turned where they lie, by the kernel in C++."""
 
     def lookup(self, positions_T: Tensor) -> Rotation:
-        """The factors of these positions, which must be below the model's context."""
+        """Return the factors of these positions, which must be below the model's context."""
         positions_T = positions_T.to(self._cos_P1H.device)
         return Rotation(self._cos_P1H[positions_T], self._sin_P1H[positions_T], self.in_place)
 
 
 def has_native_turn(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether heads can be turned by the kernel in C++ here; builds it at the first call."""
+    """Return whether heads can be turned by the kernel in C++ here; builds it at the first call."""
     fits = device.type == "cpu" and dtype in (torch.bfloat16, torch.float32) and head_dim % _HEAD_DIM_STEP == 0
     return fits and native.load("rotary")
 
 
 def apply_rotary(x_TNH: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates every head of every token; torch's own operations, in the activations' dtype."""
+    """Rotate every head of every token by torch's own operations, in the activations' dtype."""
     low, high = x_TNH.chunk(2, dim=-1)
     return torch.addcmul(x_TNH * rotation.cos_T1H, torch.cat((high, low), dim=-1), rotation.sin_T1H)

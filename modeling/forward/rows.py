@@ -1,9 +1,9 @@
 """The rows of a generation step: spans of one new token, attended to all at once, each over its own length.
 
-A batch of B rows has no common length and no common memory; what a kernel needs of it are B addresses and B lengths,
-which hold for a whole step but for the layer's offset. So a layer costs a handful of calls, however many rows it has.
-Rows may attend to some of their keys only: picks are part of the call, and whatever else they have is not read.
-Step 8 of a request's way (DESIGN.md, section 4). Only on CPUs, and for dtypes, that have the native kernel
+`decoder` makes them from a step's spans. A batch of B rows has no common length and no common memory; a kernel needs B
+addresses and B lengths, which hold for a whole step but for the layer's offset. So a layer costs a handful of calls,
+however many rows it has. Rows may attend to some of their keys only: then the call takes their picks, and other keys
+are not read. Only on CPUs, and for dtypes, that have the native kernel
 (modeling/kernels/attention/decode_attention.cpp); elsewhere the rows are spans like any other.
 
 B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers.
@@ -22,7 +22,7 @@ from modeling.kv.buffers import KvPlace
 
 
 class DecodeRows:
-    """Those spans of a step that have one new token. Holds addresses: the spans must outlive it."""
+    """The spans of a step that have one new token. Holds addresses: the spans must outlive it."""
 
     def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
         """`rows`: the place of each row's token among the step's, and that of its keys; all have memory for the same
@@ -34,7 +34,7 @@ class DecodeRows:
         places = [place for _, place in rows]
         addresses_LB, lengths_LB = _lie(places, len(windows))
         self.addresses_LB = addresses_LB
-        """Of each row's first key."""
+        """Addresses of each row's first key, by layer."""
         self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
         """Keys of each row, the new token's included; None where layers differ."""
         hidden_LB = torch.stack([_hidden(*each) for each in zip(lengths_LB, windows, strict=True)])
@@ -44,14 +44,16 @@ class DecodeRows:
         self._num_seen = (lengths_LB - hidden_LB).unbind()
 
     def append(self, layer: int, k_TGH: Tensor, v_TGH: Tensor) -> None:
-        """Writes the rows' new keys and values to their places; the arguments are all of the step's."""
+        """Write the rows' new keys and values to their places; the arguments are those of all of the step's tokens."""
         k_BGH, v_BGH = self._of_rows(k_TGH), self._of_rows(v_TGH)
         torch.ops.baton.append_kv(k_BGH, v_BGH, self._addresses[layer], self._lengths[layer])
 
     def attend(self, layer: int, q_TNH: Tensor, num_kv_heads: int, picks: Picks | None = None) -> Tensor:
-        """The rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are all of the step's. With `picks`, to those
-        keys and no others, whatever the layer's window: who picks keeps to it. Raises RuntimeError when a row is to
-        attend to a key that it does not have, or to none."""
+        """Return the rows' attention `[B, N, H]`, in the queries' dtype; `q_TNH` are those of all of the step's tokens.
+
+        With `picks` rows attend to those keys and no others, whatever the layer's window: picks must keep to it. Raises
+        RuntimeError when a row is to attend to a key that it does not have, or to none.
+        """
         keys = self._first_seen[layer], self._num_seen[layer]
         lists: tuple[Tensor, ...] = ()
         if picks is not None:
@@ -68,13 +70,13 @@ class DecodeRows:
 
 
 def has_native_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether DecodeRows works for such KV here; builds the kernel at the first call."""
+    """Return whether DecodeRows works for such KV here; builds the kernel at the first call."""
     fits = device.type == "cpu" and is_native(dtype, head_dim)
     return fits and native.load("decode_attention")
 
 
 def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
-    """Addresses and numbers of keys, `[L, B]`."""
+    """Return addresses and numbers of keys, `[L, B]`."""
     (num_here,) = {place.num_layers for place in places}
     others = [place.others for place in places if place.others is not None]
     layers = torch.arange(num_here if others else num_layers)
@@ -90,5 +92,5 @@ def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
 
 
 def _hidden(lengths_B: Tensor, window: int | None) -> Tensor:
-    """Keys that a sliding window hides."""
+    """Return the number of keys that a sliding window hides."""
     return torch.zeros_like(lengths_B) if window is None else (lengths_B - window).clamp(min=0)

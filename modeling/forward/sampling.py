@@ -1,12 +1,13 @@
-"""From logits to tokens: a pure function of a request's history and its seed (step 6 and 8 of a request's way).
+"""From logits to tokens: a pure function of a request's history and its seed.
 
-Runs on the engine's thread, after the decoder, for all rows that need a token.
+Runs on the engine's thread, after `decoder`, for all rows that need a token: of `prefill_workers`, which sample the
+first token, and of `generate_workers.engine.step_runner`.
 
 The logits of a row are changed in this order:
  1. repetition penalty (tokens of prompt and output), then presence and frequency penalty (tokens of the output);
  2. logit bias;
  3. min_tokens: end-of-sequence tokens (unless ignore_eos) and stop token ids are forbidden until it is reached;
-    logprobs are the log-softmax of what stands here: before temperature and filters;
+    logprobs are the log-softmax of the logits after this step: before temperature and filters;
  4. temperature; below 1e-5 the row is greedy: argmax of 3, the lower id where two are equal;
  5. the filters, in vLLM's order: min-p, then top-k, then top-p, which measures its mass among what the first two keep.
     Of equally likely tokens the lower ids come first, so top-k keeps k tokens exactly.
@@ -29,11 +30,12 @@ from baton.types import FinishReason, SampledToken, TokenLogprob
 
 _GREEDY_BELOW = 1e-5
 _FIRST_GUESS = 256
-"""Tokens among which top-p first looks for its mass; then among eight times as many, and so on."""
+"""Tokens among which top-p first looks for its mass; then it looks among eight times as many, and so on."""
 
 
 class SamplerState:
-    """What sampling a request's next token depends on. Rebuilt from history, it equals the one that was appended to.
+    """The state that sampling a request's next token depends on. A state that is rebuilt from history equals the one
+    that was appended to.
 
     Owned by the row; `append` is the only change.
     """
@@ -58,23 +60,24 @@ class SamplerState:
 
     @property
     def position(self) -> int:
-        """The output position of the next token, from 0."""
+        """Return the output position of the next token, from 0."""
         return len(self.output_ids)
 
     def append(self, token_id: int) -> None:
-        """Takes the token that was chosen for `position`."""
+        """Add the token that was chosen for `position`."""
         self.output_ids.append(token_id)
         if self._seen is not None:
             self._seen.count(token_id)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Why the stream ends with the last output token; None if it goes on. Stop strings are not seen here."""
+        """Return why the stream ends with the last output token; None if it goes on. Stop strings are not checked
+        here."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
 
     def adjust(self, logits_V: Tensor) -> None:
-        """Applies steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` do nothing."""
+        """Apply steps 1 to 3 in place. Ids beyond the logits in `stop_token_ids` and `logit_bias` do nothing."""
         if self._seen:
             self._penalize(logits_V, *self._seen.tensors(logits_V.device))
         num_tokens = logits_V.shape[0]
@@ -111,7 +114,7 @@ class _SeenTokens:
         return len(self._ids)
 
     def count(self, token_id: int) -> None:
-        """Takes one more output token."""
+        """Count one more output token."""
         place = self._places.setdefault(token_id, len(self._ids))
         if place == len(self._ids):
             self._ids.append(token_id)
@@ -119,14 +122,14 @@ class _SeenTokens:
         self._counts[place] += 1
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """`(ids_C, counts_C)`, copies; at least one token must have been seen."""
+        """Return `(ids_C, counts_C)`, copies; at least one token must have been seen."""
         ids_C = torch.frombuffer(self._ids, dtype=torch.int64)
         counts_C = torch.frombuffer(self._counts, dtype=torch.float32)
         return ids_C.to(device, copy=True), counts_C.to(device, copy=True)
 
 
 def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledToken]:
-    """Chooses each row's next token; `states` are not changed, `logits_BV` (fp32) is.
+    """Choose each row's next token; `states` are not changed, `logits_BV` (fp32) is.
 
     A row's token and logprobs do not depend on the other rows. A batch of greedy rows costs one argmax.
     """
@@ -140,8 +143,8 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Each row's given token with its logprob, and those of the row's `num_top` most likely tokens, under the model's
-    own distribution: nothing is penalised or biased."""
+    """Return each row's given token with its logprob, and those of the row's `num_top` most likely tokens, under the
+    model's own distribution: without penalties and bias."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     return [_report(logits_V, token_id, num_top) for logits_V, token_id in zip(logits_BV, token_ids, strict=True)]
 
@@ -170,7 +173,7 @@ def _filters(params: SamplingParams, vocab_size: int) -> bool:
 
 
 def _draw(logits_RV: Tensor, states: Sequence[SamplerState]) -> list[int]:
-    """One token a row among all of the vocabulary."""
+    """Draw one token a row among all of the vocabulary."""
     device = logits_RV.device
     temperatures_R1 = torch.tensor([[state.params.temperature] for state in states], dtype=torch.float32, device=device)
     scaled_RV = (logits_RV - logits_RV.amax(-1, keepdim=True)) / temperatures_R1
@@ -181,9 +184,9 @@ def _draw(logits_RV: Tensor, states: Sequence[SamplerState]) -> list[int]:
 
 
 def _draw_filtered(logits_V: Tensor, state: SamplerState) -> int:
-    """One token among those that the row's filters keep."""
+    """Draw one token among those that the row's filters keep."""
     largest = float(logits_V.amax())
-    if not math.isfinite(largest):  # every token is forbidden, or the logits are no numbers: there is no distribution
+    if not math.isfinite(largest):  # every token is forbidden, or the logits are NaN: there is no distribution
         return int(logits_V.argmax())
     scaled_V = (logits_V - largest) / state.params.temperature
     ids_C = kept_ids(scaled_V, state.params)
@@ -192,7 +195,8 @@ def _draw_filtered(logits_V: Tensor, state: SamplerState) -> int:
 
 
 def kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor:
-    """Ids of the candidates that min-p, top-k and top-p leave; `scaled_V`: logits over temperature, the largest 0.
+    """Return the ids of the candidates that min-p, top-k and top-p leave; `scaled_V`: logits over temperature, the
+    largest 0.
 
     The vocabulary is sorted only if the mass that top-p asks for is spread over an eighth of it.
     """
@@ -215,13 +219,13 @@ def kept_ids(scaled_V: Tensor, params: SamplingParams) -> Tensor:
 
 
 def _mass(scaled: Tensor, floor: float) -> Tensor:
-    """Probabilities, not normalised, in float64; 0 below min-p's floor."""
+    """Return probabilities, not normalised, in float64; 0 below min-p's floor."""
     scaled = scaled.double()
     return scaled.exp().masked_fill_(scaled < floor, 0.0)
 
 
 def _reaches(mass_C: Tensor, top_p: float, total: Tensor) -> Tensor:
-    """True for the shortest prefix of `mass_C` (in descending order) that holds `top_p` of `total`."""
+    """Return True for the shortest prefix of `mass_C` (in descending order) that holds `top_p` of `total`."""
     kept_C = mass_C > 0
     if top_p < 1:
         kept_C &= mass_C.cumsum(0) - mass_C < top_p * total
@@ -230,7 +234,7 @@ def _reaches(mass_C: Tensor, top_p: float, total: Tensor) -> Tensor:
 
 
 def _largest(values_V: Tensor, count: int) -> Tensor:
-    """Ids of the `count` largest values, in descending order; of equal values the lower ids come first."""
+    """Return the ids of the `count` largest values, in descending order; of equal values the lower ids come first."""
     if count == 0:
         return torch.empty(0, dtype=torch.int64, device=values_V.device)
     if 8 * count >= values_V.shape[0]:
@@ -259,7 +263,7 @@ _NOISE_BITS = 52
 
 
 def noise_key(seed: int, position: int) -> int:
-    """What the noise of all tokens at an output position starts from: an unsigned 64-bit hash."""
+    """Return the unsigned 64-bit hash from which the noise of all tokens at an output position is derived."""
     return _mix(_mix(seed + _STEP) + (position + 1) * _STEP)
 
 
@@ -271,12 +275,12 @@ def _mix(value: int) -> int:
 
 
 def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
-    """Standard Gumbel noise `[R, C]` in float64, a function of (key, token id) alone, finite.
+    """Return standard Gumbel noise `[R, C]` in float64, a function of (key, token id) alone, finite.
 
     -log(-log u) with u = (52 hash bits + 1/2) / 2^52, which float64 holds exactly and which is never 0 or 1.
     """
     keys_R1 = torch.tensor([_signed(key) for key in keys_R], device=ids_C.device).unsqueeze(1)
-    bits_RC = (ids_C + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash wants it
+    bits_RC = (ids_C + 1).mul_(_signed(_STEP)) + keys_R1  # int64 arithmetic wraps around, as the hash needs it
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         bits_RC.bitwise_xor_(_logical_shift(bits_RC, shift))
         if factor != 1:
@@ -286,10 +290,10 @@ def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:
 
 
 def _logical_shift(bits: Tensor, shift: int) -> Tensor:
-    """int64 as unsigned, shifted right: torch's own shift repeats the sign."""
+    """Shift int64 right as if it were unsigned; torch's own shift repeats the sign."""
     return (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)
 
 
 def _signed(value: int) -> int:
-    """An unsigned 64-bit integer as torch's int64 spells it."""
+    """Return an unsigned 64-bit integer as the int64 with the same bits."""
     return value - 2**64 if value >= 2**63 else value

@@ -1,20 +1,21 @@
-"""Which keys a step's rows attend to, where they do not attend to all: chosen by partial keys, as InfiniGen does.
+"""The keys that a step's rows attend to, where they do not attend to all: chosen by partial keys, as InfiniGen does.
 
 A partial key is a key in R columns in place of a head's whole width; with partial queries it tells, roughly, what a key
-will score, at a part of the reading (InfiniGen; Lee et al., OSDI 2024, section 4.3). Of what basis the columns are is
-not asked here. In a row of S keys, with partial queries q_h and partial keys k_g[j], for a kv head g of J query heads:
+will score, at a part of the reading (InfiniGen; Lee et al., OSDI 2024, section 4.3). The basis of the columns comes
+from `modeling.sparse.bases`. In a row of S keys, with partial queries q_h and partial keys k_g[j], for a kv head g of J
+query heads:
 
     s_h[j] = q_h . k_g[j]
     S_g[j] = max over the heads h of g of (s_h[j] - max over keys of s_h)
     c_g    = number of keys with S_g[j] > -alpha: they come close enough to the best key of some head
-    n      = ceil(mean of c_g over all g), at most floor(most_share * tokens) or free_keys, what is more; at least 1
+    n      = ceil(mean of c_g over all g), at most the larger of floor(most_share * tokens) and free_keys; at least 1
 
 Each kv head takes its n largest S_g, of equal ones the earlier keys; besides, all take the first and the latest. A row
-has as many tokens as keys, or more where some were evicted: what is read does not shrink with what is kept. n is a
-row's own, where the paper takes one for a whole batch: what a row attends to depends on no other row.
+has as many tokens as keys, or more where some were evicted: the bound on n follows the tokens, not the keys kept. n is
+a row's own, where the paper takes one for a whole batch: what a row attends to depends on no other row.
 
-Step 8 of a request's way (DESIGN.md, section 4), on the engine's thread; keys are written by whoever writes KV. Memory
-of the CPU only.
+`generate_workers.residency.sparse.infinigen` calls `select_keys` on the engine's thread; partial keys are written on
+the thread that writes their KV. Memory of the CPU only.
 
 B rows of one new token, T tokens, N heads, G kv heads, J = N / G, H head dim, R columns, L layers, S keys, P keys that
 have partial keys, K picks at most, C blocks of I = 16 keys, X lists of picks.
@@ -39,12 +40,12 @@ _DTYPE = torch.bfloat16
 
 @dataclass(frozen=True)
 class Picks:
-    """Keys that rows attend to in one layer. A key's number is its place among the row's, from 0."""
+    """Keys that rows attend to in one layer. A key's number is its place among the row's keys, from 0."""
 
     keys_BGK: Tensor
-    """int32, contiguous; each kv head's own list, ascending. What lies behind a list is no key."""
+    """Each kv head's own list of keys, ascending; int32, contiguous. Entries beyond a list's length are no keys."""
     num_BG: Tensor
-    """int32, contiguous: how many keys each list has, at least one."""
+    """Number of keys in each list, at least one; int32, contiguous."""
 
 
 @dataclass(frozen=True)
@@ -52,17 +53,17 @@ class Selection:
     """How many keys are chosen. Raises ConfigError when a field is out of its limits."""
 
     alpha: float
-    """In units of scaled scores, which are exponents of weights: keys count that come this close to the best for some
-    head. Infinity: all do."""
+    """Distance from the best key of some head within which keys count, in units of scaled scores, which are exponents
+    of weights. Infinity: all keys count."""
     most_share: float
     """Most keys to choose by score, as a part of the row's tokens. 1: no bound."""
     num_first: int
-    """Keys at the row's start that are always chosen, for models rest attention on them."""
+    """Keys at the row's start that are always chosen, because models rest attention on them."""
     num_last: int
     """Latest keys that are always chosen, the new token's own among them."""
     free_keys: int = 1
-    """So many keys any row may choose by score, however few they would be by `most_share`: a short row is cheap to
-    read, and a part of it says little."""
+    """Keys that any row may choose by score, even if `most_share` allows fewer: a short row is cheap to read, and a
+    part of it says little."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -77,35 +78,35 @@ class Selection:
             raise ConfigError(f"free_keys = {self.free_keys} leaves no key to choose: use 1 or more")
 
     def most_by_score(self, num_tokens: int) -> int:
-        """Of a row of that many tokens."""
+        """Return the most keys that a row of so many tokens may choose by score."""
         return max(self.free_keys, math.floor(self.most_share * num_tokens))
 
 
 @dataclass(frozen=True)
 class KeyProjection:
-    """What makes partial keys of keys, in one layer."""
+    """The projection that makes partial keys of keys, in one layer."""
 
     basis_GHR: Tensor
-    """fp32."""
+    """Basis of each kv head, fp32."""
     columns_GR: Tensor | None
-    """int64: where the basis only selects, which of the head's own columns the partial ones are."""
+    """Columns of the head that the partial ones are, int64, where the basis only selects. None: it does not."""
 
     @classmethod
     def of(cls, basis_GHR: Tensor) -> "KeyProjection":
-        """Finds out whether the basis only selects."""
+        """Make the projection of a basis, finding out whether the basis only selects columns."""
         selects = bool((basis_GHR.count_nonzero(1) == 1).all() and (basis_GHR.sum(1) == 1).all())
         return cls(basis_GHR, basis_GHR.argmax(1) if selects else None)
 
     def apply(self, k_TGH: Tensor) -> Tensor:
-        """Partial keys `[T, G, R]` in fp32, by torch."""
+        """Return the partial keys `[T, G, R]` in fp32, by torch."""
         if self.columns_GR is not None:
             return k_TGH.gather(2, self.columns_GR.expand(len(k_TGH), -1, -1)).float()
         return (k_TGH.float().transpose(0, 1) @ self.basis_GHR).transpose(0, 1).contiguous()
 
 
 class PartialKeys:
-    """The partial keys of one slot's row, in some layers, claim after claim; in bf16, in pages that are had as they are
-    written. A layer lies as `[C, G, R, I]`: of I keys one column after the other, as the kernel reads them. Not
+    """The partial keys of one slot's row, in some layers, claim after claim: bf16, in pages committed as they are
+    written. A layer lies as `[C, G, R, I]`: for I keys one column after the other, as the kernel reads them. Not
     thread-safe."""
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, max_tokens: int) -> None:
@@ -113,7 +114,7 @@ class PartialKeys:
         had."""
         native.load("partial_keys")  # builds it now, not when the first keys come
         self.layers = layers
-        # What a token is to rows of KV, a block is here: of K and V, G heads and 8 R numbers.
+        # A block takes the place of a token in the layout of KV: K and V together hold G heads of 16 R numbers.
         layout = KvLayout("", len(layers), num_kv_heads, num_columns * _BLOCK // 2, "bfloat16")
         self._memory = PagedMemory(layout, _num_blocks(max_tokens))
         data_LS2GH = self._memory.data_LS2GH
@@ -121,40 +122,43 @@ class PartialKeys:
         shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
         strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
         self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
-        """All of it, the model's layer l at l - layers.start; what was not committed must not be touched."""
+        """All partial keys; the model's layer l is at l - layers.start. Memory that was not committed must not be
+        touched."""
         self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
 
     @property
     def num_bytes(self) -> int:
-        """Committed now, to the page."""
+        """Return the bytes that are committed now, to the page."""
         return self._memory.num_bytes
 
     def bytes_for(self, num_tokens: int) -> int:
-        """What so many tokens' partial keys take, once all are written."""
+        """Return the bytes that so many tokens' partial keys take, once all are written."""
         return self._memory.bytes_for(_num_blocks(num_tokens))
 
     def address(self, layer: int) -> int:
-        """Of the layer's first block."""
+        """Return the address of the layer's first block."""
         return self._memory.address + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
-        """So many tokens' partial keys will be written for sure. May be called once between two releases."""
+        """Announce that so many tokens' partial keys will be written for sure. May be called once between two
+        releases."""
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """The partial keys of `tokens` are about to be written, in one layer or in all; the latter in ascending order,
-        without a gap to those committed by layer."""
+        """Commit memory for the partial keys of `tokens`, which are about to be written, in one layer or in all. Those
+        in all layers come in ascending order, without a gap to those committed by layer."""
         blocks = TokenRange(tokens.start // _BLOCK, _num_blocks(tokens.end))
         self._memory.commit(blocks, None if layer is None else self.layers.index(layer))
 
     def write(self, layer: int, first: int, k_TGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Makes the partial keys of the tokens from number `first` on, and takes them, rounded to bf16; without a
-        projection, `k_TGH` are partial keys. They are bf16 or fp32, and each head's lies in one piece. Raises
-        RuntimeError when they, or the projection, have another shape.
+        """Make the partial keys of the tokens from number `first` on, and store them, rounded to bf16. Without a
+        projection `k_TGH` are partial keys. Keys are bf16 or fp32, and each head's numbers lie in one piece. Raises
+        RuntimeError when the keys, or the projection, have another shape.
 
-        Where there is a compiler, on the calling thread alone and without the GIL. What is selected is the same as with
-        torch. Products are fp32 sums there, too, but in another order: they may come out a step of bf16 apart, and
-        where a sum nearly cancels, by what fp32 loses."""
+        Where there is a compiler, on the calling thread alone and without the GIL. Selected columns are the same as
+        with torch. Products are fp32 sums there, too, but in another order: they may differ by a step of bf16, and
+        where a sum nearly cancels, by what fp32 loses.
+        """
         projection = self.fitting(projection)
         self.commit(TokenRange(first, first + len(k_TGH)), layer)
         if native.load("partial_keys"):
@@ -165,7 +169,8 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """The projection, or that of keys that are partial already. Raises RuntimeError when it makes others."""
+        """Return the projection, or the identity for None. Raises RuntimeError when its shape does not fit the partial
+        keys."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
@@ -175,18 +180,18 @@ class PartialKeys:
         return found
 
     def read(self, layer: int, num_keys: int) -> Tensor:
-        """A copy of the first `num_keys` partial keys, `[S, G, R]` in bf16."""
+        """Return a copy of the first `num_keys` partial keys, `[S, G, R]` in bf16."""
         data_CGRI = self.data_LCGRI[self.layers.index(layer), : _num_blocks(num_keys)]
         return data_CGRI.permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
 
     def copy_from(self, other: "PartialKeys", num_tokens: int) -> None:
-        """Takes another row's first tokens."""
+        """Copy another row's first `num_tokens` partial keys."""
         self.commit(TokenRange(0, num_tokens))
         blocks = slice(0, _num_blocks(num_tokens))
         self.data_LCGRI[:, blocks] = other.data_LCGRI[:, blocks]
 
     def release(self) -> None:
-        """Gives the memory back. Idempotent."""
+        """Free all memory. Idempotent."""
         self._memory.release()
 
 
@@ -196,8 +201,8 @@ class PartialRows:
     def __init__(
         self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
     ) -> None:
-        """`lengths`: keys of each row, the new token's included; for its partial key memory is taken in all layers.
-        `num_tokens`: how many tokens a row has, the new one included, where it does not keep all. All rows have the
+        """Commit memory for the new tokens' partial keys, in all layers. `lengths`: keys of each row, the new token's
+        included. `num_tokens`: tokens of each row, the new one included, where it does not keep all. All rows have the
         same layers."""
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
@@ -210,11 +215,11 @@ class PartialRows:
         self._addresses = (first_B + step_B * torch.arange(len(self.layers)).unsqueeze(1)).unbind()
 
     def addresses_B(self, layer: int) -> Tensor:
-        """Of the rows' first blocks."""
+        """Return the addresses of the rows' first blocks in a layer."""
         return self._addresses[self.layers.index(layer)]
 
     def append(self, layer: int, k_BGH: Tensor, projection: KeyProjection | None = None) -> None:
-        """Makes the new tokens' partial keys, and takes them, as PartialKeys.write does."""
+        """Make the new tokens' partial keys, and store them, as PartialKeys.write does."""
         if native.load("partial_keys"):
             fitting = self.keys[0].fitting(projection)
             _project(k_BGH, fitting, self.addresses_B(layer), self.lengths_B - 1)
@@ -236,10 +241,13 @@ def select_keys(
     has_new: bool = True,
     closeness_BGS: Tensor | None = None,
 ) -> Picks:
-    """What the rows attend to in `layer`. `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what
-    a softmax takes. `has_new`: whether the new tokens have their partial keys; they are picked either way. A score that
-    is no number is below all that are. `closeness_BGS`: takes S_g of every key that has a partial key, in fp32; what
-    lies behind a row's is left as it is. Raises RuntimeError for queries of a wrong shape."""
+    """Return the keys that the rows attend to in `layer`. Raises RuntimeError for queries of a wrong shape.
+
+    `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what a softmax takes. `has_new`: whether the
+    new tokens have their partial keys; they are picked either way. A score that is NaN counts below all numbers.
+    `closeness_BGS`: receives S_g of every key that has a partial key, in fp32; entries beyond a row's keys are not
+    changed.
+    """
     num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
     if q_BNR.shape[2] != num_columns:
         raise RuntimeError(f"queries have {q_BNR.shape[2]} columns, the partial keys {num_columns}")
@@ -271,7 +279,7 @@ def plain_select_keys(
     has_new: bool = True,
     closeness_BGS: Tensor | None = None,
 ) -> Picks:
-    """The same with torch, row by row and without care for time: where there is no compiler."""
+    """Select keys as `select_keys` does, with torch, row by row and slowly: where there is no compiler."""
     lists = []
     for row, (keys, length, q_NR) in enumerate(zip(rows.keys, rows.lengths_B.tolist(), q_BNR, strict=True)):
         num_scored = length - int(not has_new)
@@ -286,7 +294,7 @@ def plain_select_keys(
 
 
 def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
-    """S_g[j], `[G, P]`, of the keys that have partial keys."""
+    """Return S_g[j], `[G, P]`, of the keys that have partial keys."""
     least = torch.finfo(torch.float32).min
     num_kv_heads, num_columns = k_PGR.shape[1:]
     score_GJP = q_NR.view(num_kv_heads, -1, num_columns) @ k_PGR.permute(1, 2, 0)
@@ -297,7 +305,7 @@ def _closeness(q_NR: Tensor, k_PGR: Tensor) -> Tensor:
 
 
 def _chosen(closeness_GP: Tensor, length: int, most: int, selection: Selection) -> list[Tensor]:
-    """Each kv head's picks in a row of `length` keys, at most so many by score."""
+    """Return each kv head's picks in a row of `length` keys, at most `most` of them by score."""
     num_kv_heads, num_scored = closeness_GP.shape
     num_close = int((closeness_GP > -selection.alpha).sum())
     num = min(max(-(-num_close // num_kv_heads), 1), most, num_scored)

@@ -1,1 +1,1 @@
-"""Kernels in C++: one file each, built at first use; torch's own serve where they cannot be."""
+"""Kernels in C++: one file each, built at first use; where they cannot be built, torch's own take their place."""

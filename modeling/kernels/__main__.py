@@ -1,12 +1,12 @@
-"""`python -m modeling.kernels`: builds all kernels for this machine and measures which are the fastest.
+"""`python -m modeling.kernels`: build all kernels for this machine and measure which are the fastest.
 
-The first use of a model has to wait for neither then.
+The first use of a model then waits for neither.
 """
 
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import torch  # noqa: F401 - whole, before several threads want it: half of it would be found by the others
+import torch  # imported whole before several threads want it: they would find half of it
 
 from modeling.kernels import native
 from modeling.kernels.products import KERNELS

@@ -1,10 +1,10 @@
 """Measures which kernels are the fastest for bfloat16 on this processor.
 
-Runs once for a kind of processor, torch and sources of the kernels (`modeling.kernels.kept_choice`). Linear layers are
-timed with the shapes of a real layer (SmolLM2-135M's), at row counts from a generation step's to a prefill chunk's;
-weights come from memory, as they do in a model. Each comparison is of alternating runs on one thread, by that thread's
-own processor time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by
-`MARGIN`, so that a tie always falls to the same side.
+`kept_choice` runs it once for each kind of processor, torch and sources of the kernels. Linear layers are timed with
+the shapes of a real layer (SmolLM2-135M's), at row counts from a generation step's to a prefill chunk's; weights come
+from memory, as they do in a model. Each comparison is of alternating runs on one thread, by that thread's own processor
+time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by `MARGIN`, so that
+a tie always falls to the same side.
 """
 
 import itertools
@@ -27,16 +27,16 @@ from modeling.kernels.products import DOT, TILES, WIDENED
 logger = logging.getLogger(__name__)
 
 MARGIN = 1.05
-"""How many times as long the preferred kernel must take, at least, to lose."""
+"""Factor by which the preferred kernel must be slower, at least, to lose."""
 ROWS = (1, 16, 32, 64, 128, 512)
 """Row counts at which linear layers are compared."""
 _LEAD = 6
-"""By how many comparisons one side must lead: wrong once in 700 times where three in four say the truth."""
+"""Comparisons by which one side must lead: wrong once in 700 times where three of four comparisons are right."""
 _MOST_COMPARISONS = 61
 _LEAST_ROWS = 64
-"""Rows that a timed run computes at least, by several calls where one has fewer."""
+"""Least rows that a timed run computes, by several calls where one call has fewer."""
 _NUM_LAYERS = 8
-"""57 MB: more than most processors' caches hold for a core."""
+"""Layers of weights, 57 MB: more than most processors' caches hold for a core."""
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, _FFN = 576, 9, 3, 64, 1536
 _QUERIES, _KEYS = 256, 1024
 
@@ -48,7 +48,7 @@ _Linear = Callable[[Tensor, Tensor | None], Tensor]
 
 def measure_choice(*, tiles: bool = True) -> KernelChoice:
     """Measure the choice for this processor; takes a few seconds. Without `tiles` as if it had no AMX; torch's linear
-    layers do without it only in a process in which oneDNN may not use AMX either."""
+    layers ignore AMX only in a process in which oneDNN may not use it either."""
     kind = processor_kind()
     has_linear = native.load("products") and native.load("linear")
     if not has_linear:
@@ -73,7 +73,7 @@ def _one_thread() -> Iterator[None]:
 
 def _is_beaten(preferred: _Run, other: _Run) -> bool:
     """Return whether the preferred run takes more than `MARGIN` times as long as the other."""
-    for run in (preferred, other):  # caches are filled, memory is mapped
+    for run in (preferred, other):  # fills caches and maps memory before time counts
         run()
     lead = 0
     for _ in range(_MOST_COMPARISONS):
@@ -121,7 +121,7 @@ class _Layer:
     """The linear layers of one decoder layer, with the norms, gate and residuals around them."""
 
     def __init__(self, make: Callable[[Tensor, bool, bool], _Linear]) -> None:
-        """`make(weight, is_gated, has_norm)`."""
+        """`make(weight, is_gated, has_norm)` returns one linear layer."""
         heads = _HEADS * _HEAD_DIM
         self._qkv = make(_random(heads + 2 * _KV_HEADS * _HEAD_DIM, _HIDDEN), False, True)
         self._output = make(_random(_HIDDEN, heads), False, False)
@@ -130,7 +130,7 @@ class _Layer:
 
     def run(self, x_TD: Tensor) -> None:
         self._qkv(x_TD, None)
-        hidden_TD = self._output(x_TD, x_TD)  # of attention's output, which has the same shape
+        hidden_TD = self._output(x_TD, x_TD)  # of attention's output, which has the shape of x_TD
         self._down(self._gate_up(hidden_TD, None), hidden_TD)
 
 
@@ -151,7 +151,7 @@ def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
 
 
 def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
-    """Return the same layer as the kernel in C++ computes it. The order of the weight's rows does not matter here."""
+    """Return a linear layer as the kernel in C++ computes it. The order of the weight's rows does not matter here."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16) if has_norm else None
     panels_PJL = panel_format(product, weight_NK.dtype).pack(weight_NK)
     num_outputs = len(weight_NK) // 2 if is_gated else len(weight_NK)
@@ -166,7 +166,7 @@ def _in_panels(product: str, weight_NK: Tensor, is_gated: bool, has_norm: bool) 
 
 
 def _in_turn(layers: list[_Layer], x_TD: Tensor) -> _Run:
-    """Return a run of one layer after the other, around and around."""
+    """Return a run that calls the layers one after the other, around and around."""
     turns = itertools.cycle(layers)
     num_calls = -(-_LEAST_ROWS // len(x_TD))
 

@@ -1,6 +1,6 @@
 """Keeps the choice among kernels in the user's cache, where all processes of this machine find it, without torch.
 
-Measured by `modeling.kernels.choosing` when there is none for this processor, torch and sources of the kernels.
+`products` asks for it. `choosing` measures it when there is none for this processor, torch and sources of the kernels.
 """
 
 import dataclasses
@@ -33,7 +33,7 @@ def load_choice() -> KernelChoice | None:
 def load_or_measure() -> KernelChoice:
     """Return the kept choice for this processor; where there is none, measure it and keep it. Blocks for some seconds
     then; processes that ask at the same time wait for the one that measures."""
-    from modeling.kernels.choosing import measure_choice  # takes torch along
+    from modeling.kernels.choosing import measure_choice  # imports torch
 
     path = native.choice_path()
     try:
@@ -43,11 +43,11 @@ def load_or_measure() -> KernelChoice:
         logger.warning("the choice of kernels cannot be kept (%s): every process measures it again", error)
         return measure_choice()
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, whatever ends it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, however it ends
         choice = load_choice()
         if choice is None:
             choice = measure_choice()
-            if native.find_compiler() is not None:  # else a compiler that comes later would change nothing
+            if native.find_compiler() is not None:  # else a compiler that is installed later would change nothing
                 _save(path, choice)
         return choice
 

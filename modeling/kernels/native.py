@@ -1,8 +1,8 @@
 """Builds and loads the kernels in C++: at first use, once for each source, torch and processor, into the user's cache.
 
-Without a compiler, or on another processor, there are none, and torch's own take their place. Blocks while it builds
-(half a minute); processes that want the same kernel wait for the one that builds it. Torch is imported when it is
-needed: a launcher need not have it, nor wait for it.
+Without a compiler, or on a processor that lacks their instructions, there are none, and torch's own take their place.
+Blocks while it builds (half a minute); processes that want the same kernel wait for the one that builds it. Torch is
+imported only when it is needed: a launcher need not have it, nor wait for it.
 """
 
 import fcntl
@@ -22,7 +22,7 @@ from modeling.kernels.processor import cpu_flags, processor_kind
 logger = logging.getLogger(__name__)
 
 _ROOT = Path(__file__).parent
-"""Of all sources, whose includes are relative to it."""
+"""Folder of all sources, whose includes are relative to it."""
 _FLAGS = ("-std=c++20", "-O3", "-ffp-contract=fast", "-fopenmp", "-fPIC", "-shared")
 
 NAMES = (
@@ -37,7 +37,7 @@ NAMES = (
     "rotary",
     "decode_layers",
 )
-"""All kernels."""
+"""Names of all kernels."""
 NATIVE = "native"
 INSTRUCTION_SETS = {
     NATIVE: ("-march=native", ()),
@@ -45,14 +45,14 @@ INSTRUCTION_SETS = {
     "avx2": ("-march=x86-64-v3", ("avx2", "fma", "f16c", "bmi2", "movbe")),
     "plain": ("-march=x86-64", ("sse2",)),
 }
-"""What kernels are built for: the compiler's flag, and what the processor must have, as /proc/cpuinfo names it. This
-processor's own counts; the others let tests run here what runs elsewhere."""
+"""Instruction sets that kernels are built for: the compiler's flag, and the features that the processor must have, as
+/proc/cpuinfo names them. Product code uses NATIVE; the others let tests run kernels of other processors here."""
 
 
 @functools.cache
 def load(name: str, instruction_set: str = NATIVE) -> bool:
-    """Makes the operators of <name>.cpp callable, as torch.ops.baton.*, or of the namespace that another of
-    INSTRUCTION_SETS has; False when the processor lacks that set, or they cannot be built: the log says why."""
+    """Make the operators of <name>.cpp callable, as torch.ops.baton.*, or in the namespace of another of
+    INSTRUCTION_SETS. Return False when the processor lacks that set, or they cannot be built: the log says why."""
     if missing := lacking(instruction_set):
         logger.info("kernel %s: this processor lacks %s", name, ", ".join(sorted(missing)))
         return False
@@ -66,7 +66,7 @@ def load(name: str, instruction_set: str = NATIVE) -> bool:
 
 def may_need_building() -> bool:
     """Return whether a first use here would build kernels or measure which are the fastest: a compiler and torch are
-    there, and no earlier use has left all that is of these sources, torch and processor."""
+    installed, and files of these sources, torch and processor are missing."""
     if find_compiler() is None or not any(importlib.metadata.distributions(name="torch")):
         return False
     return not all(path.exists() for path in (choice_path(), *(_place(name, _flags(NATIVE)) for name in NAMES)))
@@ -81,7 +81,7 @@ def choice_path() -> Path:
 
 
 def namespace(instruction_set: str) -> str:
-    """Where torch.ops has the kernels built for it."""
+    """Return the namespace of torch.ops that has the kernels built for an instruction set."""
     return "baton" if instruction_set == NATIVE else f"baton_{instruction_set}"
 
 
@@ -90,7 +90,7 @@ def _load(name: str, instruction_set: str) -> None:
     library = _place(name, flags)
     library.parent.mkdir(parents=True, exist_ok=True)
     with library.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, whatever ends it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released by the end of this process, however it ends
         if not library.exists():
             _build(name, library, flags)
     import torch
@@ -99,8 +99,9 @@ def _load(name: str, instruction_set: str) -> None:
 
 
 def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
-    """One call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is killed."""
-    from torch.utils import cpp_extension  # takes setuptools along
+    """Build by one call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is
+    killed."""
+    from torch.utils import cpp_extension  # imports setuptools
 
     compiler = find_compiler()
     if compiler is None:
@@ -121,12 +122,12 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
 
 
 def lacking(instruction_set: str) -> set[str]:
-    """What this processor has not of what kernels built for that set use."""
+    """Return the features that kernels built for that set use and this processor lacks."""
     return set(INSTRUCTION_SETS[instruction_set][1]) - set(cpu_flags())
 
 
 def find_compiler() -> str | None:
-    """Path of a C++ compiler; None when there is none."""
+    """Return the path of a C++ compiler; None when there is none."""
     return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 
 
@@ -140,7 +141,7 @@ def _flags(instruction_set: str) -> tuple[str, ...]:
 
 
 def _place(name: str, flags: tuple[str, ...]) -> Path:
-    """Where the library is, or will be: another file for whatever could make it another library."""
+    """Return where the library is, or will be: another file for anything that could change the library."""
     sources = (_source(name), *sorted(_ROOT.rglob("*.h")))
     return _folder() / f"{name}-{_key(sources, (*flags, *cpu_flags()))}.so"
 

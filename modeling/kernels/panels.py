@@ -1,8 +1,8 @@
-"""How the linear kernel (modeling/kernels/linear/linear.cpp) wants weights: in panels of 32 outputs, read from end to
+"""Layouts of weights for the linear kernel (modeling/kernels/linear/linear.cpp): panels of 32 outputs, read from end to
 end.
 
-A format is chosen by how the processor multiplies. M outputs, a multiple of 32; K inputs; P = M / 32 panels; J inputs
-as they are kept: K, or more, the rest zeros.
+`modeling.forward.linear` packs weights with them. A format is chosen by how the processor multiplies. M outputs, a
+multiple of 32; K inputs; P = M / 32 panels; J inputs as they are kept: K, or more, the rest zeros.
 """
 
 from typing import Protocol
@@ -14,26 +14,26 @@ from torch import Tensor
 from modeling.kernels.products import TILES
 
 HALF = 16
-"""Outputs of a panel's half."""
+"""Outputs of half a panel."""
 PANEL = 2 * HALF
 _TILE_INPUTS = 32
-"""Inputs that a tile is deep."""
+"""Depth of a tile in inputs."""
 
 
 class PanelFormat(Protocol):
-    """A way to lay weights out."""
+    """A way to lay weights out in panels."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
-        """Panels `[P, J, 32]`."""
+        """Return the weight in panels `[P, J, 32]`."""
         ...
 
     def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
-        """Some outputs' weights as they are kept, `[T, K]`."""
+        """Return some outputs' weights as they are kept, `[T, K]`."""
         ...
 
 
 class HalvesInTurn:
-    """bf16 that is widened: input by input, the first half's outputs and the second's in turn."""
+    """bf16 that is widened: input by input, outputs of the first half and of the second in turn."""
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         num_inputs = weight_MK.shape[1]
@@ -59,7 +59,7 @@ class InputPairs:
 
 
 class Bytes:
-    """int8, however it is multiplied: input by input, all outputs."""
+    """int8 for all products: input by input, all outputs."""
 
     def __init__(self, deep: bool) -> None:
         self._deep = deep
@@ -73,7 +73,7 @@ class Bytes:
 
 
 def panel_format(product: str, dtype: torch.dtype) -> PanelFormat:
-    """For weights of a dtype, multiplied in one of the ways of modeling.kernels.products."""
+    """Return the format for weights of a dtype, multiplied in one of the ways of modeling.kernels.products."""
     if dtype == torch.int8:
         return Bytes(deep=product == TILES)
     return InputPairs() if product == TILES else HalvesInTurn()

@@ -8,7 +8,7 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _IDENTITY = ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")
 _FLAGS = ("flags", "Features")
-"""What x86 and ARM call the list of features."""
+"""Names that x86 and ARM give to the list of features."""
 
 
 @functools.cache
@@ -28,7 +28,7 @@ def processor_kind() -> str:
 
 
 def _fields() -> list[tuple[str, str]]:
-    """The fields of the first core."""
+    """Return names and values of the fields of the first core; none where there is no such file."""
     if not _CPUINFO.exists():
         return []
     first = _CPUINFO.read_text().split("\n\n", 1)[0]

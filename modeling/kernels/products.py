@@ -1,8 +1,8 @@
 """How the kernels in C++ multiply bf16 numbers in this process; sums are fp32 in every way.
 
 All ways give the same products, summed in another order, so the processes of a cluster that run on one kind of
-processor use one choice: a worker is told the cluster's (`ProcessKernels.use`), else the choice that is kept for this
-processor holds, and is measured first where none is (`modeling.kernels.kept_choice`).
+processor use one choice. A worker gets the cluster's by `ProcessKernels.use`. Without one, the choice that is kept for
+this processor holds; it is measured first if there is none (`modeling.kernels.kept_choice`).
 """
 
 import threading
@@ -22,7 +22,7 @@ TILES = "tiles"
 
 
 class ProcessKernels:
-    """The choice of one process: fixed when it is first asked for. Thread-safe."""
+    """The choice of kernels in one process: fixed when it is first asked for. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,13 +30,13 @@ class ProcessKernels:
 
     @property
     def choice(self) -> KernelChoice:
-        """The kernels of this process. Blocks for some seconds where they have to be built or measured."""
+        """Return the kernels of this process. Blocks for some seconds where they have to be built or measured."""
         return self._choice or self.use(())
 
     def use(self, choices: Iterable[KernelChoice]) -> KernelChoice:
-        """Take the one of `choices` that was made for this kind of processor, else what is kept or measured here, and
-        return it. Called before the model is loaded, which binds linear layers to their kernels. Without a compiler,
-        where no kernel can run, `choices` are ignored: the handshake tells the difference."""
+        """Take the one of `choices` that was made for this kind of processor, else the one that is kept or measured
+        here, and return it. Called before the model is loaded, which binds linear layers to their kernels. Without a
+        compiler, where no kernel can run, `choices` are ignored: the handshake shows the difference."""
         kind = processor_kind()
         given = next((each for each in choices if each.processor == kind), None)
         with self._lock:
@@ -47,4 +47,4 @@ class ProcessKernels:
 
 
 KERNELS = ProcessKernels()
-"""The choice of this process."""
+"""The choice of kernels of this process."""
