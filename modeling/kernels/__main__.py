@@ -6,7 +6,7 @@ The first use of a model then waits for neither.
 import os
 from concurrent.futures import ThreadPoolExecutor
 
-import torch  # imported whole before several threads want it: they would find half of it
+import torch  # noqa: F401 - imported whole before several threads want it: they would find half of it
 
 from modeling.kernels import native
 from modeling.kernels.products import KERNELS

@@ -1,4 +1,4 @@
-// What the attention kernels share: ways to multiply, and the online softmax.
+// Shared by the attention kernels: ways to multiply, and the online softmax.
 
 #pragma once
 
@@ -13,17 +13,18 @@
 
 namespace {
 
-constexpr float kNothing = -1e30f;  // as in modeling/forward/attention.py: finite, so that merging two of them makes no NaN
+// as in modeling/forward/attention.py: finite, so that merging two of them makes no NaN
+constexpr float kNothing = -1e30f;
 constexpr float kLog2E = 1.44269504f;
 
 // A product has
-//   Element  what keys, values, queries and outputs are stored as;
-//   Factor   what is broadcast: elements of a query, weights of keys;
-//   kDepth   how many neighbours are multiplied at a time, packed into one 32-bit lane;
+//   Element  type in which keys, values, queries and outputs are stored;
+//   Factor   type of the numbers that are broadcast: elements of a query, weights of keys;
+//   kDepth   number of neighbours that are multiplied at a time, packed into one 32-bit lane;
 //   add      sums + factor * packed, where `factor` points to kDepth factors;
-//   spread   a word of the stored elements, as it is packed: kSpread words, each of kDepth elements;
-//   kHeight  rows that a block of products has, and kSteps, of which its depth is a multiple (in steps of kDepth);
-//   Scope    what a thread must hold that multiplies blocks.
+//   spread   packs a word of stored elements: returns kSpread words, each of kDepth elements;
+//   kHeight  rows of a block of products, and kSteps, which divides a block's depth (in steps of kDepth);
+//   Scope    object that a thread must hold while it multiplies blocks.
 
 // Blocks of products made of vectors.
 struct OfVectors {
@@ -66,15 +67,15 @@ struct Dot : OfVectors {
 #endif
 
 #ifdef __AMX_BF16__
-// The same pairs, in tiles.
+// Dot products of pairs of bf16, in tiles.
 struct Tiles : Dot {
   static constexpr int kHeight = kTileHeight, kSteps = kTileDepth / kDepth;
   using Scope = TileScope;
 };
 #endif
 
-// Calls `run` with the product for elements of this size: of bf16 by the name that modeling/kernels/products.py gives it,
-// if it was compiled for such.
+// Calls `run` with the product for elements of this size. For bf16 it is chosen by the name that
+// modeling/kernels/products.py gives it, if it was compiled.
 template <class Run>
 void with_product(bool is_bf16, std::string_view name, Run run) {
   if (!is_bf16) return run(Fma<float>());
@@ -89,7 +90,7 @@ void with_product(bool is_bf16, std::string_view name, Run run) {
 
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
-// `num` words (kLanes, or half of that) from memory.
+// Loads `num` words (kLanes, or half of that) from memory.
 inline Words load_words(const void* from, int num) {
   if (num == kLanes) return load<Words>(from);
   Words words = {};
@@ -97,8 +98,8 @@ inline Words load_words(const void* from, int num) {
   return words;
 }
 
-// Calls with the first register and the number of registers of each part of a row of `num` registers: parts of at most
-// kWide, as even as they can be, so that each keeps many sums going.
+// Calls `run` with the first register and the number of registers of each part of a row of `num` registers. Parts have
+// at most kWide registers and are as even as they can be, so that each keeps many sums going.
 template <class Run>
 void for_parts(int num, Run run) {
   const int num_parts = (num + kWide - 1) / kWide;
@@ -113,8 +114,8 @@ void for_parts(int num, Run run) {
   }
 }
 
-// sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kHeight rows
-// of W registers, `row` registers apart. Not inlined, so that nothing else wants its registers.
+// sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kHeight
+// rows of W registers, `row` registers apart. Not inlined, so that the compiler gives all registers to this loop.
 template <class P, int W>
 [[gnu::noinline]] void multiply_vectors(Floats* to, int row, const float* scales, const typename P::Factor* factors,
                                 int64_t stride, const Words* packed, int num_steps) {
@@ -186,10 +187,11 @@ void multiply(Floats* to, int row, const float* scales, const typename P::Factor
 // The state of a row's online softmax (Milakov and Gimelshein, 2018), in powers of two: score * scale * log2(e).
 struct Softmax {
   float largest = kNothing;
-  Floats total = {};  // of the weights, lane by lane
+  Floats total = {};  // sum of the weights, lane by lane
 
-  // Takes in a row's scores of a tile, of which the first `visible` count; what its earlier sums are to be multiplied
-  // with. Another loop than that of `weigh`: this one waits for a row's largest, while other rows' can be sought.
+  // Takes in a row's scores of a tile, of which the first `visible` count. Returns the factor for the row's earlier
+  // sums. Separate from `weigh`, because this loop waits for a row's largest score, and other rows' can be found
+  // meanwhile.
   float take(const Floats* scores, int visible, float scale) {
     const int whole = visible / kLanes;
     Floats most = splat(kNothing);
@@ -200,7 +202,7 @@ struct Softmax {
     return largest == before ? 1.0f : std::exp2(before - largest);
   }
 
-  // The weights of the scores last taken: of `count`, a multiple of kLanes; 0 for those that are not visible.
+  // Stores the weights of `count` scores last taken, a multiple of kLanes; 0 for those that are not visible.
   template <class Factor>
   void weigh(const Floats* scores, Factor* weights, int count, int visible, float scale, float factor) {
     const int whole = visible / kLanes;
@@ -221,7 +223,7 @@ struct Softmax {
 
   float sum() const { return sum_of(total); }
 
-  // Natural logarithm of the sum of exponentials of the scores.
+  // Returns the natural logarithm of the sum of exponentials of the scores.
   float lse() const { return largest / kLog2E + std::log(sum()); }
 };
 

@@ -63,7 +63,7 @@ void check_picks(const AttentionProblem& p) {
   }
 }
 
-// Each row's new key and value, to the place after the `lengths - 1` that it has.
+// Copies each row's new key and value to the place after the `lengths - 1` keys that the row has.
 void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tensor& addresses_B,
                const at::Tensor& lengths_B) {
   const int64_t B = k_BGH.size(0), G = k_BGH.size(1), size = k_BGH.element_size(), H = k_BGH.size(2) * size;

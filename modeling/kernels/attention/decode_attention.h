@@ -18,8 +18,8 @@ constexpr int kLine = 64;      // bytes that are fetched at a time
 
 struct AttentionProblem {
   const void* q;             // [B][N][H]
-  const int64_t* addresses;  // of each row's first key, and
-  const int64_t* lengths;    // keys of each row
+  const int64_t* addresses;  // address of each row's first key
+  const int64_t* lengths;  // number of keys of each row
   const int32_t* picks;      // [B][G][K], or null: all keys
   const int32_t* num_picks;  // [B][G]
   void* o;                   // [B][N][H]
@@ -27,31 +27,32 @@ struct AttentionProblem {
   float scale;
 };
 
-// Where a row's key number `index` begins, and behind its heads its value; `bytes` are those of either.
+// Returns where a row's key number `index` begins; its value lies behind the heads of the key. `bytes`: of one key, and
+// of one value.
 inline char* place_of(int64_t address, int64_t index, int64_t bytes) {
   return reinterpret_cast<char*>(address) + index * 2 * bytes;
 }
 
-// The keys [first, end) of a row, or of what its kv head picks, for the kv heads [head, end_head). What it finds is kept
-// at `place`, query head by query head.
+// The keys [first, end) of a row, or of the keys that its kv head picks, for the kv heads [head, end_head). Results are
+// kept from `place` on, query head by query head.
 struct Task {
   int64_t row, head, end_head, first, end, place;
 };
 
-// What tasks found: of each query head of a task, the weighted sums [H] and the softmax.
+// Results of tasks: for each query head of a task, the weighted sums [H] and the softmax.
 struct Found {
   std::vector<Floats> sums;
   std::vector<Softmax> softmax;
 };
 
 #ifdef __AMX_BF16__
-// Scores in tiles; values as vectors, for which they lie in the wrong order.
+// Scores in tiles; values as vectors, because they lie in the wrong order for tiles.
 struct TiledScores : Fma<uint16_t> {
   using Scope = TileScope;
 };
 #endif
 
-// A thread's work on tasks; kPicked: whether keys are picked.
+// A thread's work on tasks. kPicked: whether keys are picked.
 template <class P, bool kPicked>
 class Attention {
  public:
@@ -67,10 +68,11 @@ class Attention {
     }
   }
 
-  // All keys of a task, for all of its heads: tile by tile, so that memory is read in order. `next` is done after it.
+  // Attends to all keys of a task, for all of its heads: tile by tile, so that memory is read in order. The thread's
+  // next task is `next`, whose first tile is fetched meanwhile.
   void run(const Task& task, const Task* next) {
     clear(task);
-    if constexpr (kInTiles) this->pack_queries(task);  // not there for every processor
+    if constexpr (kInTiles) this->pack_queries(task);  // tiles do not exist on every processor
     for (int64_t first = task.first; first < task.end; first += kKeys) {
       const int count = int(std::min<int64_t>(kKeys, task.end - first));
       if (first + count < task.end) {
@@ -89,7 +91,7 @@ class Attention {
  private:
   static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
 
-  // Nothing is found yet.
+  // Clears the task's results.
   void clear(const Task& task) {
     const int64_t num = (task.end_head - task.head) * p_.R, width = H_ / kLanes;
     std::fill_n(&found_.softmax[task.place], num, Softmax());
@@ -107,7 +109,7 @@ class Attention {
     }
   }
 
-  // part(head, number) for all query heads of a kv head, at most kHeads at a time.
+  // Calls part(head, number) for all query heads of a kv head, at most kHeads at a time.
   template <class Part>
   void in_parts(int64_t g, Part part) {
     for (int64_t r = 0, num = 0; r < p_.R; r += num) {
@@ -121,7 +123,7 @@ class Attention {
     }
   }
 
-  // A task's tile from `first` on is what is fetched from here on: keys that lie in order, or what is picked.
+  // Begins to fetch the task's tile from key `first` on: keys that lie in order, or picked keys.
   void look_ahead(const Task& task, int64_t first) {
     const int64_t num = std::min<int64_t>(kKeys, task.end - first), key_bytes = 2 * p_.G * H_ * sizeof(Element);
     if constexpr (kPicked) {
@@ -133,13 +135,13 @@ class Attention {
     }
   }
 
-  // Where the tile's keys lie.
+  // Finds the addresses of the tile's keys.
   void find(int64_t row, int64_t g, int64_t first, int count) {
     for (int j = 0; j < count; ++j) keys_[j] = key(row, g, first + j);
-    for (int j = count; j % kLanes; ++j) keys_[j] = keys_[count - 1];  // scored like a key, and then not counted
+    for (int j = count; j % kLanes; ++j) keys_[j] = keys_[count - 1];  // scored like a key, but not counted
   }
 
-  // Where a kv head's key number `index` lies, among all or among those picked.
+  // Returns where a kv head's key number `index` lies, among all keys or among those picked.
   const Element* key(int64_t row, int64_t g, int64_t index) const {
     const int32_t* picks = p_.picks ? p_.picks + (row * p_.G + g) * p_.K : nullptr;
     return reinterpret_cast<const Element*>(p_.addresses[row]) + g * H_ + (picks ? picks[index] : index) * 2 * p_.G * H_;
@@ -157,7 +159,7 @@ class Attention {
     return static_cast<const Element*>(p_.q) + row * p_.q_row + head * p_.q_head;
   }
 
-  // Takes a tile's scores of C query heads into what was found at `at`, and its values with them.
+  // Adds a tile's scores of C query heads, and its values, to the results at `at`.
   template <int C>
   void weigh(const Floats (*scores)[kKeys / kLanes], int count, int64_t at) {
     const int padded = (count + kLanes - 1) / kLanes * kLanes;
@@ -182,7 +184,8 @@ class Attention {
     }
   }
 
-  // kv heads whose query heads have their scores in one tile, those of number 0, `together`, 2 * `together`, ... first.
+  // Number of kv heads whose query heads have their scores in one tile. The first kv head of a tile is number 0,
+  // `together`, 2 * `together`, ...
   int64_t together() const { return kMostHeads / p_.R; }
 
   void attend_in_tiles(const Task& task, int64_t first, int count) {
@@ -198,7 +201,7 @@ class Attention {
     }
   }
 
-  // The scores of the keys [j, j + 16) of a tile, for the kv heads [g, end).
+  // Scores the keys [j, j + 16) of a tile for the kv heads [g, end).
   void score_in_tiles(const Task& task, int64_t g, int64_t end, int64_t first, int j, int count) {
     const bool lie_in_order = !p_.picks && j + kTileHeight <= count;
     alignas(64) float scores[kTileHeight][kMostHeads];
@@ -219,7 +222,7 @@ class Attention {
       fetch<Element>(kTileHeight * H_);
       _tile_stored(0, scores, sizeof(scores[0]));
       settle_memory();
-      const int own = int(g % together() * p_.R);  // the other columns are 0, or no number where a key is none
+      const int own = int(g % together() * p_.R);  // the other columns are 0, or NaN where a key holds NaN
       const Ints is_own = (lanes() >= own) & (lanes() < own + int(p_.R));
       for (int i = 0; i < kTileHeight; ++i) columns[i] = is_own ? load<Words>(scores[i]) : columns[i];
     }
@@ -228,11 +231,11 @@ class Attention {
   }
 #endif
 
-  // The scores of the keys [j, j + kLanes).
+  // Scores the keys [j, j + kLanes).
   template <int C>
   void score(int j) {
     constexpr int kPerWord = 4 / sizeof(Element);
-    Floats sums[C][2] = {};  // two each, added in turn: a multiply-add waits for the one before
+    Floats sums[C][2] = {};  // two sums each, added to in turn: a multiply-add waits for the one before
     const auto add = [&](int word, auto num) {
       Words words[kLanes];
       for (int lane = 0; lane < kLanes; ++lane) words[lane] = load_words(keys_[j + lane] + word * kPerWord, num);
@@ -255,9 +258,9 @@ class Attention {
     for (int r = 0; r < C; ++r) scores_[r][j / kLanes] = sums[r][0] + sums[r][1];
   }
 
-  // Fetches as much more of the next tile as was read of this one, between products and in memory's order: a head's keys
-  // by themselves are too far apart for the processor's own prefetcher. Into the second-level cache: the first has no
-  // room for a tile besides the one at work, and keeps fewer lines on their way at once.
+  // Fetches as many bytes of the next tile as were read of this one, between products and in memory's order: a head's
+  // keys by themselves are too far apart for the processor's own prefetcher. Into the second-level cache: the first has
+  // no room for a tile besides the one at work, and keeps fewer lines on their way at once.
   template <class Number>
   void fetch(int count) {
     if constexpr (kPicked) {
@@ -268,7 +271,7 @@ class Attention {
     }
   }
 
-  // The same of keys that are picked, each with its value, which lies at a distance.
+  // Fetches picked keys of the next tile, each with its value, which lies at a distance.
   [[gnu::noinline]] void fetch_picked(int num_bytes) {
     const int head_bytes = H_ * int(sizeof(Element)), to_value = int(p_.G - 1) * head_bytes;
     for (; num_bytes > 0 && num_fetched_ < num_next_; num_bytes -= kLine) {
@@ -305,14 +308,15 @@ class Attention {
   const AttentionProblem& p_;
   const int H_;
   Found& found_;
-  std::vector<Factor> q_;       // of the heads at work
+  std::vector<Factor> q_;  // queries of the heads at work
   std::vector<Element> tiles_;  // queries of all heads
-  std::vector<Element> rows_;   // keys that do not lie in order
+  std::vector<Element> rows_;  // copies of keys that do not lie in order
   const Element* keys_[kKeys];
-  const char* ahead_ = nullptr;  // what of the next tile is not fetched yet
+  const char* ahead_ = nullptr;  // first byte of the next tile that is not fetched yet
   const char* end_ahead_ = nullptr;
-  const char* next_[kKeys];  // keys of the next tile, where they are picked,
-  int num_next_ = 0, num_fetched_ = 0, fetched_bytes_ = 0;  // their number, those fetched, and bytes of the one after
+  const char* next_[kKeys];  // keys of the next tile, where they are picked
+  // number of keys in next_, of those fetched, and fetched bytes of the next one
+  int num_next_ = 0, num_fetched_ = 0, fetched_bytes_ = 0;
   alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
   alignas(64) Factor weights_[kHeads][kKeys];
 };

@@ -15,7 +15,8 @@ namespace {
 
 constexpr int64_t kRun = 512;  // keys of a task, about; fixed, so that a row's result depends on no other row
 
-// Calls `run` with the product for rows of this kind: by name as `with_product`, scores in tiles where they fit.
+// Calls `run` with the product for rows of this kind: by name as `with_product` does, with scores in tiles where they
+// fit.
 template <class Run>
 void with_scores(const AttentionProblem& p, bool is_bf16, std::string_view name, Run run) {
 #ifdef __AMX_BF16__
@@ -25,7 +26,7 @@ void with_scores(const AttentionProblem& p, bool is_bf16, std::string_view name,
   with_product(is_bf16, name == "tiles" ? "widened" : name, run);
 }
 
-// What the tasks [begin, end) found of a query head of their row, to its output.
+// Merges the results of the tasks [begin, end) of one query head of their row, into its output.
 template <class Element>
 void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_t head, const Found& found) {
   const int64_t num = p.H / kLanes;
@@ -46,12 +47,13 @@ void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_
   }
 }
 
-// The tasks of a batch. Each thread has a range of them to itself, one after the other, so that one's keys are fetched while
-// those before them are at work; who is done helps the others. Who does the last task of a row merges them.
+// The tasks of a batch. Each thread has a range of tasks to itself and runs them in order, so that a task's keys are
+// fetched while the task before it is at work. A thread that has finished its range helps with the others. The thread
+// that finishes a row's last task merges the row's results.
 class Tasks {
  public:
-  // All rows' runs of keys, all kv heads of a run together; with picks, whose numbers differ, each kv head's own runs.
-  // Returns for how many threads there is work.
+  // Divides all rows' keys into runs: a task has all kv heads of a run; with picks, whose numbers differ, each kv head
+  // has runs of its own. Returns the number of threads for which there is work.
   int64_t divide(const AttentionProblem& p, int64_t num_threads) {
     int64_t place = 0;
     tasks_.clear();
@@ -74,7 +76,7 @@ class Tasks {
     return int64_t(next_.size());
   }
 
-  // None is done. While no thread works on them.
+  // Marks all tasks as not done. Called while no thread works on them.
   void rewind() {
     for (int64_t thread = 0; thread < int64_t(next_.size()); ++thread) next_[thread] = first(thread);
     for (int64_t row = 0; row < int64_t(left_.size()); ++row) left_[row] = ends_[row] - begin(row);
@@ -82,7 +84,7 @@ class Tasks {
 
   Found& found() { return found_; }
 
-  // Thread `own` works until nothing is left to begin.
+  // Works as thread `own` until no task is left to begin.
   template <class P, bool kPicked>
   void work(Attention<P, kPicked>& attention, const AttentionProblem& p, int64_t own) {
     [[maybe_unused]] typename P::Scope scope;
@@ -105,9 +107,9 @@ class Tasks {
   int64_t begin(int64_t row) const { return row ? ends_[row - 1] : 0; }
 
   std::vector<Task> tasks_;
-  std::vector<int64_t> ends_;                // of each row's tasks
-  std::vector<std::atomic<int64_t>> left_;   // of each row's tasks, those not done
-  std::vector<std::atomic<int64_t>> next_;   // of each thread's range
+  std::vector<int64_t> ends_;  // index behind each row's last task
+  std::vector<std::atomic<int64_t>> left_;  // tasks of each row that are not done
+  std::vector<std::atomic<int64_t>> next_;  // next task of each thread's range
   Found found_;
 };
 

@@ -1,9 +1,9 @@
-// Blocked attention of many queries: what a prefill spends most of its time on.
+// Blocked attention of many queries, which takes most of a prefill's time.
 //
-// softmax(q k^T / sqrt(H)) v and the log-sum-exp of the scores, grouped heads, bf16 or fp32, sums in fp32. Keys and values
-// come in pieces, each where it lies: dense, but for the last where that is causal (query t sees its keys 0 to t). The
-// softmax is online, so scores live in a tile that stays in the first-level cache (Dao et al., FlashAttention, 2022), and
-// a tile that no query sees is never computed.
+// softmax(q k^T / sqrt(H)) v and the log-sum-exp of the scores, grouped heads, bf16 or fp32, sums in fp32. Keys and
+// values come in pieces, each where it lies: dense, but for the last where that is causal (query t sees its keys 0 to
+// t). The softmax is online, so scores live in a tile that stays in the first-level cache (Dao et al., FlashAttention,
+// 2022), and a tile that no query sees is never computed.
 //
 // A task is a kv head and a block of query tokens. The R heads that share the kv head are rows of one matrix: a row is
 // a (token, head) pair, token by token. For each tile of keys, K and V are packed once, as all rows multiply with them:
@@ -30,7 +30,7 @@ constexpr int kBlock = kWide * kLanes;  // keys that are scored at a time
 constexpr int64_t kTaskRows = 288;  // rows that share the packing of a tile, at most; their sums stay in the second-level
                                     // cache
 
-// Keys and values that lie together.
+// A piece's keys and values, which lie together.
 struct Piece {
   const void* k;
   const void* v;
@@ -48,7 +48,7 @@ struct Problem {
   float scale;
 };
 
-// The query tokens [begin, end) of kv head g.
+// A task: the query tokens [begin, end) of kv head g.
 struct Task {
   int64_t g, begin, end;
 };
@@ -65,7 +65,7 @@ class Attention {
     v_.resize(kKeys / P::kDepth * H_ / kLanes);
   }
 
-  // All keys for the task's queries.
+  // Attends to all keys for the task's queries.
   void run(const Task& task) {
     begin(task);
     for (const Piece& piece : p_.pieces) {
@@ -94,7 +94,8 @@ class Attention {
     }
   }
 
-  // k_: for each block of keys, for each channel (or pair of them), the block's keys; zeros in channels behind the last.
+  // Packs keys into k_: for each block of keys, for each channel (or pair of them), the block's keys; zeros in channels
+  // behind the last.
   void pack_keys(const Piece& piece, int64_t g, int64_t first, int count) {
     const auto* keys = static_cast<const Element*>(piece.k) + first * p_.k_token + g * p_.k_head;
     constexpr int kPerWord = 4 / sizeof(Element);
@@ -118,8 +119,8 @@ class Attention {
     }
   }
 
-  // v_: for each part of the channels, for each key (or pair of them), the part's channels; zeros for keys behind the
-  // last, up to a whole number of kSteps.
+  // Packs values into v_: for each part of the channels, for each key (or pair of them), the part's channels; zeros for
+  // keys behind the last, up to a whole number of kSteps.
   void pack_values(const Piece& piece, int64_t g, int64_t first, int count) {
     const auto* values = static_cast<const Element*>(piece.v) + first * p_.v_token + g * p_.v_head;
     for_parts(H_ / kLanes, [&](int from, auto width) {
@@ -137,7 +138,7 @@ class Attention {
     });
   }
 
-  // One tile, of `count` keys from `first` on, for kHeight rows.
+  // Attends to one tile, of `count` keys from `first` on, for kHeight rows.
   void attend(const Piece& piece, const Task& task, int64_t row, int64_t first, int count) {
     const auto visible = [&](int64_t each) {
       const int64_t token = task.begin + std::min(each, num_rows_ - 1) / p_.R;
@@ -175,10 +176,10 @@ class Attention {
 
   const Problem& p_;
   const int H_;
-  const int depth_;  // of queries and keys as they are multiplied: H, or more
+  const int depth_;  // depth of queries and keys as they are multiplied: H, or more
   int64_t num_rows_ = 0;
   std::vector<Words> k_, v_;
-  std::vector<Factor> q_;     // [rows][depth_], scaled by nothing: the scale is applied to fp32 scores
+  std::vector<Factor> q_;  // [rows][depth_], not scaled: the scale is applied to fp32 scores
   std::vector<Floats> sums_;  // [rows][H]: weighted values so far
   std::vector<Softmax> softmax_;
   alignas(64) Floats scores_[P::kHeight][kKeys / kLanes];
@@ -203,7 +204,7 @@ void run(const Problem& p) {
   });
 }
 
-// A piece's keys and values; all pieces lie alike.
+// Returns a piece's keys and values; all pieces have the same strides.
 Piece checked(const at::Tensor& q_TNH, const at::Tensor& k_SGH, const at::Tensor& v_SGH, const at::Tensor& first_SGH,
               bool causal) {
   TORCH_CHECK(k_SGH.dim() == 3 && v_SGH.dim() == 3, "keys and values have 3 dimensions");

@@ -46,7 +46,7 @@ inline void store(void* to, Vector vector) {
   std::memcpy(to, &vector, sizeof(vector));
 }
 
-// Loaded once, not by each instruction that uses it.
+// Keeps words in a register, so that they are loaded once, not by each instruction that uses them.
 inline Words in_register(Words words) {
 #if defined(__AVX512F__)
   asm("" : "+v"(words));
@@ -58,7 +58,7 @@ inline Words in_register(Words words) {
 
 inline Floats splat(float value) { return value - Floats{}; }
 
-// b where either is no number.
+// Returns the larger number of each lane; b where either is NaN.
 inline Floats larger(Floats a, Floats b) {
 #ifdef __AVX512F__
   return _mm512_max_ps(a, b);
@@ -67,20 +67,20 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
-// run(0), run(1), ...: a loop that is sure to be unrolled.
+// Calls run(0), run(1), ...: a loop that is sure to be unrolled.
 template <class Run, int... I>
 inline void unrolled(std::integer_sequence<int, I...>, Run run) {
   (run(I), ...);
 }
 
-// Numbers of the lanes.
+// Returns the numbers of the lanes: 0, 1, ...
 template <int... L>
 inline Ints lanes(std::integer_sequence<int, L...>) {
   return Ints{L...};
 }
 inline Ints lanes() { return lanes(std::make_integer_sequence<int, kLanes>()); }
 
-// bf16 is the upper half of fp32.
+// Widens bf16, which is the upper half of fp32.
 inline Floats widened(Halves values) {
 #if defined(__AVX512F__)
   const Words words = (Words)_mm512_cvtepu16_epi32((__m256i)values);
@@ -105,7 +105,7 @@ inline Floats load_floats(const int8_t* from) {
   return __builtin_convertvector(values, Floats);
 }
 
-// Rounded to the nearest, ties to even.
+// Rounds to the nearest, ties to even.
 inline void store_floats(uint16_t* to, Floats values) {
 #ifdef __AVX512BF16__
   store(to, _mm512_cvtneps_pbh(values));
@@ -122,7 +122,7 @@ inline Floats rotated(Floats a, std::integer_sequence<int, L...>) {
   return __builtin_shufflevector(a, a, ((L + D) % kLanes)...);
 }
 
-// The join of all lanes.
+// Joins all lanes into one number.
 template <int D = kLanes / 2, class Join>
 inline float reduced(Floats a, Join join) {
   if constexpr (D == 0) {
@@ -144,7 +144,7 @@ inline void swap_blocks(Words& a, Words& b, std::integer_sequence<int, L...>) {
   a = upper;
 }
 
-// Rows become columns.
+// Transposes: rows become columns.
 template <int D = 1>
 inline void transpose(Words (&rows)[kLanes]) {
   for (int i = 0; i < kLanes; ++i) {
@@ -153,9 +153,9 @@ inline void transpose(Words (&rows)[kLanes]) {
   if constexpr (2 * D < kLanes) transpose<2 * D>(rows);
 }
 
-// 2^x to fp32's precision for x <= 0; what is below 2^-100 counts as that. The rest of x beside an integer, at most a
-// half, goes through a polynomial (minimax, error 8e-8), the integer becomes an exponent. What is no number stays none:
-// so a score that is none spoils its row's sum, and with it the row.
+// Returns 2^x to fp32's precision for x <= 0; below -100 x counts as -100. The difference of x from its nearest
+// integer, at most a half, goes through a polynomial (minimax, error 8e-8); the integer becomes an exponent. NaN stays
+// NaN: so a score that is NaN spoils its row's sum, and with it the row.
 inline Floats exp2_of(Floats x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bit for fractions
   x = larger(splat(-100.0f), x);
@@ -166,7 +166,8 @@ inline Floats exp2_of(Floats x) {
   y = y * f + 2.40221197e-1f;
   y = y * f + 6.93146967e-1f;
   y = y * f + 1.00000007f;
-  return y * (Floats)(((Words)shifted << 23) + 0x3f800000);  // a product: adding to the bits may make NaN a number
+  // a product, because adding to the bits may turn NaN into a number
+  return y * (Floats)(((Words)shifted << 23) + 0x3f800000);
 }
 
 }  // namespace

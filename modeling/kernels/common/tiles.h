@@ -1,7 +1,8 @@
 // Matrices in registers: Intel's AMX. A tile is 16 rows of 64 bytes; one instruction adds to 16 x 16 sums of fp32 the
-// product of 16 x 32 and 32 x 16 numbers of bf16, the latter in pairs: row i holds inputs 2 i and 2 i + 1 of 16 columns.
+// product of 16 x 32 and 32 x 16 numbers of bf16, the latter in pairs: row i holds inputs 2 i and 2 i + 1 of 16
+// columns.
 //
-// Who uses tiles holds a TileScope, on its own thread.
+// A thread that uses tiles holds a TileScope.
 
 #pragma once
 
@@ -16,7 +17,7 @@
 
 namespace {
 
-// Whether there are tiles: the operating system must grant a process their state before its first use of them.
+// Returns whether this process may use tiles: the operating system must grant their state before the first use.
 inline bool has_tiles() {
   constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
   static const bool granted = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -27,7 +28,7 @@ constexpr int kTileHeight = 16;
 constexpr int kTileDepth = 32;  // bf16 numbers of a tile's row
 constexpr int kTileBytes = 1024;
 
-// The thread's tiles, all eight of full size. Throws std::runtime_error where there are none.
+// Configures the thread's tiles, all eight of full size. Throws std::runtime_error where there are none.
 class TileScope {
  public:
   TileScope() {
@@ -44,7 +45,7 @@ class TileScope {
   TileScope(const TileScope&) = delete;
 };
 
-// The intrinsics say nothing of the memory that they read and write: what was stored before must be there.
+// Orders memory before tile instructions: the intrinsics do not tell the compiler which memory they read and write.
 inline void settle_memory() { asm volatile("" : : : "memory"); }
 
 }  // namespace

@@ -1,9 +1,9 @@
-// All layers of a generation step in one call: for each, norm and QKV projection, rotary embedding, append to the caches,
-// attention, output projection and gated MLP, each by the code of the operator that does it alone (linear.cpp, rotary.cpp,
-// decode_attention.cpp), so that a row's result is theirs, bit for bit.
+// All layers of a generation step in one call: for each, norm and QKV projection, rotary embedding, append to the
+// caches, attention, output projection and gated MLP, each by the code of the operator that does it alone (linear.cpp,
+// rotary.cpp, decode_attention.cpp), so that a row's result is that of these operators, bit for bit.
 //
-// What one call gains is what lies between the operators, when nobody reads memory, whose rate is the step's floor. Threads
-// enter once a step, and wait for each other where one reads what another wrote.
+// One call saves the time between the operators, when no memory is read, whose rate bounds a step. Threads are started
+// once a step, and wait for each other where one reads what another wrote.
 //
 // T tokens, a row each; L layers, D hidden, N heads, G kv heads, H head dim, I intermediate.
 
@@ -29,7 +29,7 @@
 
 namespace {
 
-// How a step's rows meet a linear layer: in blocks, packed in so many bytes.
+// Blocks in which a step's rows are multiplied by a linear layer, and the bytes that they take packed.
 struct Packing {
   std::vector<Block> blocks;
   int64_t num_bytes;
@@ -42,7 +42,8 @@ Packing packing(int64_t T, int64_t K) {
   return {std::move(blocks), size * int64_t(sizeof(typename Way::Packed))};
 }
 
-// The panels [first, last), all rows. Each thread packs for itself: it would have to wait for one that packs for all.
+// Multiplies all rows by the panels [first, last). Each thread packs all rows for itself, so that none waits for
+// another.
 template <class Way>
 void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* packed, int64_t first, int64_t last) {
   if (first == last) return;
@@ -51,27 +52,27 @@ void run_panels(const LinearProblem& p, const std::vector<Block>& blocks, void* 
   multiply_few<Way>(p, blocks, x, first, last);
 }
 
-// A linear layer's weights, and the way in which they are multiplied.
+// A linear layer's weights, and the functions that multiply them.
 struct Linear {
   LinearProblem weights;
   Packing (*packing)(int64_t, int64_t);
   void (*run)(const LinearProblem&, const std::vector<Block>&, void*, int64_t, int64_t);
 };
 
-// A layer's linears, in the order in which they run.
+// A layer's linear layers, in the order in which they run.
 enum Part { kQkv, kOutput, kGateUp, kDown, kNumParts };
 using Layer = std::array<Linear, kNumParts>;
 
-// What a step is given.
+// Input of one step.
 struct Rows {
   uint16_t* hidden;                // [T][D]
   const uint16_t *cos, *sin;       // [T][H]
-  const int64_t *addresses;        // [L][T], of each row's first key, and
+  const int64_t *addresses;  // [L][T], address of each row's first key
   const int64_t *lengths;          // [T] keys of each row, the new one included
   int64_t T;
 };
 
-// One thread of a team.
+// One thread of the step's team.
 struct Member {
   int64_t number, num_all;
 
@@ -79,8 +80,8 @@ struct Member {
   int64_t last(int64_t count) const { return count * (number + 1) / num_all; }
 };
 
-// One step of all layers. What it needs is allocated when it is made: threads that wait for each other must not throw. P:
-// the product of attention.
+// One step of all layers. All memory is allocated in the constructor: threads that wait for each other must not throw.
+// P: the product of attention.
 template <class P>
 class Step {
  public:
@@ -96,7 +97,7 @@ class Step {
     problem.B = rows.T;
     tasks_.divide(problem, num_threads);
     int64_t most_bytes = 0;
-    for (int part = 0; part < kNumParts; ++part) {  // all layers have the first one's shapes
+    for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
       packings_[part] = layers[0][part].packing(rows.T, layers[0][part].weights.K);
       most_bytes = std::max(most_bytes, packings_[part].num_bytes);
     }
@@ -112,7 +113,7 @@ class Step {
   }
 
  private:
-  // What a thread has to itself.
+  // State that one thread has to itself.
   struct Own {
     Own(const AttentionProblem& problem, Found& found, int64_t packed_bytes)
         : problem(problem), attention(this->problem, found), packed(packed_bytes / int64_t(sizeof(Floats)) + 1) {}
@@ -160,13 +161,13 @@ class Step {
     }
   }
 
-  // Where a row's new key goes, and its value behind it.
+  // Returns where a row's new key goes; its value goes behind it.
   static uint16_t* place(const AttentionProblem& p, int64_t row) {
     const int64_t bytes = p.G * p.H * int64_t(sizeof(uint16_t));
     return reinterpret_cast<uint16_t*>(place_of(p.addresses[row], p.lengths[row] - 1, bytes));
   }
 
-  // Before the QKV projection: lines of many rows would else be waited for one after the other.
+  // Called before the QKV projection: otherwise the lines of many rows would be waited for one after the other.
   static void fetch_places(const AttentionProblem& p, Member me) {
     for (int64_t row = me.first(p.B); row < me.last(p.B); ++row) {
       const uint16_t* to = place(p, row);
@@ -176,7 +177,7 @@ class Step {
 
   const std::vector<Layer>& layers_;
   const Rows rows_;
-  const int64_t width_;  // of a token's queries, keys and values
+  const int64_t width_;  // numbers of a token's queries, keys and values
   std::vector<uint16_t> qkv_, attended_, gated_;
   const int num_threads_;
   std::array<Packing, kNumParts> packings_;
@@ -199,7 +200,7 @@ class DecodeLayers : public torch::CustomClassHolder {
     heads_.scale = kLog2E / std::sqrt(float(head_dim));
   }
 
-  // The next linear layer, of each layer its parts in turn. Arguments are the operator `linear`'s.
+  // Adds the next linear layer: of each layer its parts in turn. Arguments are those of the operator `linear`.
   void add(const at::Tensor& panels_PKL, int64_t K, int64_t N, const std::optional<at::Tensor>& scales,
            const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& gain_K, double eps, bool gated) {
     Linear linear{of_weights(panels_PKL, K, N, {scales, bias, gain_K, eps, gated}, linears_), nullptr, nullptr};
@@ -219,7 +220,7 @@ class DecodeLayers : public torch::CustomClassHolder {
     layers_.push_back(layer);
   }
 
-  // In place. The rows' new keys and values go to their caches.
+  // Runs all layers in place. The rows' new keys and values go to their caches.
   void run(const at::Tensor& hidden_TD, const at::Tensor& cos_TH, const at::Tensor& sin_TH,
            const at::Tensor& addresses_LT, const at::Tensor& lengths_T) {
     const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
@@ -259,7 +260,7 @@ class DecodeLayers : public torch::CustomClassHolder {
 
   const std::string linears_, scores_;
   AttentionProblem heads_{};
-  std::vector<Linear> added_;  // of a layer that is not complete
+  std::vector<Linear> added_;  // linear layers of a layer that is not complete
   std::vector<Layer> layers_;
   std::vector<at::Tensor> held_;
 };

@@ -1,5 +1,5 @@
-// Rotary position embedding in place: each head's first half and second half are turned into each other. Read and
-// written once, in registers of fp32; torch's own operations would pass over the memory six times.
+// Rotary position embedding in place: rotates each head's first half and second half. Reads and writes memory once, in
+// registers of fp32; torch's own operations would pass over it six times.
 //
 // T tokens, K heads, H head dim.
 
@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int64_t kGrain = 16384;  // numbers that are worth a thread
+constexpr int64_t kGrain = 16384;  // least numbers for which another thread pays
 
 template <class Element>
 void turn_all(const Turning& p, int64_t T) {

@@ -1,17 +1,17 @@
-// Linear layers, with what stands around them fused in:
+// Linear layers, fused with the norm before them and the gate or residual behind them:
 //   y = x' W^T + b,  x' = x or RMSNorm(x);  then y, residual + y, or silu(gate) * up of y's two halves.
 //
 // Weights are bf16, or int8 with a scale for each output. They are multiplied in one of two ways: widened to fp32 in
-// registers, so that from a few rows on the products run at the rate of fp32 FMAs; or in tiles of bf16 where the processor
-// has AMX (tiles.h), several times as fast. Below that they run at the rate at which memory gives the weights. Sums are
-// fp32, in the order of k whatever the batch, and a way is never mixed with the other: a row's result depends on no other
-// row.
+// registers, so that from a few rows on the products run at the rate of fp32 FMAs; or in tiles of bf16 where the
+// processor has AMX (tiles.h), several times as fast. With fewer rows both run at the rate at which memory gives the
+// weights. Sums are fp32, in the order of k whatever the batch, and a way is never mixed with the other: a row's result
+// depends on no other row.
 //
-// Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they lie
-// input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first half
-// below that of the second; bf16 for tiles pair of inputs by pair of inputs, in 32 words of two, K filled up with zeros.
-// A block of rows' activations is packed as well (widened: [K][rows] floats; tiles: [K / 32][16][32] bf16 for each 16
-// rows), and stays in the first-level cache while it meets a group of panels from the second.
+// Weights are packed in panels of 32 outputs; gated, 16 gates and their 16 ups: a panel's halves. Within a panel they
+// lie input by input: int8 one half behind the other; bf16 that is widened as 16 words of two, output i of the first
+// half below that of the second; bf16 for tiles pair of inputs by pair of inputs, in 32 words of two, K filled up with
+// zeros. A block of rows' activations is packed as well (widened: [K][rows] floats; tiles: [K / 32][16][32] bf16 for
+// each 16 rows), and stays in the first-level cache while it meets a group of panels from the second.
 //
 // M rows, N outputs, K inputs, P panels.
 
@@ -30,9 +30,9 @@
 namespace {
 
 constexpr int64_t kPackedRows = 384;         // rows packed at a time
-constexpr int64_t kGroupBytes = 512 * 1024;  // panels that stay in the second-level cache together
+constexpr int64_t kGroupBytes = 512 * 1024;  // bytes of panels that stay in the second-level cache together
 
-// work(i) for each i below count, on all threads.
+// Calls work(i) for each i below count, on all threads.
 template <class Work>
 void share(int64_t count, const Work& work) {
   std::atomic<int64_t> next = 0;
@@ -41,7 +41,7 @@ void share(int64_t count, const Work& work) {
   });
 }
 
-// Few rows: each thread has panels of its own.
+// Multiplies few rows: each thread has panels of its own.
 template <class Way>
 void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
   const int64_t num_runs = std::min<int64_t>(at::get_num_threads(), p.P);
@@ -50,7 +50,7 @@ void run_few(const LinearProblem& p, const std::vector<Block>& blocks, const typ
   });
 }
 
-// Many rows: a group of panels stays in the second-level cache while all blocks pass.
+// Multiplies many rows: a group of panels stays in the second-level cache while all blocks pass.
 template <class Way>
 void run_many(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed) {
   const int64_t in_cache = std::max<int64_t>(1, kGroupBytes / p.panel_bytes);

@@ -1,4 +1,4 @@
-// A block of rows times a panel of weights, in each of the ways there are (linear.cpp says how both are laid out).
+// Multiplies a block of rows by a panel of weights, in one of two ways (linear.cpp says how both are laid out).
 
 #pragma once
 
@@ -14,8 +14,8 @@
 
 namespace {
 
-constexpr int kHalf = 16;        // outputs of a panel's half
-constexpr int kTileInputs = 32;  // inputs of a panel for tiles are a multiple
+constexpr int kHalf = 16;  // outputs of half a panel
+constexpr int kTileInputs = 32;  // the inputs of a panel for tiles are a multiple of this
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
@@ -30,8 +30,8 @@ struct LinearProblem {
   int64_t M, N, K, P, x_row, residual_row;
   float eps;
   bool gated;
-  int64_t depth = 0;        // inputs of a panel: K, or what it is filled up to
-  int64_t panel_bytes = 0;  // what they take
+  int64_t depth = 0;  // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
+  int64_t panel_bytes = 0;  // bytes of these inputs' weights
 };
 
 // How weights of one input become floats: kLanes of a panel's first half, and of its second.
@@ -52,14 +52,14 @@ struct Int8 {
   }
 };
 
-// Rows that meet a panel together.
+// Rows that are multiplied by a panel together.
 struct Block {
   int64_t first;
   int rows;
-  int64_t place;  // of its packed activations
+  int64_t place;  // offset of its packed activations
 };
 
-// `count` numbers, zeros behind them.
+// Loads `count` numbers, with zeros behind them.
 inline Floats load_some(const uint16_t* from, int64_t count) {
   if (count >= kLanes) return load_floats(from);
   uint16_t some[kLanes] = {};
@@ -67,7 +67,7 @@ inline Floats load_some(const uint16_t* from, int64_t count) {
   return load_floats(some);
 }
 
-// 1 / RMS of a row, 1 where there is no norm.
+// Returns 1 / RMS of a row, 1 where there is no norm.
 float scale_of(const LinearProblem& p, const uint16_t* row) {
   if (!p.gain) return 1.0f;
   Floats squares = {};
@@ -78,7 +78,7 @@ float scale_of(const LinearProblem& p, const uint16_t* row) {
   return 1.0f / std::sqrt(sum_of(squares) / float(p.K) + p.eps);
 }
 
-// A block's activations, normed, as [K][rows]; may write zeros up to kLanes behind them.
+// Packs a block's activations, normed, as [K][rows]; may write zeros up to kLanes behind them.
 void pack_floats(const LinearProblem& p, Block block, float* to) {
   float scales[kVectorRows];
   for (int r = 0; r < block.rows; ++r) scales[r] = scale_of(p, p.x + (block.first + r) * p.x_row);
@@ -111,7 +111,7 @@ inline void put(const LinearProblem& p, int64_t row, int64_t column, Floats sums
   std::copy_n(some, count, to);
 }
 
-// What is done to a panel's sums of a block.
+// Applies scale, bias, gate and residual to a panel's sums of a block, and stores them.
 template <int R>
 void finish(const LinearProblem& p, int64_t first, int64_t panel, int part, Floats (&low)[R], Floats (&high)[R]) {
   const int64_t at = panel * 2 * kHalf + part * kLanes;
@@ -132,13 +132,13 @@ void finish(const LinearProblem& p, int64_t first, int64_t panel, int part, Floa
   }
 }
 
-// What is fetched meanwhile: `step` bytes an input.
+// Memory to fetch during the products: `step` bytes an input.
 struct Ahead {
   const uint8_t* from;
   int64_t step;
 };
 
-// A block's R rows times one panel, to their place in y.
+// Multiplies a block's R rows by one panel, and stores them to their place in y.
 template <class Weights, int R>
 void multiply_floats(const LinearProblem& p, int64_t first, const float* x, int64_t panel, Ahead ahead) {
   const uint8_t* weights = p.panels + panel * p.panel_bytes;
@@ -160,7 +160,7 @@ void multiply_floats(const LinearProblem& p, int64_t first, const float* x, int6
 
 using MultiplyFloats = void (*)(const LinearProblem&, int64_t, const float*, int64_t, Ahead);
 
-// By the block's rows, from 1.
+// Returns the functions for blocks of 1, 2, ... rows.
 template <class Weights, int... R>
 const MultiplyFloats* multiplies(std::integer_sequence<int, R...>) {
   static constexpr MultiplyFloats table[] = {multiply_floats<Weights, R + 1>...};
@@ -168,13 +168,13 @@ const MultiplyFloats* multiplies(std::integer_sequence<int, R...>) {
 }
 
 // A way to multiply has
-//   kInputBytes  of a panel's input;
-//   Packed     what activations are packed as;
-//   kMostRows  of a block;
-//   depth      inputs of a panel;
-//   size       numbers that a block's activations take;
-//   pack, multiply  a block's activations; a block with a panel;
-//   Scope      what a thread must hold that multiplies.
+//   kInputBytes     bytes of one input of a panel;
+//   Packed          type in which activations are packed;
+//   kMostRows       most rows of a block;
+//   depth           inputs of a panel;
+//   size            numbers that a block's packed activations take;
+//   pack, multiply  pack a block's activations; multiply a block by a panel;
+//   Scope           object that a thread must hold while it multiplies.
 template <class Weights>
 struct Widened {
   static constexpr int kInputBytes = Weights::kBytes;
@@ -191,7 +191,7 @@ struct Widened {
 };
 
 #ifdef __AMX_BF16__
-// A panel's next kTileDepth inputs as two tiles' rows, each row one half of the outputs behind the other.
+// Returns a panel's next kTileDepth inputs as two tiles' rows, each row one half of the outputs behind the other.
 const uint16_t* as_pairs(Bf16, const uint8_t* weights, uint16_t*) { return reinterpret_cast<const uint16_t*>(weights); }
 
 const uint16_t* as_pairs(Int8, const uint8_t* weights, uint16_t* to) {
@@ -199,7 +199,7 @@ const uint16_t* as_pairs(Int8, const uint8_t* weights, uint16_t* to) {
     for (int half = 0; half < 2; ++half) {
       const auto even = (Words)load_floats((const int8_t*)weights + half * kHalf);
       const auto odd = (Words)load_floats((const int8_t*)weights + Int8::kBytes + half * kHalf);
-      store(to + (k + half) * 2 * kHalf, even >> 16 | odd);  // 8 bits need no more than bf16 has
+      store(to + (k + half) * 2 * kHalf, even >> 16 | odd);  // bf16 holds all 8 bits
     }
   }
   return to;
@@ -244,7 +244,7 @@ struct InTiles {
         __builtin_prefetch(ahead.from + at, 0, 2);
       }
       const uint16_t* both = as_pairs(Weights(), weights + k * Weights::kBytes, pairs);
-      settle_memory();  // weights are streamed: it is activations that shall stay in the first-level cache
+      settle_memory();  // weights are streamed: only activations shall stay in the first-level cache
       _tile_loadd(4, x, 2 * kTileDepth);
       _tile_stream_loadd(6, both, 4 * kTileDepth);
       _tile_dpbf16ps(0, 4, 6);
@@ -268,9 +268,9 @@ struct InTiles {
 };
 #endif
 
-constexpr int64_t kFewRows = 48;  // are packed by one thread, where the others would have to be woken for it
+constexpr int64_t kFewRows = 48;  // rows packed by one thread, because waking others would take longer
 
-// Blocks of nearly equal height.
+// Divides rows into blocks of nearly equal height.
 template <class Way>
 std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
   const int64_t rows = end - begin, num_blocks = (rows + Way::kMostRows - 1) / Way::kMostRows;
@@ -284,8 +284,8 @@ std::vector<Block> divide(int64_t begin, int64_t end, int64_t K) {
   return blocks;
 }
 
-// Few rows times the panels [first, last): each panel comes from memory for them alone, and the blocks that it meets share
-// the fetching of the next.
+// Multiplies few rows by the panels [first, last). Each panel comes from memory for these rows alone; the blocks that
+// it meets share the fetching of the next panel.
 template <class Way>
 void multiply_few(const LinearProblem& p, const std::vector<Block>& blocks, const typename Way::Packed* packed,
                   int64_t first, int64_t last) {

@@ -12,7 +12,7 @@
 
 namespace {
 
-// A vector's data, null where there is none.
+// Returns a vector's data, null where there is none.
 template <class T>
 const T* data(const std::optional<at::Tensor>& vector, at::ScalarType type, int64_t size) {
   if (!vector) return nullptr;
@@ -31,14 +31,14 @@ void with_way(bool is_int8, std::string_view product, Run run) {
   is_int8 ? run(Widened<Int8>()) : run(Widened<Bf16>());
 }
 
-// What stands around the products.
+// Operations around the products: scales, bias, norm and gate.
 struct Around {
   const std::optional<at::Tensor>&scales, &bias, &gain_K;
   double eps;
   bool gated;
 };
 
-// The tensors must outlive it.
+// Returns the problem without rows. The tensors must outlive it.
 inline LinearProblem of_weights(const at::Tensor& panels_PKL, int64_t K, int64_t N, const Around& around,
                                 std::string_view product) {
   const int64_t unit = product == "tiles" ? kTileInputs : 1, P = panels_PKL.size(0);

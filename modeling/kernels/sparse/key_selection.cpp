@@ -1,12 +1,12 @@
-// Which keys each row of a generation step attends to, told by partial keys (modeling/forward/selection.py has the definition).
-// Its floor is reading every partial key once.
+// Selects the keys that each row of a generation step attends to, by partial keys (modeling/forward/selection.py
+// defines how). Its floor is reading every partial key once.
 //
 // A row's partial keys lie as [blocks][G][R][16], 16 keys a block, in bf16: a register holds one column of as many keys
 // as it has lanes, so that nothing is transposed. A task is a run of a row's blocks, scored in memory's order for all
-// heads; who is done with a row's last run picks for it. A list's n best are found without sorting: counting what lies
-// above a bound halves the span of scores again and again, until few are left.
+// heads; the thread that finishes a row's last run picks for that row. A list's n best are found without sorting:
+// counting the scores above a bound halves the span of scores again and again, until few are left.
 //
-// What is no number is below a row's other scores, and of no concern to other rows.
+// A score that is NaN counts below the row's other scores, and does not affect other rows.
 //
 // B rows, N heads, G kv heads, J = N / G, R columns, K picks at most.
 
@@ -31,35 +31,35 @@
 
 namespace {
 
-constexpr int kBlock = 16;               // keys that lie together
-constexpr int kParts = kBlock / kLanes;  // registers of them
+constexpr int kBlock = 16;  // keys that lie together
+constexpr int kParts = kBlock / kLanes;  // registers of one block's column
 constexpr int kHeads = 4;                // query heads whose sums are held in registers at a time
-constexpr int64_t kTasks = 4;            // for each thread, at least
+constexpr int64_t kTasks = 4;  // tasks for each thread, at least
 constexpr int kLine = 64;                // bytes that are fetched at a time
-constexpr int kAhead = 4096;             // bytes from what is read to what is fetched
-constexpr float kLeast = -FLT_MAX;       // of keys; below it is only
-constexpr float kNone = -std::numeric_limits<float>::infinity();  // what is no key
+constexpr int kAhead = 4096;  // distance in bytes from the memory that is read to the memory that is fetched
+constexpr float kLeast = -FLT_MAX;  // least closeness of a key; only kNone is below it
+constexpr float kNone = -std::numeric_limits<float>::infinity();  // closeness of a place that holds no key
 
 struct Problem {
   const float* q;               // [B][N][R]
-  const int64_t* addresses;     // of each row's partial keys
-  const int64_t* tokens;        // of each row, of which most_share is
-  const int64_t* lengths;       // keys of each row, of which
-  int64_t num_new;              // the last have no partial key, and are picked;
-  int64_t num_first, num_last;  // as are these
+  const int64_t* addresses;  // address of each row's partial keys
+  const int64_t* tokens;  // tokens of each row, of which most_share is taken
+  const int64_t* lengths;  // keys of each row
+  int64_t num_new;  // keys at a row's end that have no partial key, and are always picked
+  int64_t num_first, num_last;  // first and last keys that are always picked
   int64_t B, N, G, J, R, K;
   float alpha;
   double most_share;
-  int64_t free_keys;   // which any row may pick by score
+  int64_t free_keys;  // keys that any row may pick by score
   int32_t* picks;      // [B][G][K]
   int32_t* num_picks;  // [B][G]
-  float* closeness;    // [B][G][S], or null: nobody asks
+  float* closeness;  // [B][G][S], or null: not wanted
   int64_t S;
 
   int64_t num_scored(int64_t row) const { return lengths[row] - num_new; }
   int64_t num_blocks(int64_t row) const { return (num_scored(row) + kBlock - 1) / kBlock; }
 
-  // Picks by score, and all picks.
+  // Most picks by score, and most picks in all.
   int64_t most_by_score(int64_t row) const {
     const auto share = int64_t(std::floor(most_share * double(tokens[row])));
     return std::min(num_scored(row), std::max(free_keys, share));
@@ -70,7 +70,7 @@ struct Problem {
   }
 };
 
-// A bit for each lane that is true.
+// Returns a bit for each lane that is true.
 inline uint32_t bits_of(Ints lanes) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)lanes, (__m512i)lanes);
@@ -83,7 +83,7 @@ inline uint32_t bits_of(Ints lanes) {
 #endif
 }
 
-// Writes those lanes of `values` that have a bit, in order; how many. May write up to a register.
+// Writes those lanes of `values` that have a bit, in order, and returns their number. May write up to a whole register.
 template <class Vector, class Number>
 inline int64_t compress(Number* to, Vector values, uint32_t bits) {
 #ifdef __AVX512F__
@@ -96,14 +96,14 @@ inline int64_t compress(Number* to, Vector values, uint32_t bits) {
 #endif
 }
 
-// How many lanes were true, where each of them took 1 away.
+// Returns how many lanes were true, where each true lane took 1 away.
 inline int64_t counted(Ints count) {
   int64_t sum = 0;
   for (int lane = 0; lane < kLanes; ++lane) sum += count[lane];
   return sum;
 }
 
-// What query heads make of keys: of each row's blocks in order, [N][kParts] registers.
+// Scores of keys with query heads: for each row's blocks in order, [N][kParts] registers.
 class Scores {
  public:
   explicit Scores(const Problem& problem) : p_(problem), first_blocks_(p_.B + 1) {
@@ -111,12 +111,12 @@ class Scores {
     registers_ = std::make_unique_for_overwrite<Floats[]>(first_blocks_.back() * p_.N * kParts);
   }
 
-  // Those of a block for the query heads from number `head` on.
+  // Returns a block's scores for the query heads from number `head` on.
   Floats* at(int64_t row, int64_t block, int64_t head) const {
     return &registers_[((first_blocks_[row] + block) * p_.N + head) * kParts];
   }
 
-  // Scores the blocks [first, end).
+  // Scores the blocks [first, end) of a row.
   void run(int64_t row, int64_t first, int64_t end) const {
     const auto* keys = reinterpret_cast<const uint16_t*>(p_.addresses[row]) + first * p_.G * p_.R * kBlock;
     for (int64_t block = first; block < end; ++block) {
@@ -136,7 +136,7 @@ class Scores {
   }
 
  private:
-  // A block's keys with C query heads. What is read later is fetched meanwhile: the processor's own prefetcher is late.
+  // Scores a block's keys with C query heads. Fetches later keys meanwhile: the processor's own prefetcher is late.
   template <int C>
   void score(const float* q, const uint16_t* keys, Floats* to) const {
     Floats sums[C][kParts] = {};
@@ -151,7 +151,7 @@ class Scores {
   }
 
   const Problem& p_;
-  std::vector<int64_t> first_blocks_;  // of each row, among all
+  std::vector<int64_t> first_blocks_;  // number of each row's first block among all
   std::unique_ptr<Floats[]> registers_;
 };
 
@@ -161,10 +161,10 @@ struct Cut {
   int64_t num_ties;
 };
 
-// Finds the n best of `num` scores, of which none is above 0; kNone fills their last register.
+// Finds the n best of `num` scores, of which none is above 0. The last register is filled with kNone.
 class Cutter {
  public:
-  // `guess`: how far below 0 the n-th may be.
+  // `guess`: how far below 0 the n-th best score may be.
   Cut find(const float* scores, int64_t num, int64_t n, float guess) {
     if (n == num) return {kNone, 0};
     float high = 0.0f, low = -std::clamp(guess, 1.0f, 16.0f);
@@ -174,7 +174,7 @@ class Cutter {
       low = low > -kFarthest ? 2 * low : kLeast;
       num_low = low > kLeast ? above(scores, num, low) : num;
     }
-    // Now num_high < n <= num_low: the n-th is in (low, high], but that kLeast itself counts.
+    // Now num_high < n <= num_low: the n-th best is in (low, high], where kLeast itself counts as inside.
     for (int i = 0; i < kHalvings && num_low - num_high > kFew && low > kLeast; ++i) {
       const float middle = (low + high) / 2;
       const int64_t num_middle = above(scores, num, middle);
@@ -187,7 +187,7 @@ class Cutter {
  private:
   static constexpr float kFarthest = 1024.0f;
   static constexpr int kHalvings = 16;
-  static constexpr int64_t kFew = 64;  // scores that are worth looking at one by one
+  static constexpr int64_t kFew = 64;  // scores that are looked at one by one
 
   static int64_t above(const float* scores, int64_t num, float bound) {
     Ints count = {};
@@ -195,7 +195,7 @@ class Cutter {
     return -counted(count);
   }
 
-  // The n best of the scores in (low, high].
+  // Returns the n best of the scores in (low, high].
   Cut among(const float* scores, int64_t num, int64_t n, float low, float high) {
     few_.resize(num + kLanes);
     int64_t num_few = 0;
@@ -211,7 +211,7 @@ class Cutter {
   std::vector<float> few_;
 };
 
-// A thread's picking, row by row, from scores.
+// One thread's picking, row by row, from scores.
 class Picker {
  public:
   Picker(const Problem& problem, const Scores& scores) : p_(problem), scores_(scores) {}
@@ -235,8 +235,8 @@ class Picker {
   }
 
  private:
-  // How close each key comes to the best one, for that query head of the kv head for which it comes closest; how many
-  // come closer than alpha.
+  // Stores how close each key comes to the best one, for that query head of the kv head for which it comes closest;
+  // returns how many keys come closer than alpha.
   int64_t join(int64_t row, int64_t g, float* to) {
     largest_.assign(p_.J, splat(kLeast));
     each_register(row, g, [&](const Floats* scores, int64_t, Ints is_key) {
@@ -254,8 +254,8 @@ class Picker {
     return -counted(count);
   }
 
-  // use(scores, first, is_key) for all registers of a row's keys: `scores` of the kv head's first query head, those of
-  // the others kParts behind each other.
+  // Calls use(scores, first, is_key) for all registers of a row's keys: `scores` are those of the kv head's first query
+  // head; those of the other heads follow, kParts registers apart.
   template <class Use>
   void each_register(int64_t row, int64_t g, Use use) {
     const int64_t num_blocks = p_.num_blocks(row), num = p_.num_scored(row);

@@ -1,8 +1,8 @@
-// KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5), and back. What a head keeps
-// of one token's K or V: two codes a byte, the first channel's in the high half, then of each group `step, least` in
+// KV in 4 bits: group-wise asymmetric quantisation (FlexGen; Sheng et al., 2023, section 5), and back. A packed head of
+// one token's K or V holds two codes a byte, the first channel's in the high half, then of each group `step, least` in
 // fp16; a channel's value is least + code * step. Read and written once: unpacking is bound by the memory it writes.
 //
-// Rows lie anywhere: an address each, of packed heads and of plain ones, each row's heads one after the other.
+// Each row has an address of packed heads and one of plain heads; a row's heads lie one after the other.
 //
 // B rows, G kv heads, H head dim, K picks at most.
 
@@ -34,7 +34,7 @@ struct Group {
   at::Half step, least;
 };
 
-// kLanes codes, from kLanes / 2 bytes: a register's runs of 8 lanes each take their own 32 bits.
+// Returns kLanes codes, from kLanes / 2 bytes: a register's runs of 8 lanes each take their own 32 bits.
 inline Ints codes_of(const uint8_t* from) {
   const Ints in_byte = lanes() & 7;
   const Ints shifts = (in_byte >> 1) * 8 + (1 - (in_byte & 1)) * 4;
@@ -57,7 +57,7 @@ inline float load_one(const uint16_t* from) { return c10::BFloat16(*from, c10::B
 inline void store_one(float* to, float value) { *to = value; }
 inline void store_one(uint16_t* to, float value) { *to = c10::BFloat16(value).x; }
 
-// A head. Inlined, for a call takes some 8 % of the time.
+// Unpacks a head. Inlined, because a call takes some 8 % of the time.
 template <class Element>
 [[gnu::always_inline]] inline void unpack(const Format& f, const uint8_t* from, Element* to) {
   for (int64_t g = 0; g < f.num_groups(); ++g) {
@@ -74,9 +74,9 @@ template <class Element>
   }
 }
 
-// What a group keeps besides codes. What cannot be kept makes it none at all, so that nobody reads it as numbers.
+// Measures a group's least value and step. A group that cannot be kept gets the step NaN, so that it unpacks as NaN.
 Group measured(const float* x, int64_t num) {
-  float least = x[0], most = x[0], zero = 0.0f;  // none, if any is none or infinite
+  float least = x[0], most = x[0], zero = 0.0f;  // zero: NaN if any value is NaN or infinite
   int64_t i = 0;
   if (num >= kLanes) {
     Floats low = load_floats(x), high = low, none = {};
@@ -103,7 +103,7 @@ Group measured(const float* x, int64_t num) {
   return {step, kept};
 }
 
-// The nearest levels, ties to even.
+// Finds the nearest levels, ties to even.
 void levels(const float* x, int64_t num, float least, float per_step, int32_t* to) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves no bit for fractions
   const Floats last = splat(kLastLevel), first = {};
@@ -117,7 +117,7 @@ void levels(const float* x, int64_t num, float least, float per_step, int32_t* t
   }
 }
 
-// `x` and `codes` are room for a head.
+// Packs a head. `x` and `codes` are room for one head.
 template <class Element>
 void pack(const Format& f, const Element* from, uint8_t* to, float* x, int32_t* codes) {
   for (int64_t i = 0; i + kLanes <= f.H; i += kLanes) store_floats(x + i, load_floats(from + i));
@@ -128,7 +128,7 @@ void pack(const Format& f, const Element* from, uint8_t* to, float* x, int32_t* 
     std::memcpy(to + f.H / 2 + 4 * g, &group, 4);
     if (float(group.step) > 0.0f) {
       levels(values, f.group, group.least, 1.0f / float(group.step), codes + g * f.group);
-    } else {  // all channels are at one level, or the group is none
+    } else {  // all channels are at one level, or the group is NaN
       std::fill_n(codes + g * f.group, f.group, 0);
     }
   }
@@ -136,10 +136,10 @@ void pack(const Format& f, const Element* from, uint8_t* to, float* x, int32_t* 
 }
 
 struct Task {
-  int64_t list, begin, end;  // of one list those from `begin` on
+  int64_t list, begin, end;  // items [begin, end) of one list
 };
 
-// Lists of so many each, in runs for threads to share.
+// Divides lists of `numbers` items each into runs for threads to share.
 template <class Number>
 std::vector<Task> divide(const at::Tensor& numbers, int64_t run) {
   std::vector<Task> tasks;
@@ -150,7 +150,7 @@ std::vector<Task> divide(const at::Tensor& numbers, int64_t run) {
   return tasks;
 }
 
-// run(task) for all of them, on all threads.
+// Calls run(task) for all tasks, on all threads.
 template <class Run>
 void run_tasks(const std::vector<Task>& tasks, Run run) {
   at::parallel_for(0, int64_t(tasks.size()), 1, [&](int64_t begin, int64_t end) {
@@ -167,7 +167,7 @@ Format checked(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tenso
   return {H, group};
 }
 
-// Each row's plain heads, bf16 or fp32, from the packed.
+// Unpacks each row's heads to bf16 or fp32.
 void unpack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t head_dim,
                int64_t group, bool is_bf16) {
   const Format f = checked(from_B, to_B, heads_B, head_dim, group);
@@ -195,8 +195,8 @@ void check_picks(const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, in
   }
 }
 
-// Of each row's first tokens, which are packed, K and V of those that a kv head picks, to where they lie among all.
-// Other picks are left as they are. Returns how many were unpacked.
+// Unpacks K and V of the packed tokens that each kv head picks, to these tokens' places among all. Picks of tokens that
+// are not packed are skipped. Returns how many picks were unpacked.
 int64_t unpack_picked_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& num_tokens_B,
                          const at::Tensor& picks_BGK, const at::Tensor& num_picks_BG, int64_t head_dim, int64_t group,
                          bool is_bf16) {
@@ -227,7 +227,7 @@ int64_t unpack_picked_kv(const at::Tensor& from_B, const at::Tensor& to_B, const
   return num_unpacked;
 }
 
-// Each row's packed heads from the plain. On the calling thread alone: pushed KV must not take the cores that compute.
+// Packs each row's plain heads. On the calling thread alone: pushed KV must not take the cores that compute.
 void pack_kv(const at::Tensor& from_B, const at::Tensor& to_B, const at::Tensor& heads_B, int64_t head_dim,
              int64_t group, bool is_bf16) {
   const Format f = checked(from_B, to_B, heads_B, head_dim, group);

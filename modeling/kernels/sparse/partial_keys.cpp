@@ -1,9 +1,9 @@
-// Makes partial keys, and keeps them as key_selection.cpp reads them (modeling/forward/selection.py says what they are).
+// Makes partial keys, and stores them as key_selection.cpp reads them (modeling/forward/selection.py defines them).
 //
 // On the calling thread alone: pushed keys come while the slots' lock is held, beside generation on the same cores; a
-// pool of threads would take its time from that. kBlock keys of a head are turned, so that a register holds one column
-// of as many keys as it has lanes: sums over a head's columns then need none over lanes, a basis that only selects
-// columns copies them, and either comes out as it is kept.
+// pool of threads would take time from generation. kBlock keys of a head are transposed, so that a register holds one
+// column of as many keys as it has lanes: sums over a head's columns then need none over lanes, a basis that only
+// selects columns copies them, and either result is in the order in which it is stored.
 //
 // T tokens, G kv heads, H head dim, R columns of partial keys.
 
@@ -19,11 +19,11 @@
 
 namespace {
 
-constexpr int kBlock = 16;                // keys that lie together
-constexpr int kParts = kBlock / kLanes;   // registers of them
+constexpr int kBlock = 16;  // keys that lie together
+constexpr int kParts = kBlock / kLanes;  // registers of one block's column
 constexpr int kColumns = kLanes / 2;
 
-// `count` numbers, zeros behind them.
+// Loads `count` numbers, with zeros behind them.
 template <class Number>
 inline Floats load_some(const Number* from, int64_t count) {
   if (count >= kLanes) return load_floats(from);
@@ -32,13 +32,13 @@ inline Floats load_some(const Number* from, int64_t count) {
   return load_floats(some);
 }
 
-// Keys as they lie: a head's columns follow each other.
+// Keys as they lie in memory: a head's columns follow each other.
 template <class Number>
 struct Keys {
   const Number* data;
   int64_t token_stride, head_stride, H;
 
-  // `count` of them, from number `first` on, to [H][kBlock]; the last one stands for those that are missing.
+  // Transposes `count` keys, from number `first` on, to [H][kBlock]; the last key stands for missing ones.
   void turn(int64_t first, int64_t count, int64_t g, float* to) const {
     const Number* from = data + first * token_stride + g * head_stride;
     for (int64_t h = 0; h < H; h += kLanes) {
@@ -56,13 +56,13 @@ struct Keys {
   }
 };
 
-// What makes a kv head's partial keys: a product with [H][R], or, where that only selects, these of its own columns.
+// The projection to a kv head's partial keys: a product with [H][R], or, where that only selects, a copy of columns.
 struct Basis {
   const float* matrices;
   const int64_t* columns;  // [G][R], or null
   int64_t H, R, head_stride, row_stride;
 
-  // Of keys [H][kBlock], to [R][kBlock].
+  // Projects keys [H][kBlock] to [R][kBlock].
   void project(int64_t g, const float* keys, uint16_t* to) const {
     if (columns) {
       select(columns + g * R, keys, to);
@@ -81,7 +81,7 @@ struct Basis {
     }
   }
 
-  // C columns at a time; the last ones overlap those before.
+  // Computes C columns at a time; the last ones overlap those before.
   template <int C>
   void multiply(const float* matrix, const float* keys, uint16_t* to) const {
     for (int64_t r = 0; r < R; r += C) {
@@ -102,20 +102,20 @@ struct Basis {
   }
 };
 
-// Where each token's partial key is kept: an address, and its number among those that lie there.
+// Where each token's partial key is stored: an address, and the key's number among those that lie there.
 struct Places {
   const int64_t *addresses, *numbers;
-  bool is_run;  // only the first token's is given, and the others follow it
+  bool is_run;  // only the first token's place is given, and the others follow it
 
   int64_t number(int64_t token) const { return is_run ? numbers[0] + token : numbers[token]; }
 
-  // The first column's; each is kBlock behind the one before.
+  // Returns the place of the first column's number; each column is kBlock numbers behind the one before.
   uint16_t* at(int64_t token, int64_t g, int64_t G, int64_t R) const {
     auto* keys = reinterpret_cast<uint16_t*>(addresses[is_run ? 0 : token]);
     return keys + (number(token) / kBlock * G + g) * R * kBlock + number(token) % kBlock;
   }
 
-  // Tokens from number `first` on that are made at once: of a run, those of a block.
+  // Returns how many tokens from number `first` on are made at once: of a run, those of one block.
   int64_t count(int64_t first, int64_t num_tokens) const {
     return std::min(is_run ? kBlock - number(first) % kBlock : kBlock, num_tokens - first);
   }

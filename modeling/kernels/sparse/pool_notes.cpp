@@ -1,8 +1,8 @@
-// What a step's rows pick in a layer is noted in their pools, and each list says whose place it gives up next
-// (generate_workers/residency/sparse/pool.py has the definition).
+// Notes the picks of a step's rows in a layer in their pools, and finds each list's next victim
+// (generate_workers/residency/sparse/pool.py defines both).
 //
-// A pool's lists lie one behind the other, as numbers of one place each: a mark, and in the lower bits a position. Loops
-// over a list are so simple that compilers make vectors of them.
+// A pool's lists lie one behind the other, as one number for each place: a mark, and in the lower bits a position.
+// Loops over a list are so simple that compilers make vectors of them.
 //
 // B rows, G kv heads, K picks at most, S keys.
 
@@ -17,16 +17,16 @@
 
 namespace {
 
-constexpr int64_t kLists = 8;  // that are worth a thread
+constexpr int64_t kLists = 8;  // least lists for which another thread pays
 
 struct Pool {
   int64_t num_places;
-  int64_t first, end;  // places that may be given up
+  int64_t first, end;  // places whose tokens may be evicted
   int64_t position_bits;
-  int64_t most_count;  // of a counter; 0: marks are positions of steps
+  int64_t most_count;  // largest value of a counter; 0: marks are positions of steps
 };
 
-// One list: those that are picked are marked. `Order` is as wide as a mark and a position are.
+// Marks the picks of one list. `Order` is wide enough for a mark and a position.
 template <class Order>
 void note(Order* orders, const int32_t* picks, int64_t num_picks, int64_t position, const Pool& pool) {
   const Order bits = Order(pool.position_bits), positions = (Order(1) << bits) - 1;
@@ -40,10 +40,10 @@ void note(Order* orders, const int32_t* picks, int64_t num_picks, int64_t positi
   for (int64_t j = 0; j < pool.num_places; ++j) orders[j] = (orders[j] >> bits >> 1 << bits) | (orders[j] & positions);
 }
 
-// Closeness is never above 0: the farther a key is, the larger is this.
+// Returns a number that grows with a key's distance. Closeness is never above 0.
 inline int32_t farness(float closeness) { return std::bit_cast<int32_t>(closeness) & INT32_MAX; }
 
-// The place of the least mark; of equals, of the farthest key; of equals, of the earliest token.
+// Returns the place of the least mark; of equal marks, that of the farthest key; of equal keys, of the earliest token.
 template <class Order>
 int32_t victim(const Order* orders, const float* closeness, const Pool& pool) {
   const Order bits = Order(pool.position_bits);
@@ -60,7 +60,7 @@ int32_t victim(const Order* orders, const float* closeness, const Pool& pool) {
   return int32_t(std::find(orders + pool.first, orders + pool.end, earliest) - orders);
 }
 
-// A victim's place for each list of rows that are full; what others have there means nothing.
+// Returns a victim's place for each list of rows that are full; entries of other rows mean nothing.
 at::Tensor note_picks(const at::Tensor& keys_BGK, const at::Tensor& num_BG, const at::Tensor& closeness_BGS,
                       const at::Tensor& addresses_B, const at::Tensor& positions_B, int64_t num_places, int64_t first,
                       int64_t end, int64_t position_bits, int64_t most_count) {
