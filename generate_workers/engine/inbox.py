@@ -166,7 +166,7 @@ class StreamBook:
         self._refs[ref] = ticket
 
     def _take_place(self, ticket: Ticket, num_choices: int) -> None:
-        # streams that a free slot awaits get it with the next step
+        # streams for which a slot is free get it with the next step
         num_queued = sum(self._waiting.values()) - self._num_free()
         if num_queued + num_choices > self._max_waiting:
             raise ResourceExhaustedError(f"{max(num_queued, 0)} requests wait for a slot already: try again later")

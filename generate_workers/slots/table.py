@@ -55,7 +55,7 @@ class SlotTable:
 
     @property
     def layout(self) -> KvLayout:
-        """How the slots store KV."""
+        """Layout in which the slots store KV."""
         return self._layout
 
     @property

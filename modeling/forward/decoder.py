@@ -77,7 +77,7 @@ class LayerTurns(Protocol):
         ...
 
     def end(self, layer: int) -> None:
-        """Take `layer` back after it has run: its new tokens' keys are where the spans say, and are not read there any
+        """Finish `layer`, which has run: its new tokens' keys are where the spans say, and are not read there any
         more."""
         ...
 

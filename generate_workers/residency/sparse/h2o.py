@@ -175,7 +175,7 @@ class H2oResidency(SelectiveResidency[H2oRow]):
 
     @torch.inference_mode()
     def _weigh_pushed(self, row: H2oRow, num_tokens: int) -> None:
-        """Weigh with the queries of those of the row's first tokens that did not run here."""
+        """Run again the row's first tokens that did not run here, and let their queries weigh all keys."""
 
         def weigh(layer: int, q_TNH: Tensor, tokens: TokenRange) -> None:
             if layer >= NUM_WHOLE_LAYERS:

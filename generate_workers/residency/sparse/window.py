@@ -21,7 +21,7 @@ from modeling.forward.selection import Picks, Selection
 
 
 class WindowStep(SelectiveStep[SelectiveRow]):
-    """A step with equal picks in all layers."""
+    """A step whose picks are the same in all layers."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[SelectiveRow, TokenRange]], selection: Selection) -> None:
         super().__init__(layout, rows)

@@ -11,15 +11,15 @@
 
 namespace {
 
-constexpr int kKeys = 64;      // keys of a tile
-constexpr int kHeads = 4;      // query heads whose sums are held in registers at a time
+constexpr int kKeys = 64;       // keys of a tile
+constexpr int kHeads = 4;       // query heads whose sums are held in registers at a time
 constexpr int kMostHeads = 16;  // query heads whose scores are held
-constexpr int kLine = 64;      // bytes that are fetched at a time
+constexpr int kLine = 64;       // bytes that are fetched at a time
 
 struct AttentionProblem {
   const void* q;             // [B][N][H]
   const int64_t* addresses;  // address of each row's first key
-  const int64_t* lengths;  // number of keys of each row
+  const int64_t* lengths;    // number of keys of each row
   const int32_t* picks;      // [B][G][K], or null: all keys
   const int32_t* num_picks;  // [B][G]
   void* o;                   // [B][N][H]
@@ -123,7 +123,7 @@ class Attention {
     }
   }
 
-  // Begins to fetch the task's tile from key `first` on: keys that lie in order, or picked keys.
+  // Makes the task's tile from key `first` on the next one to fetch: keys that lie in order, or picked keys.
   void look_ahead(const Task& task, int64_t first) {
     const int64_t num = std::min<int64_t>(kKeys, task.end - first), key_bytes = 2 * p_.G * H_ * sizeof(Element);
     if constexpr (kPicked) {
@@ -308,9 +308,9 @@ class Attention {
   const AttentionProblem& p_;
   const int H_;
   Found& found_;
-  std::vector<Factor> q_;  // queries of the heads at work
+  std::vector<Factor> q_;       // queries of the heads at work
   std::vector<Element> tiles_;  // queries of all heads
-  std::vector<Element> rows_;  // copies of keys that do not lie in order
+  std::vector<Element> rows_;   // copies of keys that do not lie in order
   const Element* keys_[kKeys];
   const char* ahead_ = nullptr;  // first byte of the next tile that is not fetched yet
   const char* end_ahead_ = nullptr;

@@ -107,7 +107,7 @@ class Tasks {
   int64_t begin(int64_t row) const { return row ? ends_[row - 1] : 0; }
 
   std::vector<Task> tasks_;
-  std::vector<int64_t> ends_;  // index behind each row's last task
+  std::vector<int64_t> ends_;               // index behind each row's last task
   std::vector<std::atomic<int64_t>> left_;  // tasks of each row that are not done
   std::vector<std::atomic<int64_t>> next_;  // next task of each thread's range
   Found found_;

@@ -179,7 +179,7 @@ class Attention {
   const int depth_;  // depth of queries and keys as they are multiplied: H, or more
   int64_t num_rows_ = 0;
   std::vector<Words> k_, v_;
-  std::vector<Factor> q_;  // [rows][depth_], not scaled: the scale is applied to fp32 scores
+  std::vector<Factor> q_;     // [rows][depth_], not scaled: the scale is applied to fp32 scores
   std::vector<Floats> sums_;  // [rows][H]: weighted values so far
   std::vector<Softmax> softmax_;
   alignas(64) Floats scores_[P::kHeight][kKeys / kLanes];

@@ -65,10 +65,10 @@ using Layer = std::array<Linear, kNumParts>;
 
 // Input of one step.
 struct Rows {
-  uint16_t* hidden;                // [T][D]
-  const uint16_t *cos, *sin;       // [T][H]
-  const int64_t *addresses;  // [L][T], address of each row's first key
-  const int64_t *lengths;          // [T] keys of each row, the new one included
+  uint16_t* hidden;           // [T][D]
+  const uint16_t *cos, *sin;  // [T][H]
+  const int64_t *addresses;   // [L][T], address of each row's first key
+  const int64_t *lengths;     // [T] keys of each row, the new one included
   int64_t T;
 };
 

@@ -14,23 +14,23 @@
 
 namespace {
 
-constexpr int kHalf = 16;  // outputs of half a panel
+constexpr int kHalf = 16;        // outputs of half a panel
 constexpr int kTileInputs = 32;  // the inputs of a panel for tiles are a multiple of this
 // Rows whose sums are held in registers, two registers each; at most kLanes.
 constexpr int kVectorRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 
 struct LinearProblem {
   const uint16_t* x;
-  const uint8_t* panels;      // [P][K][32] bf16 or int8
-  const float* scales;        // [P][32] of int8, or null
-  const float* bias;          // [P][32], or null
-  const uint16_t* gain;       // [K] of the norm, or null
-  const uint16_t* residual;   // [M][N], or null
+  const uint8_t* panels;     // [P][K][32] bf16 or int8
+  const float* scales;       // [P][32] of int8, or null
+  const float* bias;         // [P][32], or null
+  const uint16_t* gain;      // [K] of the norm, or null
+  const uint16_t* residual;  // [M][N], or null
   uint16_t* y;
   int64_t M, N, K, P, x_row, residual_row;
   float eps;
   bool gated;
-  int64_t depth = 0;  // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
+  int64_t depth = 0;        // inputs of a panel: K, filled up to a whole number of tiles where tiles multiply
   int64_t panel_bytes = 0;  // bytes of these inputs' weights
 };
 

@@ -31,29 +31,29 @@
 
 namespace {
 
-constexpr int kBlock = 16;  // keys that lie together
+constexpr int kBlock = 16;               // keys that lie together
 constexpr int kParts = kBlock / kLanes;  // registers of one block's column
 constexpr int kHeads = 4;                // query heads whose sums are held in registers at a time
-constexpr int64_t kTasks = 4;  // tasks for each thread, at least
+constexpr int64_t kTasks = 4;            // tasks for each thread, at least
 constexpr int kLine = 64;                // bytes that are fetched at a time
-constexpr int kAhead = 4096;  // distance in bytes from the memory that is read to the memory that is fetched
+constexpr int kAhead = 4096;             // distance in bytes from the memory that is read to the memory that is fetched
 constexpr float kLeast = -FLT_MAX;  // least closeness of a key; only kNone is below it
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // closeness of a place that holds no key
 
 struct Problem {
   const float* q;               // [B][N][R]
-  const int64_t* addresses;  // address of each row's partial keys
-  const int64_t* tokens;  // tokens of each row, of which most_share is taken
-  const int64_t* lengths;  // keys of each row
-  int64_t num_new;  // keys at a row's end that have no partial key, and are always picked
+  const int64_t* addresses;     // address of each row's partial keys
+  const int64_t* tokens;        // tokens of each row, of which most_share is taken
+  const int64_t* lengths;       // keys of each row
+  int64_t num_new;              // keys at a row's end that have no partial key, and are always picked
   int64_t num_first, num_last;  // first and last keys that are always picked
   int64_t B, N, G, J, R, K;
   float alpha;
   double most_share;
-  int64_t free_keys;  // keys that any row may pick by score
+  int64_t free_keys;   // keys that any row may pick by score
   int32_t* picks;      // [B][G][K]
   int32_t* num_picks;  // [B][G]
-  float* closeness;  // [B][G][S], or null: not wanted
+  float* closeness;    // [B][G][S], or null: not wanted
   int64_t S;
 
   int64_t num_scored(int64_t row) const { return lengths[row] - num_new; }

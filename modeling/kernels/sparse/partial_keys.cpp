@@ -19,7 +19,7 @@
 
 namespace {
 
-constexpr int kBlock = 16;  // keys that lie together
+constexpr int kBlock = 16;               // keys that lie together
 constexpr int kParts = kBlock / kLanes;  // registers of one block's column
 constexpr int kColumns = kLanes / 2;
 
