@@ -37,7 +37,7 @@ constexpr int kHeads = 4;                // query heads whose sums are held in r
 constexpr int64_t kTasks = 4;            // tasks for each thread, at least
 constexpr int kLine = 64;                // bytes that are fetched at a time
 constexpr int kAhead = 4096;             // distance in bytes from the memory that is read to the memory that is fetched
-constexpr float kLeast = -FLT_MAX;  // least closeness of a key; only kNone is below it
+constexpr float kLeast = -FLT_MAX;       // least closeness of a key; only kNone is below it
 constexpr float kNone = -std::numeric_limits<float>::infinity();  // closeness of a place that holds no key
 
 struct Problem {
