@@ -26,6 +26,7 @@ from tests.support.clusters.ray_clusters import (
     processes_of,
     recorded_folder,
     served,
+    shared_files,
     until,
     until_settled,
 )
@@ -191,9 +192,9 @@ def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, sm
     "how", [pytest.param("interrupt", marks=pytest.mark.soak), "stop", "kill the launcher, then stop"]
 )
 def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
-    shm = set(Path("/dev/shm").iterdir())
     with served(tmp_path, smollm2, "prefill.num_ranks=1") as running:
         assert processes_of(running.ray_folder)
+        assert shared_files(tmp_path)
         if how == "interrupt":
             running.interrupt()
             assert running.process.wait(60) == 0
@@ -205,7 +206,7 @@ def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
             assert stopped.returncode == 0, stopped.stderr
     assert not processes_of(running.ray_folder)
     assert not Path(running.ray_folder).exists()
-    assert set(Path("/dev/shm").iterdir()) <= shm
+    assert not shared_files(tmp_path)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
 
 
