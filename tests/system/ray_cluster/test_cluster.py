@@ -120,6 +120,7 @@ def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
     assert simulated.returncode == 0, simulated.stderr
 
 
+@pytest.mark.ci
 def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
     cluster: ServedCluster, client: Client, tmp_path: Path
 ) -> None:
@@ -189,7 +190,12 @@ def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, sm
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param("interrupt", marks=pytest.mark.soak), "stop", "kill the launcher, then stop"]
+    "how",
+    [
+        pytest.param("interrupt", marks=pytest.mark.soak),
+        "stop",
+        pytest.param("kill the launcher, then stop", marks=pytest.mark.ci),
+    ],
 )
 def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
     with served(tmp_path, smollm2, "prefill.num_ranks=1") as running:
@@ -210,7 +216,7 @@ def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
     assert not list((tmp_path / "baton" / "clusters").iterdir())
 
 
-@pytest.mark.parametrize("line", ["starting Ray", "starting 2 workers"])
+@pytest.mark.parametrize("line", ["starting Ray", pytest.param("starting 2 workers", marks=pytest.mark.ci)])
 def test_an_interrupted_start_leaves_nothing(smollm2: Path, tmp_path: Path, line: str) -> None:
     with launched(tmp_path, smollm2, "prefill.num_ranks=1") as starting:
         until(lambda: line in starting.stderr)

@@ -49,6 +49,7 @@ def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subproce
     assert not list((cache / "baton" / "clusters").glob("*"))
 
 
+@pytest.mark.ci
 def test_demo_shows_it_all_and_leaves_nothing(smollm2: Path, tmp_path: Path, passage: Path) -> None:
     with running(tmp_path, passage, f"model.name={smollm2}") as process:
         shown = _shown_until(process, lambda line: "starting 3 workers" in line)
