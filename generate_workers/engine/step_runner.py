@@ -5,7 +5,7 @@ Step 8 of a request's way (DESIGN.md, section 4).
 T tokens of all spans, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 
 import torch
@@ -17,7 +17,7 @@ from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder, DecoderWeights
-from modeling.forward.linear import Linear
+from modeling.forward.linear import Linear, LinearByRows
 from modeling.forward.sampling import sample, score
 
 _SCORED_TOKENS = 64
@@ -73,21 +73,26 @@ class StepRunner:
 
 
 def bytes_per_step(weights: DecoderWeights) -> int:
-    """Bytes of the parameters that every forward reads whole: of an embedding that is not the head as well, and of
-    positions, it reads some rows."""
-    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head)).values())
+    """Return the bytes of the parameters that every step of few rows reads whole; of an embedding that is not the head,
+    and of positions, it reads some rows."""
+    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head), _bytes_read).values())
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Bytes of all parameters."""
-    return sum(_bytes_by_part(weights).values())
+    """Return the bytes of all parameters, as they are kept."""
+    return sum(_bytes_by_part(weights, lambda linear: linear.num_bytes).values())
 
 
-def _bytes_by_part(part: object) -> dict[int, int]:
-    """Bytes of the linear layers, and of other objects' own tensors, that `part` is composed of, by identity: what is
-    used twice, as a tied embedding is, counts once."""
+def _bytes_read(linear: Linear) -> int:
+    """Return the bytes that a linear layer reads for few rows: of a weight that is kept twice, one copy."""
+    return linear.few.num_bytes if isinstance(linear, LinearByRows) else linear.num_bytes
+
+
+def _bytes_by_part(part: object, bytes_of: Callable[[Linear], int]) -> dict[int, int]:
+    """Return the bytes of the linear layers, and of other objects' own tensors, that `part` is composed of, by
+    identity: what is used twice, as a tied embedding is, counts once."""
     if isinstance(part, Linear):
-        return {id(part): part.num_bytes}
+        return {id(part): bytes_of(part)}
     if isinstance(part, Tensor):
         return {id(part): part.nbytes}
     if isinstance(part, tuple | list):
@@ -97,5 +102,5 @@ def _bytes_by_part(part: object) -> dict[int, int]:
         children = [each for each in attributes if is_dataclass(part) or isinstance(each, Tensor)]
     found: dict[int, int] = {}
     for child in children:
-        found |= _bytes_by_part(child)
+        found |= _bytes_by_part(child, bytes_of)
     return found
