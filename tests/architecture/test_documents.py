@@ -69,6 +69,14 @@ def test_every_file_exists(path: Path) -> None:
     assert missing == []
 
 
+def test_the_index_of_documents_links_every_page_and_the_readme_links_the_index() -> None:
+    index = set(re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs/README.md").read_text()))
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")} - {"README.md"}
+    assert pages - index == set()
+    linked = set(re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text()))
+    assert {"ARCHITECTURE.md", "DESIGN.md", "CONTRIBUTING.md", "docs/README.md"} <= linked
+
+
 def test_readme_and_design_name_the_benchmarks_that_there_are() -> None:
     named = set(re.findall(r"-m benchmarks\.(\w+)", "".join(each.read_text() for each in DOCUMENTS)))
     assert named
