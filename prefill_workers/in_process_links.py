@@ -66,12 +66,14 @@ class InProcessLinks:
             thread.start()
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        """Enqueue one message for the thread of the link to `target`; drop it once the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
             if not self._closed.is_set():
                 self._queues[target].put(_Message(header, payload))
 
     def close(self) -> None:
+        """Deliver no more messages, tell all peers and return at once; may be called again, from any thread."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -79,6 +81,7 @@ class InProcessLinks:
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
+        """Wait, after `close`, until all link threads have ended, and return whether they have."""
         return join_all(self._threads, timeout_s)
 
     def _carry(self, target: Rank) -> None:

@@ -51,6 +51,7 @@ class PushOutlet:
         self._filling = filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Offer the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -58,14 +59,17 @@ class PushOutlet:
             self._filling.hold(layer, tokens, data)
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Write rows that earlier ranks computed to the prefix store, if this rank fills it."""
         if self._filling is not None:
             self._filling.write(layer, tokens, data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        """Keep each choice's next token for the commit, and end the push session."""
         self.firsts = firsts
         self._session.finish()
 
     def abort(self, error: BaseException) -> None:
+        """End the push session with the job's error."""
         self._session.fail(error)
 
 

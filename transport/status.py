@@ -80,6 +80,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
+        """Wrap the handler of one method, so that the check runs before it and its exceptions become statuses."""
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: grpc answers UNIMPLEMENTED

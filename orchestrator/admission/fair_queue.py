@@ -237,7 +237,7 @@ class FairQueue(Generic[TicketT]):
     def head(self, may_run: Callable[[TicketT], bool]) -> TicketT | None:
         """Return the next ticket of those that `may_run` now; None when there is none.
 
-        Asked again, returns the same ticket unless something has changed. A tenant whose more urgent request may not
+        A second call returns the same ticket unless something has changed. A tenant whose more urgent request may not
         run gets no less urgent one served: that would take the slots for which the urgent one waits.
         """
         blocked: set[str] = set()

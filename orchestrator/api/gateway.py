@@ -137,7 +137,7 @@ class GatewayServicer:
         passed.CopyFrom(request)
         passed.token_ids.ids[:] = asked.prompt_ids  # in place of prompt or chat
         passed.request_id = request.request_id or uuid.uuid4().hex
-        passed.model = self._model  # token ids mean nothing to another
+        passed.model = self._model  # token ids mean nothing to another model
         passed.echo = False  # decoding the ids does not always give the exact text
         return passed, asked.echo
 

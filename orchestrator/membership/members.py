@@ -41,12 +41,12 @@ class PrefillGroup:
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Name of the store in which its ranks keep prefixes; equal for groups of either role that share one; empty:
+    """Name of the store in which the ranks keep prefixes; equal for groups of either role that share one; empty:
     none."""
     layout_fingerprint: str = ""
-    """Fingerprint of the layout of its KV; empty: unknown, and all groups have the same."""
+    """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
     processors: tuple[str, ...] = ()
-    """Kinds of processor that its ranks run on, each with the kernels in use there; for people to read."""
+    """Kinds of processor that the ranks run on, each with the kernels in use there; for people to read."""
 
     @property
     def life(self) -> Hashable:
@@ -61,19 +61,19 @@ class GenerationGroup:
     name: str
     endpoint: str
     layout_fingerprint: str
-    """Fingerprint of the layout of the KV that it takes."""
+    """Fingerprint of the layout of the KV that the group takes."""
     num_slots: int
     max_slot_tokens: int
     """Tokens that a slot may hold, prompt and output."""
     ready: bool = True
     prefix_store: str = ""
-    """Name of the store in which its slots find prefixes and its answers are kept; empty: none."""
+    """Name of the store in which the group's slots find prefixes and its answers are kept; empty: none."""
     residency: str = ""
-    """Its residency policy: where KV lives, and which of it is attended to."""
+    """Name of the group's residency policy, which decides where KV lives and to which part of it rows attend."""
     is_approximate: bool = False
-    """Whether its rows attend to fewer than all tokens."""
+    """Whether the group's rows attend to fewer than all tokens."""
     processors: tuple[str, ...] = ()
-    """The kind of processor that it runs on, with the kernels in use there; for people to read."""
+    """The kind of processor that the group runs on, with the kernels in use there; for people to read."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Return whether the group may serve a request that, if `exact`, needs attention to all tokens."""
@@ -97,9 +97,9 @@ class AbsentGroup:
     role: str
     """The group's role: prefill or generate."""
     starts: bool = False
-    """Whether its workers are to be started; if not, it has left, as operators wanted."""
+    """Whether the group's workers are to be started; if not, it has left, as operators wanted."""
     error: str = ""
-    """Why its last start failed, in one line; the start is retried."""
+    """Why the group's last start failed, in one line; the start is retried."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Load:
 
     num_requests: int = 0
     num_slots: int = 0
-    """Slots that those requests hold, or are about to hold."""
+    """Slots that the group's requests hold, or are about to hold."""
 
 
 class Members:

@@ -46,9 +46,9 @@ class ChainPlan:
     """The plan of one prompt's chain: ranks, chunks, turn and predictions."""
 
     ranks: tuple[Rank, ...]
-    """The group's ranks that compute the chain, ascending."""
+    """Ranks of the group that compute the chain, ascending."""
     chunks: tuple[TokenRange, ...]
-    """Token ranges, one per rank."""
+    """Token ranges of the prompt, one per rank."""
     layer_s: float
     """Predicted seconds of the longest layer of any rank."""
     job: Pending

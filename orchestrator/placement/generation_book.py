@@ -23,14 +23,14 @@ class _Guest:
     record: RequestRecord
     attempt: int
     life: Hashable
-    """The life of the attempt's group."""
+    """The life of the group at which the attempt is."""
     ends_s: float | None = None
-    """Time when its local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
+    """Time when the attempt's local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
     nominal_s: float = 0.0
-    """Predicted seconds of its local prefill alone, not scaled by the durations of earlier ones."""
+    """Predicted seconds of the attempt's local prefill alone, not scaled by the durations of earlier ones."""
     queued_s: float | None = None
-    """Predicted seconds of the local prefills before it, not scaled either; None when it also waits for slots or
-    memory."""
+    """Predicted seconds of the local prefills before the attempt's, not scaled either; None when it also waits for
+    slots or memory."""
 
     @property
     def is_there(self) -> bool:
@@ -39,8 +39,8 @@ class _Guest:
 
     @property
     def took_s(self) -> float | None:
-        """Return the seconds from its slots to the request's first token, by one clock; None when another attempt
-        brought that."""
+        """Return the seconds from the attempt's slots to the request's first token, by one clock; None if another
+        attempt brought that token."""
         took_ns = self.record.first_seen_ns - self.record.leased_ns
         return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
 

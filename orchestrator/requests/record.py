@@ -97,6 +97,7 @@ class Blamed(set[object]):
     latest: object | None = None
 
     def add(self, life: object) -> None:
+        """Add a life of a group, and remember it as the latest."""
         super().add(life)
         self.latest = life
 
@@ -158,11 +159,12 @@ class RequestRecord:
     """Whether only generation groups that attend to all tokens may serve the request: its client asked for that, or was
     told that it is so."""
     residency: str = ""
-    """The residency policy of this attempt's generation group."""
+    """Name of the residency policy of this attempt's generation group; empty before the attempt has a group."""
     tenant: Tenant = DEFAULT_TENANT
     """The tenant that sent the request."""
     prefix_salt: str = ""
-    """Salt of the names of its prefix blocks: it shares cached prefixes only with requests of the same salt."""
+    """Salt in the names of the prompt's blocks: the request shares cached prefixes only with requests of the same
+    salt."""
     num_cached_tokens: int = 0
     """Number of first tokens whose KV was cached, so that this attempt's prefill begins behind them."""
     attempt: int = 1

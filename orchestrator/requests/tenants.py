@@ -33,13 +33,13 @@ class Tenant:
     weight: float = 1.0
     """Prompt tokens that are served for this tenant while others wait, per prompt token of a tenant of weight 1."""
     max_queued: int = 0
-    """Largest number of its requests that may wait; 0: as many as the queue holds."""
+    """Largest number of the tenant's requests that may wait; 0: as many as the queue holds."""
     max_queued_tokens: int = 0
-    """Largest number of its prompt tokens that may wait; 0: as many as the queue holds."""
+    """Largest number of the tenant's prompt tokens that may wait; 0: as many as the queue holds."""
     max_running: int = 0
-    """Largest number of choices of its requests that may run at once; 0: as many as there are slots."""
+    """Largest number of choices of the tenant's requests that may run at once; 0: as many as there are slots."""
     key_hashes: tuple[str, ...] = ()
-    """SHA-256 of its API keys, in hexadecimal; a tenant with any is reached by these keys only."""
+    """SHA-256 of the tenant's API keys, in hexadecimal; a tenant with any is reached by these keys only."""
 
     def __post_init__(self) -> None:
         self._require(_NAME.fullmatch(self.name) is not None, "name", "use 1 to 40 letters, digits, - and _")

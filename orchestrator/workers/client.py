@@ -85,7 +85,7 @@ class RankReport:
 
     timing: RankTiming
     stored: tuple[str, ...]
-    """Names of blocks that its prefix store holds now, of those that were to be kept: the first ones."""
+    """Names of blocks that the node's prefix store holds now, of those that were to be kept: the first ones."""
     evicted: tuple[str, ...]
     """Names of blocks that were evicted to make room for the stored ones."""
 
@@ -324,7 +324,7 @@ class Clients:
             connection.num_users -= 1
 
     async def prune(self, present: Collection[str]) -> None:
-        """Close all clients whose endpoints are not present and not in use."""
+        """Close the clients of endpoints that are neither present nor in use."""
         gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
         for connection in [self._connections.pop(endpoint) for endpoint in gone]:
             await connection.client.close()
