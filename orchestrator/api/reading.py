@@ -33,8 +33,8 @@ _MEMORY_OF_BYTE = 160
 _MEMORY_SHARE = 0.25
 """Part of the free memory that reading may take."""
 _SHORT_BYTES = 256
-"""Largest request, in bytes, that is read on the loop: it takes a fifth of a millisecond, as handing it to a thread
-would."""
+"""Largest request, in bytes, that is read on the loop: reading it takes a fifth of a millisecond, about as long as
+handing it to a thread."""
 _RETRY_S = 0.1
 """Retry delay of a refused request, in seconds: ten thousand tokens are read in about that time."""
 _MARGIN_S = 0.1

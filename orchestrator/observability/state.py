@@ -145,7 +145,10 @@ class Overview:
             raise
 
     async def _until_there(self, name: str) -> GroupState:
-        """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started."""
+        """Wait until the group has workers and return its state.
+
+        Raises UnavailableError when it cannot be started, and NotFoundError when it is no longer known.
+        """
         while (state := self._census.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:

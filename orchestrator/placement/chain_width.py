@@ -225,8 +225,8 @@ class _Group:
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
     """Return for each job whether it lets a new job of `tenant` pass, whenever either is due.
 
-    A job does when its own tenant has more before it than `tenant` has in flight, both in predicted seconds divided by
-    the tenant's weight.
+    A job does so when its own tenant has more work before it than `tenant` has in flight, both in predicted seconds
+    divided by the tenant's weight.
     """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)

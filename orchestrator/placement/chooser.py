@@ -38,7 +38,8 @@ class Chooser:
         self.num_degraded = 0
         """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
-        """Index of the blocks that prefix stores hold; written by the dispatcher, from the reports of workers."""
+        """Index of the blocks that prefix stores hold; written by the dispatcher and by prefix discovery, from workers'
+        reports."""
         self._members = members
         self._planner = planner
         self._occupancy = Occupancy(planner)

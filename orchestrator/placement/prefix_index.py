@@ -11,7 +11,8 @@ reports are lost with their workers. A block that is missing after all costs a s
 is found when it is to be stored again. Beyond a bound, the least recently used nodes are forgotten; a prompt uses its
 blocks from the last to the first, so these are leaves.
 
-Read by `orchestrator.placement.predictions`, written by `orchestrator.dispatch`. Pure; on the loop.
+Read by `orchestrator.placement.predictions`; written by `orchestrator.dispatch` and
+`orchestrator.workers.prefix_discovery`. Pure; on the loop.
 """
 
 from collections import OrderedDict
