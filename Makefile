@@ -4,12 +4,14 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint proto bench clean
+.PHONY: help setup demo test ci soak lint proto bench clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+SHARING := tests/architecture tests/conformance tests/golden tests/unit
+ALONE := tests/faults tests/system
 BENCHMARKS := kernels decode residency sparse limited quantization prefill transfer serve attention chain prediction prefix slow_links noise elastic disaggregation interference overload gateway vllm
 
 # Isolated builds (`pip install -e .` needs setuptools) are held to the tested versions too, by old and new pip.
@@ -30,19 +32,25 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: setup  ## a cluster comes up, streams a chat, a long passage and eight answers at once, and goes
 	$(BIN)/python -m deploy.demo.show tests/data/persuasion_2000.txt
 
-test: setup  ## every lane but soak
-	$(BIN)/python -m pytest tests
+test: setup  ## what every change must pass: first what shares cores, in two processes, then what has them for itself
+	$(BIN)/python -m pytest -n 2 $(SHARING)
+	$(BIN)/python -m pytest $(ALONE)
 
-soak: setup  ## the tests that take longer than `make test` may
-	$(BIN)/python -m pytest tests -m soak
+ci: setup  ## `make test` and what takes longer: whole grids, more faults; a missing tool is an error
+	$(BIN)/python -m pytest -n 2 -m "not soak" --require-tools $(SHARING)
+	$(BIN)/python -m pytest -m "not soak" --require-tools $(ALONE)
 
-lint: setup  ## style, types, layers, sizes, stale stubs
+soak: setup  ## the longest tests, file by file: begins where the last run of the same commit ended
+	$(BIN)/python tools/soak.py
+
+lint: setup  ## style, types, layers, sizes, stale stubs, the last commit's subject
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/protos.py --check
+	$(BIN)/python tools/check_subject.py
 
 proto: setup  ## write the stubs in baton/v1 from proto/
 	$(BIN)/python tools/protos.py

@@ -10,11 +10,26 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from baton.client import AsyncClient, Client
     from baton.errors import BatonError
-    from baton.results import Completion, Timings, Usage
+    from baton.results import (
+        Choice,
+        ClusterState,
+        Completion,
+        GroupState,
+        KvLedger,
+        ModelInfo,
+        Placement,
+        PlacementTerms,
+        PrefixHoldings,
+        RankTiming,
+        Timings,
+        Usage,
+        WidthChoice,
+        WidthOption,
+    )
     from baton.resume import Reconnect
     from baton.sampling_params import SamplingParams
     from baton.streams import AsyncStream, Stream
-    from baton.types import FinishReason, SampledToken, TokenEvent
+    from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
 
 __version__ = "0.1.0"
 
@@ -24,15 +39,27 @@ __all__ = [
     "BatonError",
     "Choice",
     "Client",
+    "ClusterState",
     "Completion",
     "FinishReason",
+    "GroupState",
+    "KvLedger",
+    "ModelInfo",
+    "Placement",
+    "PlacementTerms",
+    "PrefixHoldings",
+    "RankTiming",
     "Reconnect",
     "SampledToken",
     "SamplingParams",
     "Stream",
     "Timings",
     "TokenEvent",
+    "TokenLogprob",
+    "TokenRange",
     "Usage",
+    "WidthChoice",
+    "WidthOption",
     "__version__",
 ]
 
@@ -43,15 +70,27 @@ _HOME_OF = MappingProxyType(
         "BatonError": "baton.errors",
         "Choice": "baton.results",
         "Client": "baton.client",
+        "ClusterState": "baton.results",
         "Completion": "baton.results",
         "FinishReason": "baton.types",
+        "GroupState": "baton.results",
+        "KvLedger": "baton.results",
+        "ModelInfo": "baton.results",
+        "Placement": "baton.results",
+        "PlacementTerms": "baton.results",
+        "PrefixHoldings": "baton.results",
+        "RankTiming": "baton.results",
         "Reconnect": "baton.resume",
         "SampledToken": "baton.types",
         "SamplingParams": "baton.sampling_params",
         "Stream": "baton.streams",
         "Timings": "baton.results",
         "TokenEvent": "baton.types",
+        "TokenLogprob": "baton.types",
+        "TokenRange": "baton.types",
         "Usage": "baton.results",
+        "WidthChoice": "baton.results",
+        "WidthOption": "baton.results",
     }
 )
 

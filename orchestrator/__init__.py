@@ -1,1 +1,1 @@
-"""Between clients and workers: takes requests, queues and places them, and sees each through to its one end."""
+"""Stands between clients and workers: takes requests, queues and places them, and sees each through to its one end."""

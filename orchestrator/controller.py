@@ -1,7 +1,9 @@
-"""Takes requests and sees each through: queue, attempts, events, one end (steps 2 to 9 of a request's way).
+"""Sees each request through from its arrival to its one end: queue, attempts, events.
 
-Each request has a task of its own, which feeds its stream; whoever reads the stream may be slow or leave, the deadline
-holds all the same. Usable without gRPC: `frontend` puts it on the wire. On the loop.
+Called by `orchestrator.api.frontend`, which puts it on gRPC, and by `deploy.commands.session` (`baton local`) without
+gRPC. Queues requests in `orchestrator.admission.gate` and hands attempts to `orchestrator.dispatch.attempt`. Each
+request has a task of its own, which feeds its stream; a slow or departed reader of the stream does not delay it, and
+the deadline holds all the same. On the loop.
 """
 
 import asyncio
@@ -47,27 +49,28 @@ _CLOSING = "the orchestrator is shutting down: try again"
 
 @dataclass(frozen=True)
 class GenerateSpec:
-    """What is asked: checked against the model's limits by whoever asks."""
+    """One request for generation, whose fields the caller has checked against the model's limits."""
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     outputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the client has from an earlier stream, one tuple a choice: this one goes on after them. Empty for a
-    new request."""
+    """Tokens that the client has from an earlier stream, one tuple per choice; this stream continues after them. Empty
+    for a new request."""
     ended: tuple[FinishReason | None, ...] = ()
-    """Of each of `outputs`, why nothing comes after it; None where something does."""
+    """For each of `outputs`, the reason why that choice has ended; None where it continues."""
     deadline_s: float | None = None
-    """When the request ends by itself, on the controller's Clock.now_s()."""
+    """Time at which the request ends by itself, on the controller's Clock.now_s(); None for no deadline."""
     echo: str = ""
-    """What the text of each choice begins with."""
+    """Text with which the text of each choice begins."""
     priority: Priority = Priority.STANDARD
     tenant: Tenant = DEFAULT_TENANT
-    """Whoever asks."""
+    """The tenant that sent the request."""
     by_chain: bool = False
-    """Whether a chain is to prefill, if there is one, whoever is faster."""
+    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
+    faster."""
     exact: bool = False
-    """Whether only groups may serve it that attend to all tokens."""
+    """Whether only generation groups that attend to all tokens may serve the request."""
 
 
 class Controller:
@@ -82,8 +85,10 @@ class Controller:
         planner: ChainPlanner,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`planner` predicts what prefill takes, and is asked for every request. `on_failure` is called when an attempt
-        has failed: a supervisor may want to look at its workers at once."""
+        """`planner` predicts how long prefill takes, and is asked for every request.
+
+        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once.
+        """
         self.metrics = Metrics()
         self._clock = clock
         self._config = config or OrchestratorConfig()
@@ -106,13 +111,15 @@ class Controller:
         members.on_update, members.breakers = self._resize, Breakers(clock)
 
     def start(self) -> None:
-        """Begins to look at the workers; once, on the loop."""
+        """Begin to ask workers periodically what they hold. To be called once, on the loop."""
         self._resize()
         self._counting = asyncio.create_task(self._census.run(self._config.poll_s))
 
     async def close(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests, gives running ones `grace_s` seconds, ends the rest with UnavailableError, gives back
-        what was held and closes all channels. Idempotent."""
+        """Refuse new requests, give running ones `grace_s` seconds, then end the rest with UnavailableError.
+
+        Frees the slots and streams that attempts held, and closes all channels to workers. Idempotent.
+        """
         self._closing = True
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=grace_s)
@@ -123,12 +130,11 @@ class Controller:
         await self._clients.prune(())
 
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Event, None]:
-        """One request's stream: Started, tokens, Finished. Closing it cancels the request everywhere.
+        """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
 
-        Raises, before Started, InvalidArgumentError for more choices than any group has slots and for exactness where
-        every group is approximate, ResourceExhaustedError
-        when the queue is full or the deadline too near, and UnavailableError once closing; every later failure is in
-        Finished.
+        Before Started, raises InvalidArgumentError for more choices than any group has slots and for exactness where
+        every group is approximate, ResourceExhaustedError when the queue is full or the deadline too near, and
+        UnavailableError once the controller is closing. Finished carries every later failure.
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
@@ -152,7 +158,7 @@ class Controller:
             self.metrics.refused(error)
             raise
         self._budget.earn()
-        events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events a choice, and two more
+        events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events per choice, and two more
         events.put_nowait(started)
         for end in ends:
             events.put_nowait(end)
@@ -170,17 +176,17 @@ class Controller:
             await _cancel(task)
 
     async def state(self) -> ClusterState:
-        """As Overview.state."""
+        """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
         return await self.overview.state()
 
     def _join(self, record: RequestRecord, spec: GenerateSpec) -> Entry:
-        """A place in the queue. A stream that is resumed had its first token before: no prediction refuses it."""
+        """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
         demand = Demand(record.num_tokens, record.num_slots, spec.tenant, spec.priority, spec.deadline_s)
         chain_s = None if record.resumed else partial(self._forecast.chain_s, record)
         return self._admission.join(demand, chain_s)
 
     def _check_choices(self, num_choices: int) -> None:
-        """The choices of a request share a group."""
+        """Refuse more choices than any generation group has slots, because a request's choices share a group."""
         most = max((group.num_slots for group in self._members.view.generation), default=num_choices)
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
@@ -193,9 +199,13 @@ class Controller:
         events.put_nowait(event)
 
     def _check_exact(self, wanted: bool) -> bool:
-        """Whether the request's tokens will all be exact. What is said of that at its start holds to its end, so where
-        no group is approximate, none that comes to be may take it over."""
-        groups = self._members.present.generation  # drained ones, too: they may come back, and may have kept a stream
+        """Return whether all of the request's tokens will be exact.
+
+        Raises InvalidArgumentError when they must be and cannot be. The answer is told at the stream's start and holds
+        to its end. So where no group is approximate now, no approximate group that joins later may take the request
+        over.
+        """
+        groups = self._members.present.generation  # drained ones too: they may return, or keep a stream
         if wanted and groups and all(group.is_approximate for group in groups):
             policies = ", ".join(sorted({group.residency for group in groups}))
             raise InvalidArgumentError(
@@ -205,7 +215,7 @@ class Controller:
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
     def _known_ends(self, record: RequestRecord, ended: Sequence[FinishReason | None]) -> list[TokenEvent]:
-        """Events that say of the choices that had ended already that they have."""
+        """Return an event for each choice that had already ended when the client resumed the stream."""
         now_ns = self._clock.unix_ns()
         pairs = zip(record.choices, ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
@@ -216,7 +226,7 @@ class Controller:
         self._budget.resize(num_slots)
 
     def _observe_step(self, step: StepSample) -> None:
-        """A generation group's step, held against what was predicted for it."""
+        """Compare the duration of a generation group's step with its prediction, for the metrics."""
         if self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
@@ -229,7 +239,7 @@ class Controller:
                 record.admit(self._clock.unix_ns())
                 await self._attempts(record, emit)
         except TimeoutError:
-            if record.is_complete:  # only what is told beside its tokens was late
+            if record.is_complete:  # all tokens are there; only timings came late
                 return record.finish(self._clock.unix_ns())
             late = DeadlineExceededError(
                 f"request {record.request_id}: its deadline passed after {record.num_output_tokens} output tokens"
@@ -250,18 +260,20 @@ class Controller:
     def _settle(
         self, record: RequestRecord, entry: Entry, events: "asyncio.Queue[Event]", task: asyncio.Task[Finished]
     ) -> None:
-        """However the request's task ended, and even if it was cancelled before it began: the place is given up, and
-        Finished is the last event."""
+        """Give up the request's place and emit Finished as its last event.
+
+        Runs however the request's task ended, even if it was cancelled before it began.
+        """
         self._tasks.discard(task)
         self._admission.leave(entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
-        events.put_nowait(finished)  # first: whatever happens here, the client's stream ends
+        events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
         _log(record, finished)
         self._forecast.ended(record, finished.timings.finished_ns)
         self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
-        """The end of a request that was cancelled: by its client, or by `close`; perhaps after its last token."""
+        """Return the end of a request that its client or `close` has cancelled, perhaps after its last token."""
         if record.is_complete:
             return record.finish(self._clock.unix_ns())
         if self._closing:
@@ -270,8 +282,10 @@ class Controller:
         return record.finish(self._clock.unix_ns(), FinishReason.CANCELLED, gone)
 
     async def _attempts(self, record: RequestRecord, emit: Emit) -> None:
-        """Attempts, each going on after the tokens of those before. Raises the last one's error. A lease that did not
-        hold may hold next time: every attempt gets its own."""
+        """Make attempts, each continuing after the tokens of the earlier ones; raise the last attempt's error.
+
+        A LeaseError is retried too, because every attempt gets a lease of its own.
+        """
         may_be_kept, record.resumed = record.resumed, False
         if may_be_kept and await self._taken_over(record, emit):
             return
@@ -295,7 +309,7 @@ class Controller:
             await asyncio.sleep(pause_s)
 
     async def _taken_over(self, record: RequestRecord, emit: Emit) -> bool:
-        """Whether a group had kept the request's stream, and ran it to its end."""
+        """Return whether a generation group had kept the request's stream, and has now run it to its end."""
         try:
             await self._dispatcher.take_over(record, emit)
         except NotFoundError as error:
@@ -308,7 +322,8 @@ class Controller:
         return True
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
-        """An attempt failed: whoever is to know is told, before another group is looked for."""
+        """Report a failed attempt to the log, the metrics, the group's breaker and `on_failure`, before the next is
+        placed."""
         _log_failure(record, error)
         self.metrics.attempt_failed(error)
         blamed, record.avoid.latest = record.avoid.latest, None
@@ -318,7 +333,7 @@ class Controller:
             self._on_failure()
 
     async def _branch(self, record: RequestRecord, emit: Emit, resumed: bool) -> None:
-        """Each choice that has not ended goes on by itself."""
+        """Retry each choice that has not ended by itself, in a task of its own."""
         branches = [replace(each, resumed=resumed) for each in record.branches()]
         tasks = [asyncio.create_task(self._attempts(branch, emit)) for branch in branches]
         for branch, task in zip(branches, tasks, strict=True):
@@ -331,12 +346,12 @@ class Controller:
 
 
 def _end(branch: RequestRecord, task: asyncio.Task[None]) -> None:
-    """However it went: nobody counts it as one that runs."""
+    """Finish a branch's record, however its task ended, so that no book counts it as running."""
     branch.advance(RequestMove.FINISH)
 
 
 async def _cancel(*tasks: asyncio.Task[Any]) -> None:
-    """Cancels them and waits until they have ended, however they do."""
+    """Cancel tasks and wait until they have ended, in any way."""
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,6 +1,8 @@
-"""The threads on which a prefill rank opens, writes and sinks its node's blocks, which may wait for locks and disks.
+"""The threads on which a prefill rank opens, writes and sinks its node's cached blocks.
 
-Not the loop's pool: heartbeats and new epochs go there, and never wait for blocks. On the loop.
+This work may wait for locks and disks. Used by `prefill_workers.servicer`. Separate from the asyncio loop's default
+pool, which serves heartbeats and new epochs: those never wait for blocks. All methods but `close` are called on the
+loop.
 """
 
 import asyncio
@@ -12,11 +14,12 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Prompts that may wait for the disk: others go there when they are stored anew."""
+"""Largest number of prompts that may wait to be copied to disk; a prompt beyond it gets there when it is stored
+again."""
 
 
 class BlockThreads:
-    """Two for what a job waits for, and one for what sinks to disk, for which none does."""
+    """Two threads for work that a job waits for, and one thread that copies blocks to disk, for which no job waits."""
 
     def __init__(self) -> None:
         self._num_sinking = 0
@@ -25,23 +28,28 @@ class BlockThreads:
         self._evicted: list[str] = []
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """What `work` returns or raises. If the call is cancelled, work that has begun goes on."""
+        """Run `work` on a thread; return what it returns, or raise what it raises.
+
+        Cancelling the call does not stop work that has begun.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
 
     def sink(self, work: Callable[[], list[str]]) -> None:
-        """Does `work` in its turn, unless too much waits already; it returns the names of blocks that had to go, and
-        raises nothing."""
+        """Queue `work` for the disk thread, or drop it when too much is queued already. Does not wait.
+
+        `work` returns the names of the blocks that were evicted to make room, and raises nothing.
+        """
         if self._num_sinking < _MAX_SINKING:
             self._num_sinking += 1
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)
 
     def take_evicted(self) -> tuple[str, ...]:
-        """What sinking evicted since the last call."""
+        """Return the names of the blocks that disk copies have evicted since the last call."""
         evicted, self._evicted = self._evicted, []
         return tuple(evicted)
 
     def close(self) -> None:
-        """Returns when no work runs; what waits is dropped. Blocks. Idempotent."""
+        """Drop queued work and wait until no work runs. Blocks. Idempotent."""
         for pool in (self._jobs, self._sinks):
             pool.shutdown(cancel_futures=True)
 

@@ -1,25 +1,25 @@
-"""A KV-Runahead chain, as one rank computes it: the forward over its chunk, in turns.
+"""One rank's part of a KV-Runahead chain: the forward pass over the rank's chunk, divided into turns.
 
 Rank i owns the tokens [s, e) of the prompt. Per layer it
 
-  1. projects its own rows into a buffer of the job, pushes them to the slot (they are final, and leave while the chain
-     still runs), hands them to the relay, and attends to them: a causal square, for which nothing need have arrived;
-  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to them, where they lie, merged with
-     1 by log-sum-exp, and completes the layer.
+  1. projects its own rows into the job's buffer, pushes them to the slot (they are final, and leave while the chain
+     still runs), hands them to the relay, and attends to them: a causal square that needs no KV of other ranks;
+  2. once the earlier ranks' rows are in, attends densely to the cached prefix and to those rows, in place, merges with
+     the result of 1 by log-sum-exp, and completes the layer.
 
-A turn ends where 2 may have to wait: it is 2 of one layer and 1 of the next. Between turns the engine may serve other
-jobs; inside one it never waits. What depends on what:
+A turn ends where part 2 may have to wait: it is part 2 of one layer and part 1 of the next. Between turns the engine
+may serve other jobs; inside a turn it never waits. The dependencies are:
 
     rank 0   layer 0 ------> layer 1 ------> layer 2 ...         a rank needs, in layer l, only layer l of the rank
                 |               |               |                before it: ranks run one behind the other, in step,
     rank 1      +--> layer 0 ---+--> layer 1 ---+--> layer 2     and a message's delay is paid once, not in every layer
                         |               |
 
-In the last layer nobody needs hidden states but the last token's: ranks before the last stop after projecting, and the
-last rank attends and completes for one row only, from which it samples the request's next token, one a choice.
+In the last layer only the last token's hidden state is needed: ranks before the last stop after projecting, and the
+last rank attends and completes for one row only, from which it samples the request's next token, one per choice.
 
-No collective is called. KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal squares instead of its
-dense rectangles. Step 5 of a request's way (DESIGN.md, section 4). Runs on the engine's thread.
+No collective is called. Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4, with causal squares
+instead of its dense rectangles. Called by `prefill_workers.engine`, on its thread.
 """
 
 from collections.abc import Generator
@@ -36,13 +36,14 @@ from prefill_workers.job import Job, JobReport, KvOutlet, TimeSpan
 from prefill_workers.relay import Relay
 
 _OVERHEAD_TOKENS = 32
-"""What a turn costs whatever the chunk (reading the weights, mostly), in tokens' worth of computation; roughly."""
+"""Rough fixed cost of a turn (mostly reading the weights), as the number of tokens that take as long to compute."""
 
 
 class ChainJob:
-    """One job on one rank. `turn` is called while `runnable`; once `over`, `future` is settled and the job forgotten.
+    """One job on one rank.
 
-    Owned by the engine's thread, except `relay` (thread-safe), and `fail` and the properties (under the engine's lock).
+    The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the job. Owned by the
+    engine's thread, except `relay` (thread-safe), and `fail` and the properties (under the engine's lock).
     """
 
     def __init__(
@@ -53,10 +54,10 @@ class ChainJob:
         self.relay = relay
         self.future: Future[JobReport] = Future()
         self.error: BaseException | None = None
-        """Why the job is given up: the first reason counts."""
+        """The first reason for which the job was given up; None while it runs."""
         self.slowest_turn_s = 0.0
         self.parked_s = clock.now_s()
-        """When the last turn ended, on the clock's now_s."""
+        """Time at which the last turn ended, or the job was made, on the clock's now_s."""
         self._own_kv, self._decoder, self._clock = own_kv, decoder, clock
         self._span = BufferSpan(own_kv, relay.own)
         self._token_ids = job.token_ids[relay.own.start : relay.own.end]
@@ -68,34 +69,38 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """How long a turn may take any rank in front, judged by the slowest here: work grows with the chunk."""
+        """Return how long one turn on this rank or an earlier one may take, in seconds.
+
+        Scales this rank's slowest turn by the largest chunk, because work grows with the chunk.
+        """
         own = len(self.relay.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.relay.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)
 
     @property
     def starved(self) -> bool:
-        """Whether the job can go on, or be done, only when more arrives."""
+        """Return whether the job needs more KV from earlier ranks before it can take a turn or be over."""
         if self._needs is not None:
             return not self.relay.has_received(self._needs)
         return self._computed and not self.relay.has_received(self._decoder.config.num_layers - 1)
 
     @property
     def runnable(self) -> bool:
+        """Return whether the engine may call `turn` now: the job is not computed, over or starved."""
         return not (self._computed or self.over or self.starved)
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to do here."""
+        """Return whether this rank has nothing left to do for the job: it has failed, or is computed and passed on."""
         return self.error is not None or (self._computed and self.relay.done)
 
     def fail(self, error: BaseException) -> None:
-        """Gives the job up, unless it has been already."""
+        """Give the job up for this error; keeps the first error when it was given up before."""
         if self.error is None:
             self.error = error
 
     def turn(self) -> None:
-        """About one layer: up to where more KV is needed next, or to the end. Raises what the outlet raises."""
+        """Compute about one layer: up to the point that needs more KV, or to the end. Raises what the outlet raises."""
         start_s = self._clock.now_s()
         if self._needs is not None:
             self._wait_s += max(self.relay.arrived_s(self._needs) - self.parked_s, 0.0)
@@ -105,11 +110,11 @@ class ChainJob:
         self.slowest_turn_s = max(self.slowest_turn_s, self.parked_s - start_s)
 
     def close(self) -> None:
-        """Drops the half-done computation, and with it the last cycle of references that would keep memory."""
+        """Drop the unfinished computation, and with it the last reference cycle that would keep its memory."""
         self._turns.close()
 
     def report(self) -> JobReport:
-        """What was done; once over."""
+        """Return what this rank did for the job; to be called once the job is over."""
         run = TimeSpan(self._layer_spans[0].start_unix_ns, self._layer_spans[-1].end_unix_ns)
         place = self.job.chunks.index(self.relay.own)
         return JobReport(
@@ -123,7 +128,7 @@ class ChainJob:
         )
 
     def _run(self) -> Generator[int]:
-        """The computation: yields before each second half the layer whose earlier rows it needs."""
+        """Compute the chunk; yield, before part 2 of each layer, the layer whose earlier rows are needed."""
         decoder, relay = self._decoder, self.relay
         step = decoder.begin([self._span])
         hidden_TD = decoder.embed(self._token_ids, step)
@@ -141,7 +146,7 @@ class ChainJob:
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
 
     def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor) -> Generator[int, None, Tensor]:
-        """Attention of the chunk's last len(q_TNH) rows, and the rest of the layer: their hidden states."""
+        """Attend for the chunk's last len(q_TNH) rows and complete the layer; return these rows' hidden states."""
         job, relay = self.job, self.relay
         attention = self._decoder.attention(layer, q_TNH, relay.own.end - len(q_TNH))
         attention.add(self._own_kv.rows(layer, relay.own))
@@ -165,7 +170,7 @@ class ChainJob:
         self.outlet.push(layer, self.relay.own, self._own_kv.export(layer, self.relay.own))
 
     def _sample(self, hidden_TD: Tensor) -> tuple[SampledToken, ...]:
-        """Each choice's token, all from the last position's logits."""
+        """Return the next token of each choice, all sampled from the last position's logits."""
         job, eos_token_ids = self.job, self._decoder.config.eos_token_ids
         choices = [job.params.of_choice(choice) for choice in range(job.params.n)]
         states = [SamplerState(params, job.prompt_ids, job.output_ids, eos_token_ids) for params in choices]

@@ -1,7 +1,8 @@
-"""The channels to generation groups that a prefill rank keeps open: one an endpoint, the idle ones bounded.
+"""Keeps a prefill rank's channels to generation groups open: one per endpoint, with a bound on idle ones.
 
-Groups come and go with new ports while a rank lives on; a channel to one that is gone would hold its memory, and try to
-connect, for good. Knows no gRPC: a channel is what can be closed. On the loop.
+Groups come and go with new ports while a rank lives on; a channel to a group that is gone would hold its memory and try
+to connect for ever. Knows no gRPC: a channel is any object that can be closed. Used by `prefill_workers.servicer`, on
+the loop.
 """
 
 from collections import Counter, OrderedDict
@@ -11,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Closable(Protocol):
-    """What a cache needs of a channel."""
+    """The one method of a channel that the cache calls."""
 
     async def close(self) -> None: ...
 
@@ -20,18 +21,21 @@ Channel = TypeVar("Channel", bound=Closable)
 
 
 class ChannelCache(Generic[Channel]):
-    """`most`: channels that stay open, unless more are in use; whose use lies furthest back is closed first."""
+    """Open channels by endpoint. More than `most` stay open only while more are in use.
+
+    Of idle channels, the least recently used is closed first.
+    """
 
     def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
         self._make = make
         self._most = most
         self._channels: OrderedDict[str, Channel] = OrderedDict()
-        """By endpoint, in the order of their last uses."""
+        """Open channels by endpoint, the least recently used first."""
         self._num_users: Counter[str] = Counter()
 
     @asynccontextmanager
     async def use(self, endpoint: str) -> AsyncIterator[Channel]:
-        """The endpoint's channel, which stays open meanwhile."""
+        """Return a context with the endpoint's channel, which stays open until the context exits."""
         if endpoint not in self._channels:
             self._channels[endpoint] = self._make(endpoint)
         self._num_users[endpoint] += 1
@@ -40,11 +44,11 @@ class ChannelCache(Generic[Channel]):
         finally:
             self._num_users[endpoint] -= 1
             self._channels.move_to_end(endpoint)
-            self._num_users += Counter()  # forgets those that nobody uses
+            self._num_users += Counter()  # forgets endpoints without users
             await self._close_excess()
 
     async def close(self) -> None:
-        """Closes all; once none is in use."""
+        """Close all channels; to be called once none is in use."""
         while self._channels:
             _, channel = self._channels.popitem()
             await channel.close()

@@ -1,12 +1,14 @@
-"""A prefill rank's engine: one thread that gives the rank's jobs their turns, and settles each exactly once.
+"""A prefill rank's engine: one thread that gives the rank's jobs their turns, and settles each job exactly once.
 
-A step is: settle what is over, give one job one turn, or, when none can use it, wait until a message, a call, or a
-watchdog's deadline changes that. Everything else happens on other threads and is short: the servicer's calls register
-jobs and cancels, link threads receive, and pass on what is ready (relay.py). They only mark; the engine's thread alone
-computes, calls outlets, and resolves futures. A second thread looks now and then whether the first still works. One
-lock guards all bookkeeping; nobody computes, sends or receives while holding it.
+Each step settles the jobs that are over, gives one job one turn, or, when no job can use one, waits until a message, a
+call, or a watchdog's deadline changes that. All other work runs on other threads and is short: the servicer's calls
+register jobs and cancellations; link threads receive messages, and pass on what is ready (`prefill_workers.relay`).
+They only set state; the engine's thread alone computes, calls outlets, and resolves futures. A second thread checks
+periodically whether the first still works (`prefill_workers.turn_watch`). One lock guards all bookkeeping; no thread
+computes, sends or receives while holding it.
 
-Steps 4 to 6 of a request's way (DESIGN.md, section 4). Knows no gRPC: it sees the ports KvOutlet and Links.
+Called by `prefill_workers.servicer`; runs jobs as `prefill_workers.chain`, within an epoch of `prefill_workers.epoch`.
+Knows no gRPC: it sees the ports KvOutlet and Links.
 """
 
 import logging
@@ -44,26 +46,29 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """What the supervisor's heartbeat reads."""
+    """A snapshot of one engine, which the supervisor's heartbeat reads."""
 
     epoch: Epoch
-    """0 before the first."""
+    """The present or latest epoch; 0 before the first."""
     epoch_error: str
-    """Why no job can be served; empty while the epoch lives."""
+    """Why no job can be served now; empty while the epoch lives."""
     num_jobs: int
     progress: int
-    """Grows with every turn taken and every message passed."""
+    """A count that grows with every turn taken and every message passed."""
     num_jobs_done: int
-    """Jobs settled, in success or failure."""
+    """Number of jobs settled, in success or failure."""
     stall: str = ""
-    """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
+    """Why the engine is thought to hang, so that this rank must be replaced; empty while it works."""
 
 
 class PrefillEngine:
-    """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
-    block. `watchdog_floor_s`: seconds without a sign of life from a peer that owes one before the epoch is ended, and
-    without work in a turn before this engine is said to hang, at least. `max_jobs`: jobs in flight before more are
-    refused; each has a slot's lease, so slots bound them first. `make_buffer`: where the jobs' KV lies meanwhile."""
+    """One rank of a prefill group.
+
+    All public methods may be called from any thread; only `start_epoch` and `close` block. `watchdog_floor_s` is the
+    least number of seconds without a sign of life, from a peer that owes one, after which the epoch is ended, and
+    without work in a turn, after which this engine is said to hang. More than `max_jobs` jobs in flight are refused;
+    each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory for the jobs' KV.
+    """
 
     def __init__(
         self,
@@ -85,17 +90,17 @@ class PrefillEngine:
         self._life: EpochLife | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="prefill-engine")
-        self._thread.start()  # it touches nothing but the lock before a job comes
+        self._thread.start()  # uses only the lock until a job comes, so the rest may be set up after it
         self._turns = TurnWatch(clock, cpu_clock(self._thread), watchdog_floor_s)
         self._has_left = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="prefill-watch")
         self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
-        """Ends the present epoch and joins the next, as `rank` of `num_ranks`. Blocks until all ranks have met.
+        """End the present epoch and join the next, as `rank` of `num_ranks`. Blocks until all ranks have met.
 
         Raises EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and
-        what `connect` raises; no epoch lives then.
+        any error of `connect`; no epoch lives then.
         """
         with self._starting:
             life = self._begin_life(epoch, rank, num_ranks)
@@ -106,15 +111,18 @@ class PrefillEngine:
                 raise
 
     def end_epoch(self, error: BatonError) -> None:
-        """Fails all jobs with `error`; serves none until the next `start_epoch`. Harmless when none lives."""
+        """Fail all jobs with `error`, and serve none until the next `start_epoch`. Does nothing when no epoch lives."""
         with self._changed:
             if self._life is not None:
                 self._life.end(error)
 
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
-        """While inside, this job is about to be submitted, however long its caller prepares it: what other ranks send
-        of it waits, and they have patience. Of another epoch than the present, nothing is expected."""
+        """Return a context in which a job is announced: it will be submitted, however long its caller prepares it.
+
+        Inside it, messages that other ranks send for this job wait, and these ranks are told to keep waiting. Does
+        nothing for another epoch than the present.
+        """
         with self._changed:
             life = self._life if self._life is not None and self._life.epoch == epoch else None
             if life is not None:
@@ -126,11 +134,12 @@ class PrefillEngine:
                 life.withdraw(number)
 
     def submit(self, job: Job, outlet: KvOutlet) -> Future[JobReport]:
-        """Takes a job. The future resolves, on the engine's thread, when all is computed, pushed to `outlet` and passed
-        on, or with a BatonError; it cannot be cancelled, `cancel` is for that.
+        """Take a job and return its future.
 
-        Raises at once, and leaves `outlet` alone: EpochEndedError, JobAbortedError (the job was given up before it
-        came), InvalidArgumentError, ResourceExhaustedError.
+        The future resolves, on the engine's thread, when the job is computed, pushed to `outlet` and passed on, or with
+        a BatonError. It cannot be cancelled: call `cancel` instead. Raises at once, without calling `outlet`:
+        EpochEndedError, JobAbortedError (the job was given up before it came), InvalidArgumentError,
+        ResourceExhaustedError.
         """
         self._check_tokens(job)
         with self._changed:
@@ -146,8 +155,11 @@ class PrefillEngine:
             return chain_job.future
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
-        """Gives a job up: its future fails, soon, with `error`, by default RequestCancelledError, unless it was over.
-        The ranks behind are told in band. A number that is not in flight is ignored."""
+        """Give a job up, so that its future soon fails with `error`, unless it is over.
+
+        `error` is RequestCancelledError by default. The ranks behind this one are told in band. A number that is not in
+        flight is ignored.
+        """
         with self._changed:
             job = self._life.sequencer.get(number) if self._life is not None else None
             if job is not None:
@@ -155,7 +167,7 @@ class PrefillEngine:
                 self._changed.notify_all()
 
     def status(self) -> EngineStatus:
-        """A snapshot."""
+        """Return a snapshot of the engine's epoch, jobs and progress."""
         with self._changed:
             life = self._life
             if life is None:
@@ -166,8 +178,10 @@ class PrefillEngine:
             return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Ends the epoch and the thread; waits up to `timeout_s` seconds for peers to close their links as well. May
-        be called again."""
+        """End the epoch and both threads; wait up to `timeout_s` seconds for peers to close their links too.
+
+        Blocks. May be called again.
+        """
         with self._changed:
             self._closing = True
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))
@@ -180,7 +194,7 @@ class PrefillEngine:
 
     @property
     def rank(self) -> Rank | None:
-        """In the present epoch; None before the first."""
+        """Return this rank's place in the present epoch's group; None before the first epoch."""
         with self._changed:
             return self._life.rank if self._life is not None else None
 
@@ -236,7 +250,7 @@ class PrefillEngine:
         return chain_job
 
     def _serve(self) -> None:
-        """The thread's life."""
+        """Run steps until the engine closes, as the engine thread's main function."""
         try:
             with torch.inference_mode():
                 while self._step():
@@ -246,7 +260,8 @@ class PrefillEngine:
                 self._turns.end()
 
     def _step(self) -> bool:
-        """Settles what is over, or gives one job a turn, or waits for a change. False: there is nothing more to do."""
+        """Settle the jobs that are over, give one job a turn, or wait for a change. Return False once closed with no
+        job left."""
         with self._changed:
             life = self._life
             patience_s = life.patience_s() if life is not None else None
@@ -263,7 +278,7 @@ class PrefillEngine:
         return True
 
     def _watch(self) -> None:
-        """The second thread's life."""
+        """Look periodically whether the engine's thread still works, as the watching thread's main function."""
         while not self._has_left.wait(self._turns.period_s):
             with self._changed:
                 has_worked = self._turns.look()
@@ -279,7 +294,7 @@ class PrefillEngine:
         try:
             job.turn()
         except BatonError as refused:
-            error = refused.with_traceback(None)  # which would hold the job's memory
+            error = refused.with_traceback(None)  # the traceback would hold the job's memory
         except Exception as failure:
             logger.exception("job %d failed in its turn", job.job.number)
             error = ChainError(f"job {job.job.number} failed in its turn ({failure!r}): see this rank's log")
@@ -291,7 +306,7 @@ class PrefillEngine:
                 job.fail(error)
 
     def _settle(self, job: ChainJob) -> None:
-        """The end of a job that is over: its future resolves here and nowhere else."""
+        """End a job that is over: the only place where its future resolves."""
         job.close()
         with self._changed:
             self._tally.num_jobs_done += 1

@@ -1,17 +1,18 @@
-"""One epoch on one rank: its jobs, its links, what the links report, and its end.
+"""One epoch on one rank: its jobs, its links, the messages that arrive on them, and its end.
 
-An epoch begins when all ranks of a group have met, and ends, for all of them, when any link breaks, any rank closes its
-links, a peer that owes something stays silent too long, or the next epoch begins. Its end fails all of its jobs with
-one typed, retryable error; nothing of it reaches the next epoch, which has new links and an object of its own here.
+An epoch begins when all ranks of a group have met. It ends, for all of them, when any link breaks, any rank closes its
+links, a peer that owes a sign of life stays silent too long, or the next epoch begins. Its end fails all of its jobs
+with one typed, retryable error. Nothing of it reaches the next epoch, which has new links and an EpochLife of its own.
 
 Messages find their job by number:
-  - a job that is not known yet may still be on its way to this rank: its first message waits, for a bounded time, or,
-    if the job is announced, which it is while its call prepares it, for as long as that takes;
-  - after that, and for jobs that are done or were given up, messages are received into scratch memory and dropped;
-  - a job whose messages were dropped is refused when it comes after all, and the ranks behind are told.
+- A job that is not known yet may still be on its way to this rank. Its first message waits for a bounded time; if the
+  job is announced, which it is while its call prepares it, the message waits for as long as that takes.
+- After that, and for jobs that are done or were given up, messages are received into scratch memory and dropped.
+- A job whose messages were dropped is refused when it arrives later, and the ranks behind are told.
 
-Steps 4 and 5 of a request's way (DESIGN.md, section 4). The engine's lock guards all state: `admit` and `patience_s`
-are called under it, all other methods take it, on any thread. No method waits, except `place_for`.
+Owned by `prefill_workers.engine`; calls `prefill_workers.sequencer` and `prefill_workers.watchdog`, and handles the
+messages of `prefill_workers.links`. The engine's lock guards all state: `admit` and `patience_s` are called under it,
+all other methods take it, on any thread. No method waits, except `place_for`.
 """
 
 import threading
@@ -35,21 +36,21 @@ from prefill_workers.sequencer import Sequencer
 from prefill_workers.watchdog import Watchdog
 
 _DOUBT_S = 0.25
-"""Before a peer that is overdue is given up. A rank that stood still itself, on a crowded machine, finds all of its
-peers overdue at first: what they have sent lies unread, and its link threads get their turn now."""
+"""Seconds between finding a peer overdue and giving it up. A rank that was not scheduled itself, on a crowded machine,
+finds all of its peers overdue at first, while their messages lie unread: in this time its link threads read them."""
 
 
 @dataclass
 class Tally:
-    """What an engine has done in all its epochs. Guarded by the engine's lock."""
+    """Counts of an engine's work over all its epochs. Guarded by the engine's lock."""
 
     progress: int = 0
-    """Turns taken and messages passed."""
+    """Number of turns taken and messages passed."""
     num_jobs_done: int = 0
 
 
 class EpochLife:
-    """See the module. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
+    """One epoch's jobs and links on one rank. Implements `prefill_workers.links.LinkHandler` for the epoch's links."""
 
     def __init__(
         self,
@@ -66,9 +67,9 @@ class EpochLife:
         self.rank = rank
         self.num_ranks = num_ranks
         self.links: Links | None = None
-        """None until all ranks have met."""
+        """The epoch's links; None until all ranks have met."""
         self.error: BatonError | None = None
-        """Why the epoch has ended."""
+        """The error that ended the epoch; None while it lives."""
         self.sequencer = Sequencer()
         self._changed = lock
         self._clock = clock
@@ -76,12 +77,15 @@ class EpochLife:
         self._tally = tally
         self._watchdog = Watchdog(clock, floor_s)
         self._announced: Counter[JobId] = Counter()
-        """Calls that run, by their job's number."""
+        """Number of running calls that will submit a job, by the job's number."""
         self._doubted_s: float | None = None
-        """Since when a peer has been overdue, on the clock's now_s; None while none is."""
+        """Time since when a peer has been overdue, on the clock's now_s; None while no peer is."""
 
     def open(self, links: Links) -> None:
-        """All ranks have met. Raises the epoch's error when it has ended in the meantime; the links are closed then."""
+        """Begin to serve jobs over `links`, now that all ranks have met.
+
+        When the epoch has ended in the meantime, closes the links and raises the epoch's error.
+        """
         with self._changed:
             self.links = links
             if self.error is not None:
@@ -89,7 +93,7 @@ class EpochLife:
                 raise self.error
 
     def end(self, error: BatonError) -> None:
-        """Fails all jobs and closes the links, unless that has been done."""
+        """Fail all jobs with `error` and close the links; does nothing when the epoch has already ended."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -100,20 +104,23 @@ class EpochLife:
                 self._changed.notify_all()
 
     def announce(self, number: JobId) -> None:
-        """A call has come that will submit this job, or be over, sooner or later: ended by `withdraw`."""
+        """Note that a running call will submit this job or give up; the call ends the announcement by `withdraw`."""
         with self._changed:
             self._announced[number] += 1
 
     def withdraw(self, number: JobId) -> None:
-        """The call is over."""
+        """Note that a call that announced this job has submitted it or has ended."""
         with self._changed:
             self._announced[number] -= 1
             if not self._announced[number]:
                 del self._announced[number]
 
     def admit(self, job: Job) -> None:
-        """Raises when this rank cannot serve `job`: EpochEndedError, InvalidArgumentError, or, when the job has been
-        given up before it came, JobAbortedError; the ranks behind are told of that."""
+        """Check that this rank can serve `job`.
+
+        Raises EpochEndedError, InvalidArgumentError, or, for a job that was given up before it came, JobAbortedError;
+        the ranks behind are told of such a job.
+        """
         number = job.number
         if self.error is not None:
             raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
@@ -130,20 +137,23 @@ class EpochLife:
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-        """For relays: Links.send, watched. Drops the message once the epoch has ended."""
+        """Send a message through the links, for relays, and have the watchdog watch it. Drops it once the epoch has
+        ended."""
         with self._changed:
             if self.error is None and self.links is not None:
                 self._watchdog.sending(target)
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Ends the epoch if a peer has owed this rank a sign of life for too long. Else: seconds until that may be so,
-        or None when nobody owes anything."""
+        """Return the seconds until a peer may be overdue; None when no peer owes a sign of life.
+
+        Ends the epoch with LinkStalledError when a peer has been overdue for a while already.
+        """
         if self.error is not None:
             return None
         jobs = [job for job in self.sequencer.jobs if job.error is None]
         waits = [(job.relay.source, job.parked_s) for job in jobs if job.starved and job.relay.source is not None]
-        # what was predicted, or, where the machine is slower than that, what was seen here
+        # the prediction, or, on a machine that is slower than predicted, the time measured here
         turns_s = (max(job.job.layer_s, job.expected_turn_s) for job in jobs)
         due = self._watchdog.first_due(waits, max(turns_s, default=0.0))
         if due is None:
@@ -165,8 +175,11 @@ class EpochLife:
         return 0.0
 
     def tell_waiting(self, has_worked: bool) -> None:
-        """Asks for patience with what this rank is slow with: while it works, the ranks behind, with its jobs; and all
-        ranks, with each job that is announced: the one before it may have sent, the one behind waits already."""
+        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting.
+
+        While this rank works (`has_worked`), tells the ranks behind, for each of its jobs. For each announced job,
+        tells all ranks: the rank before may have sent KV that waits here, and the rank behind waits already.
+        """
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
@@ -178,6 +191,8 @@ class EpochLife:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
+        """Return where in its job's memory a payload belongs; None to drop it. Blocks while its job is not known
+        yet."""
         with self._changed:
             self._heard(source)
             self._await_job(header.job)
@@ -191,21 +206,24 @@ class EpochLife:
                 return None
 
     def received(self, source: Rank, header: LinkHeader) -> None:
+        """Pass a received message on to its job, as KV, abort or sign of life; an unknown job's abort buries its
+        number."""
         with self._changed:
             self._heard(source)
             job = self._job_of(header)
             if job is None:
                 if header.status is LinkStatus.ABORT and self.sequencer.get(header.job) is None:
-                    self.sequencer.bury(header.job)  # a present one was given up, and will be settled
+                    self.sequencer.bury(header.job)  # a present job was given up: the engine settles it
             elif header.status is LinkStatus.ABORT:
                 job.fail(JobAbortedError(f"rank {source} gave job {header.job} up: retry it as a new attempt"))
             elif header.status is LinkStatus.ALIVE:
-                if source == job.relay.source:  # others say it of themselves
+                if source == job.relay.source:  # other ranks speak of themselves, not of the job's KV
                     job.relay.alive()
             else:
                 job.relay.received(header)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
+        """Note that a message has left, with the watchdog and with its job's relay."""
         with self._changed:
             self._watchdog.sent(target)
             self._tally.progress += 1
@@ -215,6 +233,7 @@ class EpochLife:
             self._changed.notify_all()
 
     def broken(self, error: ChainError) -> None:
+        """End the epoch with the error of the link that broke."""
         self.end(error)
 
     def _heard(self, source: Rank) -> None:
@@ -223,12 +242,12 @@ class EpochLife:
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
-        """Until it is known what becomes of a job's messages. Whom nobody announces is buried in time.
+        """Wait until the job is known, or bury a job that no call has announced in time.
 
-        An announced job is waited for until it is submitted, its call is over, which ends with its attempt, or the
-        epoch ends: dropping its message would fail the attempt, and the group would be blamed for a slow disk. All else
-        that the source sends waits as well. No rank takes that for silence: this one says that it lives, and as the
-        source takes that in, it shows that it lives too (`tell_waiting`).
+        An announced job is waited for until it is submitted, its call ends, or the epoch ends: dropping its message
+        would fail the attempt, and blame the group for a slow disk. Other messages of the same source wait too. No rank
+        takes this for silence: this rank sends ALIVE, and the source shows that it lives by receiving that
+        (`tell_waiting`).
         """
         while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
             if number not in self._announced:
@@ -239,6 +258,7 @@ class EpochLife:
         return self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
 
     def _job_of(self, header: LinkHeader) -> ChainJob | None:
-        """The job that a message is for, if it is still wanted."""
+        """Return the present job that a message is for; None when the job is unknown, was given up, or is of another
+        epoch."""
         job = self.sequencer.get(header.job) if header.epoch == self.epoch else None
         return job if job is not None and job.error is None else None

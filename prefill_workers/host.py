@@ -1,6 +1,7 @@
-"""The host of one prefill rank: loads its model and runs its server, in whatever process it is made.
+"""Hosts one prefill rank: loads its model and runs its server, in whatever process it is made.
 
-deploy makes it in a child process or in a Ray actor; it knows of neither. Runs on that process's asyncio loop.
+`deploy.groups.hosting` makes it in a child process or in a Ray actor; this module knows neither. Starts
+`prefill_workers.servicer`. Runs on its process's asyncio loop.
 """
 
 import asyncio
@@ -21,34 +22,35 @@ from prefill_workers.servicer import PrefillServer
 
 @dataclass(frozen=True)
 class PrefillHost:
-    """What a rank needs to know of its place."""
+    """Configuration of one prefill rank."""
 
     model_folder: Path
     dtype: str
-    """bfloat16 or float32."""
+    """Element type of weights and KV: bfloat16 or float32."""
     quantization: str
-    """Of weights: none or int8."""
+    """Quantization of the weights: none or int8."""
     num_threads: int
-    """Of torch."""
+    """Number of threads that torch uses."""
     cores: Sequence[int]
-    """That the process is pinned to; empty: not pinned."""
+    """Cores to which the process is pinned; empty: not pinned."""
     host: str
-    """Interface of the server and the links."""
+    """Address of the interface that the server and the links use."""
     watchdog_floor_s: float
-    """Seconds without progress, at least, before the links are given up."""
+    """Least number of seconds without progress after which the links are given up."""
     cluster: str = ""
-    """Whose prefixes are kept on the node, and shared by all of its ranks there."""
+    """Name of the cluster. All of its ranks on a node share the prefixes kept there."""
     prefix_share: float = 0.0
-    """Part of the node's memory file system that they may take; 0: none are kept."""
+    """Part of the node's memory file system that cached prefixes may take, from 0 to 1; 0: none are kept."""
     prefix_disk: str = ""
-    """Folder of the node for what has no room there."""
+    """Folder of the node for cached prefixes that have no room in memory."""
     prefix_disk_bytes: int = 0
-    """That they may take there; 0: nothing is kept there."""
+    """Bytes that cached prefixes may take in `prefix_disk`; 0: none are kept there."""
     kernels: Sequence[KernelChoice] = ()
-    """That the cluster has chosen, one for a kind of processor."""
+    """Kernels that the cluster has chosen, one choice per kind of processor."""
 
     async def start(self) -> PrefillServer:
-        """Returns the rank's server, which serves. Raises ModelError or ConfigError, one line."""
+        """Load the model, start the rank's server and return it, serving. Raises ModelError or ConfigError, one
+        line."""
         allow_files()
         decoder = await asyncio.to_thread(self._load)
         keeps = self.prefix_share > 0
@@ -62,7 +64,7 @@ class PrefillHost:
             prefix_bytes=share_bytes(self.prefix_share) if keeps else 0,
             prefix_disk=disk if keeps else None,
         )
-        await asyncio.to_thread(sweep)  # what killed clusters left; after it is known which folder is in use
+        await asyncio.to_thread(sweep)  # removes what killed clusters left, now that the folder in use is known
         if disk is not None:
             await asyncio.to_thread(sweep, disk.folder.parent)
         return server

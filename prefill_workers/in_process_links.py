@@ -1,7 +1,8 @@
 """Links between ranks that live in one process: for tests, and for a chain without torch.distributed.
 
-One thread a link carries its messages, with the semantics that gloo has: a message leaves only when its receiver has a
-place for it, and the bytes are read then, not when `send` was called. Passes the same conformance suite as torch_links.
+Implements the ports of `prefill_workers.links`, and passes the same conformance suite as `prefill_workers.torch_links`.
+One thread per link carries its messages, with gloo's semantics: a message leaves only when its receiver has a place for
+it, and its bytes are read then, not when `send` was called.
 """
 
 import threading
@@ -20,7 +21,7 @@ class _Message:
 
 
 class InProcessHub:
-    """Where the ranks of one epoch meet: `connect(rank)` on every rank, each on a thread of its own."""
+    """The meeting place of one epoch's ranks: each rank joins through `connect(rank)`, on a thread of its own."""
 
     def __init__(self, num_ranks: int, timeout_s: float = 10.0) -> None:
         self.num_ranks = num_ranks
@@ -29,7 +30,7 @@ class InProcessHub:
         self._links: dict[Rank, InProcessLinks] = {}
 
     def connect(self, rank: Rank) -> ConnectLinks:
-        """What an engine calls to join as `rank`; once for each rank."""
+        """Return the function by which an engine joins the epoch as `rank`; to be called once per rank."""
 
         def join(handler: LinkHandler) -> "InProcessLinks":
             links = self._links[rank] = InProcessLinks(rank, handler, self._links)
@@ -44,7 +45,7 @@ class InProcessHub:
 
 
 class InProcessLinks:
-    """See `prefill_workers.links.Links`. Each outgoing link has a queue and a thread."""
+    """Implements `prefill_workers.links.Links` within one process, with a queue and a thread for each outgoing link."""
 
     def __init__(self, rank: Rank, handler: LinkHandler, peers: "dict[Rank, InProcessLinks]") -> None:
         self._rank = rank
@@ -56,7 +57,7 @@ class InProcessLinks:
         self._threads: list[threading.Thread] = []
 
     def start(self, targets: tuple[Rank, ...]) -> None:
-        """Begins to carry messages to `targets`; called once, when all ranks have met."""
+        """Begin to carry messages to `targets`; called once, when all ranks have met."""
         for target in targets:
             self._queues[target] = SimpleQueue()
             name = f"link-{self._rank}-to-{target}"
@@ -65,12 +66,14 @@ class InProcessLinks:
             thread.start()
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        """Enqueue one message for the thread of the link to `target`; drop it once the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
             if not self._closed.is_set():
                 self._queues[target].put(_Message(header, payload))
 
     def close(self) -> None:
+        """Deliver no more messages, tell all peers and return at once; may be called again, from any thread."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -78,6 +81,7 @@ class InProcessLinks:
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
+        """Wait, after `close`, until all link threads have ended, and return whether they have."""
         return join_all(self._threads, timeout_s)
 
     def _carry(self, target: Rank) -> None:
@@ -86,13 +90,14 @@ class InProcessLinks:
             header = message.header
             if not self._closed.is_set():
                 peer.take(self._rank, header, message.payload)
-            del message  # its memory may be given back while this thread waits
+            del message  # else this waiting thread would keep the message's memory
             if not self._closed.is_set():
                 self._handler.sent(target, header)
         peer.hear_close(self._rank)
 
     def take(self, source: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-        """Receives one message from `source`, on its thread; a rank that has closed drops it."""
+        """Receive one message from `source`, on that rank's link thread; drop it when this rank has closed its
+        links."""
         if self._closed.is_set():
             return
         if payload is not None:
@@ -103,6 +108,6 @@ class InProcessLinks:
             self._handler.received(source, header)
 
     def hear_close(self, source: Rank) -> None:
-        """`source` has closed its links."""
+        """Report to the handler that rank `source` has closed its links, unless this rank has closed its own."""
         if not self._closed.is_set():
             self._handler.broken(LinkBrokenError(f"rank {source} closed its links: its epoch has ended"))

@@ -1,6 +1,7 @@
-"""What a rank is asked to do, where its results go, and what it reports: plain values and one port.
+"""The values that describe a prefill job and its report, and KvOutlet, the port through which its KV leaves the rank.
 
-Step 4 of a request's way (DESIGN.md, section 4).
+`prefill_workers.servicer` makes jobs of messages and implements KvOutlet; `prefill_workers.engine` and
+`prefill_workers.chain` run the jobs.
 """
 
 from collections.abc import Sequence
@@ -19,10 +20,10 @@ from modeling.kv.buffers import KvBuffer
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt at prefilling one request. All of its ranks get the same.
+    """One attempt at prefilling one request. All of its ranks get an equal Job.
 
     `ranks[i]` computes `chunks[i]`. The chunks are consecutive and end with the prompt, which is `prompt_ids` followed
-    by `output_ids`; what lies before the first chunk is cached, in `prefix`. Raises InvalidArgumentError otherwise.
+    by `output_ids`; tokens before the first chunk are cached, in `prefix`. Raises InvalidArgumentError otherwise.
     """
 
     number: JobId
@@ -30,20 +31,21 @@ class Job:
     request_id: RequestId
     attempt: int
     ranks: tuple[Rank, ...]
-    """Ascending; one or more of the group's ranks."""
+    """The group's ranks that compute the job, one or more, ascending."""
     chunks: tuple[TokenRange, ...]
     prompt_ids: Sequence[int]
     output_ids: Sequence[int] = ()
-    """Tokens that an earlier attempt emitted."""
+    """Tokens that earlier attempts emitted."""
     params: SamplingParams = field(default_factory=SamplingParams)
-    """Of all choices, which have the prompt in common."""
+    """Sampling parameters of the request, whose choices share this prompt."""
     prefix: tuple[KvBuffer, ...] = ()
-    """Consecutive pieces of KV, of at least the tokens [0, chunks[0].start) together, which every rank of a node reads
-    from the same memory; never written. Empty when nothing is cached."""
+    """Consecutive pieces of cached KV that together have at least the tokens [0, chunks[0].start). Never written; all
+    ranks of a node read them from the same memory. Empty when no prefix is cached."""
     due_s: float = 0.0
-    """Unix seconds: of two jobs that could go on, the one due earlier does; of two due at once, the lower number."""
+    """Unix seconds. Of two runnable jobs, the rank serves the one due earlier; of equals, the one with the lower
+    number."""
     layer_s: float = 0.0
-    """Predicted seconds of the longest layer of any of the job's ranks; 0 when unknown."""
+    """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
 
     def __post_init__(self) -> None:
         ranks, chunks = self.ranks, self.chunks
@@ -62,18 +64,19 @@ class Job:
 
     @property
     def cached(self) -> TokenRange:
-        """The tokens whose KV nobody computes."""
+        """Return the range of tokens whose KV is cached, so that no rank computes it."""
         return TokenRange(0, self.chunks[0].start)
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """`cached`, as it lies in memory: a piece of `prefix`, and which of its tokens."""
+        """Return the cached tokens as they lie in memory: pairs of a piece of `prefix` and the tokens of it that are
+        used."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
     @property
     def token_ids(self) -> list[int]:
-        """The whole prompt."""
+        """Return all tokens to prefill: the prompt, and the output of earlier attempts."""
         return [*self.prompt_ids, *self.output_ids]
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
@@ -82,39 +85,43 @@ class Job:
 
 
 class KvOutlet(Protocol):
-    """Where a rank's own KV leaves to, while the chain still runs. Called on the engine's thread; must not block.
+    """The port through which a rank's own KV leaves while the chain still runs.
 
-    `num_present`: tokens, from the beginning, that are there already: nobody need push them.
+    Called on the engine's thread; no method may block. `num_present` is the number of first tokens whose KV the slot
+    has already: no rank need push them.
 
     After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
-    computation and its last message, both. Nothing follows an `abort`. An exception from any other fails the job with
-    it.
+    computation and its last message, both. No call follows an `abort`. An exception from any method except `abort`
+    fails the job with that exception.
     """
 
     @property
     def num_present(self) -> int: ...
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """`data` are the rows of `tokens` in `layer`; they never change again."""
+        """Take the rows of `tokens` in `layer`, which `data` holds; they never change again."""
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """On a chain's last rank: `data` are the rows of `tokens` in `layer` that earlier ranks computed, and push.
-        They are there until this returns."""
+        """Take, on a chain's last rank, rows that earlier ranks computed and push by themselves.
+
+        `data` holds the rows of `tokens` in `layer`. It is valid only until this call returns.
+        """
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """All layers were pushed; on the last rank with each choice's next token, empty elsewhere."""
+        """Complete the job: all layers were pushed. `firsts` has each choice's next token on the last rank; empty
+        elsewhere."""
         ...
 
     def abort(self, error: BaseException) -> None:
-        """The job failed; what was pushed is worthless. Must not raise."""
+        """Discard what was pushed, because the job has failed. Must not raise."""
         ...
 
 
 @dataclass(frozen=True)
 class TimeSpan:
-    """Half-open interval of wall-clock time."""
+    """A half-open interval of wall-clock time."""
 
     start_unix_ns: int
     end_unix_ns: int
@@ -122,18 +129,19 @@ class TimeSpan:
 
 @dataclass(frozen=True)
 class JobReport:
-    """What one rank did for one job."""
+    """Times and counts of one rank's work on one job."""
 
     rank: Rank
     run: TimeSpan
-    """Its first turn to its last."""
+    """Time from the job's first turn to its last."""
     layers: tuple[TimeSpan, ...]
-    """One a layer, waits and other jobs' turns included."""
+    """One interval per layer, waits and other jobs' turns included."""
     wait_s: float
-    """Seconds in which the job had nothing to do but wait for earlier ranks' KV, all layers."""
+    """Seconds in which the job could only wait for earlier ranks' KV, summed over all layers."""
     num_bytes_sent: int
-    """KV payload sent on to the next rank of the chain."""
+    """Bytes of KV sent to the chain's next rank."""
     num_messages_sent: int
-    """That these bytes went in."""
+    """Number of messages in which `num_bytes_sent` were sent."""
     send_s: float
-    """Seconds in which they were on their way: each from when the link was free for it to its arrival."""
+    """Seconds in which these messages were on their way, each counted from when the link was free for it to its
+    arrival."""

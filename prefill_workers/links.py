@@ -1,12 +1,13 @@
-"""What passes between two ranks of a chain, and the port that passes it.
+"""The messages that pass between two ranks of a chain, and the port that passes them.
 
 A link is a FIFO of messages from one rank to another. A message is a fixed 64-byte header and, for DATA, one payload:
-the KV of one layer for some of a job's tokens, a piece (relay.py says which, and in what order). Tags tell nothing
-apart: receivers take messages in the order in which they were sent, and each to its end. So a job that was given up is
-no abandoned send; it goes on as an in-band ABORT, and a message that nobody wants is received into scratch memory.
-Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
+the KV of one layer for some of a job's tokens, called a piece (`prefill_workers.relay` says which pieces, and in what
+order). Messages carry no tags: receivers take them in the order in which they were sent, each to its end. So a job that
+was given up does not abandon a send: it ends with an in-band ABORT, and a message for such a job is received into
+scratch memory. Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
 
-Steps 5 and 6 of a request's way (DESIGN.md, section 4). Implementations own their threads; see each.
+Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links` and
+`prefill_workers.in_process_links`, each with threads of its own.
 """
 
 import struct
@@ -27,21 +28,21 @@ _FORMAT = struct.Struct("<8q")
 
 
 class LinkStatus(IntEnum):
-    """What a message says."""
+    """The kind of a message."""
 
     DATA = 0
     """KV of `tokens` in `layer`; the payload follows."""
     ABORT = 1
-    """The sender gave the job up: no more of it will come."""
+    """The sender gave the job up and will send no more of it."""
     ALIVE = 2
-    """The sender works, on other jobs first, or prepares this one: have patience with it."""
+    """The sender still works, on other jobs first, or prepares this job: the receiver should keep waiting."""
     CLOSE = 3
-    """The sender closed its links: the epoch is over. Made and read by links alone, never handed to a handler."""
+    """The sender closed its links: the epoch is over. Sent and read by Links only, never passed to a handler."""
 
 
 @dataclass(frozen=True)
 class LinkHeader:
-    """The first part of every message: eight little-endian int64, the first a magic number."""
+    """The first part of every message: eight little-endian int64, the first of which is a magic number."""
 
     epoch: Epoch
     job: JobId
@@ -49,15 +50,15 @@ class LinkHeader:
     tokens: TokenRange
     status: LinkStatus
     num_bytes: int
-    """Length of the payload; 0: none follows."""
+    """Bytes of the payload that follows; 0: no payload follows."""
 
     @classmethod
     def bare(cls, epoch: Epoch, job: JobId, status: LinkStatus) -> "LinkHeader":
-        """The header of a message that is nothing else."""
+        """Return the header of a message about a job that has no tokens and no payload."""
         return cls(epoch, job, 0, TokenRange(0, 0), status, 0)
 
     def pack(self) -> bytes:
-        """HEADER_BYTES bytes."""
+        """Return the header as HEADER_BYTES bytes."""
         tokens = self.tokens
         return _FORMAT.pack(
             _MAGIC, self.epoch, self.job, self.layer, tokens.start, tokens.end, self.status, self.num_bytes
@@ -65,7 +66,7 @@ class LinkHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> "LinkHeader":
-        """The inverse of `pack`; raises ChainError for anything that `pack` did not make."""
+        """Return the header that `pack` made these bytes of. Raises ChainError for any other bytes."""
         magic, epoch, job, layer, start, end, status, num_bytes = _FORMAT.unpack(data)
         if magic != _MAGIC or not 0 <= start <= end or num_bytes < 0 or not 0 <= status <= LinkStatus.CLOSE:
             raise ChainError(f"a link carried no valid header ({data[:16].hex()}...): all ranks must run one version")
@@ -73,26 +74,28 @@ class LinkHeader:
 
 
 class LinkHandler(Protocol):
-    """What a rank does with messages. Called on link threads: one at a time for each link, links at the same time."""
+    """Handles a rank's messages. Called on link threads: one call at a time per link, several links at the same
+    time."""
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
-        """Where the payload goes: writable memory of `header.num_bytes` bytes that stays valid, or None to drop it.
+        """Return writable memory of `header.num_bytes` bytes for the payload, or None to drop the payload.
 
-        Asked once for every message with a payload, before the payload is received. May block, which holds up all that
-        `source` sends; not beyond the end of the epoch.
+        Called once for every message with a payload, before the payload is received; the memory must stay valid. May
+        block, which holds up all messages of `source`, but not beyond the end of the epoch.
         """
         ...
 
     def received(self, source: Rank, header: LinkHeader) -> None:
-        """A message is in, its payload, if any, in place."""
+        """Handle a message that has arrived; its payload, if any, is in its place."""
         ...
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """A message has left: its memory is no longer read."""
+        """Note that a message has left: its memory is no longer read."""
         ...
 
     def broken(self, error: ChainError) -> None:
-        """A link of this rank is no more, and so all are; may be called for several. Not after `close`."""
+        """Handle the loss of a link, which ends all of this rank's links. May be called for several links; not after
+        `close`."""
         ...
 
 
@@ -100,29 +103,36 @@ class Links(Protocol):
     """One rank's links to all other ranks of its group, for one epoch."""
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-        """Enqueues one message and returns at once. `payload` must have `header.num_bytes` bytes and must not change
-        until the handler's `sent`; None for a bare header. Messages to one target leave in the order of the calls.
-        Thread-safe. After `close`, or on a broken link, the message is dropped."""
+        """Enqueue one message and return at once. Thread-safe.
+
+        `payload` must have `header.num_bytes` bytes, or be None for a bare header, and must not change until the
+        handler's `sent`. Messages to one target leave in the order of the calls. After `close`, or on a broken link,
+        the message is dropped.
+        """
         ...
 
     def close(self) -> None:
-        """Drops what is not yet being sent, tells all peers, and returns at once; peers see their links broken. The
-        handler may still hear of a message that was under way, of nothing else. May be called again, from any
-        thread."""
+        """Drop messages that are not being sent yet, tell all peers and return at once; peers see their links broken.
+
+        The handler may still be called for a message that was under way, for no other. May be called again, from any
+        thread.
+        """
         ...
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """After `close`: waits until all link threads have ended, and says whether they have. They end when all peers
-        have closed their links as well, or are dead; a stopped peer holds them until it is killed."""
+        """Wait, after `close`, until all link threads have ended, and return whether they have.
+
+        They end when all peers have closed their links too, or are dead; a stopped peer holds them until it is killed.
+        """
         ...
 
 
 ConnectLinks = Callable[[LinkHandler], Links]
-"""Joins an epoch: blocks until this rank has met all others; raises LinkBrokenError when it does not in time."""
+"""A function that joins an epoch: blocks until this rank has met all others; raises LinkBrokenError on a timeout."""
 
 
 def join_all(threads: Sequence[threading.Thread], timeout_s: float) -> bool:
-    """Waits up to `timeout_s` seconds in all until `threads` have ended, and says whether they have."""
+    """Wait up to `timeout_s` seconds in all until `threads` have ended; return whether they have."""
     end_s = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(end_s - time.monotonic(), 0.0))

@@ -1,13 +1,13 @@
-"""How a finished prefill fills the node's prefix store: the last rank of its chain, which sees the KV of all tokens.
+"""Fills the node's prefix store from a finished prefill, on its chain's last rank, which sees the KV of all tokens.
 
-What earlier ranks computed is there for a moment, layer by layer (relay.py): it is copied on the engine's thread while
-it is. What this rank computed stays as long as anybody has a view of it: it is copied after the first token has left.
-Only then are the blocks sealed; a job that fails or is cancelled leaves nothing. So what this costs before the first
-token is room for the blocks, in chains of several ranks, and one copy of the earlier ranks' part. They sink to disk,
-where there is one, once the rank has reported.
+The rows that earlier ranks computed are in memory only layer by layer (`prefill_workers.relay`), so they are copied at
+once, on the engine's thread. The rows that this rank computed stay valid as long as a view of them exists, so they are
+copied after the first token has left. Only then are the blocks sealed; a job that fails or is cancelled leaves none. So
+before the first token this costs room for the blocks, in chains of several ranks, and one copy of the earlier ranks'
+part. The blocks sink to disk, if the node has one for them, once the rank has reported.
 
-Off step 6 of a request's way (DESIGN.md, sections 4 and 5). `write` and `hold` on the engine's thread, `take`,
-`finish` and `sink` on any that may wait, `drop` on any.
+Called by `prefill_workers.servicer`; writes to `modeling.prefix_store.store`. `write` and `hold` run on the engine's
+thread, `take`, `finish` and `sink` on any thread that may wait, `drop` on any thread.
 """
 
 import logging
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixFilling:
-    """One job's blocks, consecutive from the token `start` on, where those end that are cached."""
+    """One job's blocks to store: consecutive from the token `start` on, where the cached blocks end."""
 
     def __init__(self, store: PrefixStore, names: Sequence[str], start: int, block_tokens: int) -> None:
         self._store = store
@@ -36,35 +36,41 @@ class PrefixFilling:
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
     def take(self) -> None:
-        """Takes room for the blocks, as far as there is any; to be called before `write`, if that is. Blocks for some
-        milliseconds."""
+        """Take room in the store for as many of the blocks as fit. Blocks for some milliseconds.
+
+        Must be called before the first `write`. For a job without `write`, `finish` takes the room.
+        """
         room = self._taken()
         with self._lock:
             if room is None:
-                self._over = True  # what is written from here on is lost
+                self._over = True  # rows that are written from here on are dropped
             if not self._over:
                 self._room = room
                 return
         _drop(room)
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copies the rows of `tokens` in `layer` to where they belong."""
+        """Copy the rows of `tokens` in `layer` into their blocks at once."""
         with self._lock:
             room = self._room
         if room is not None:
             self._copy(room, layer, tokens, data)
 
     def hold(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """The same, once there is time: `data` never changes."""
+        """Keep a view of the rows of `tokens` in `layer`, for `finish` to copy into their blocks; `data` must never
+        change."""
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """All layers of all tokens have come: the blocks are complete, and sealed, unless they were dropped before.
-        Blocks for as long as copying takes."""
+        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted.
+
+        To be called when all layers of all tokens have come. Returns an empty Filled after a `drop`, and when there is
+        no room or the store fails. Blocks for as long as copying takes.
+        """
         with self._lock:
             if self._over:
                 return Filled()
-            self._over = True  # from here on the room is this call's
+            self._over = True  # from here on this call owns the room
             room, self._room = self._room, None
             held, self._held = self._held, []
         room = room or self._taken()
@@ -82,8 +88,10 @@ class PrefixFilling:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copies to disk what `finish` stored, where blocks go there; the names of blocks that had to go for it. Blocks
-        for as long as that takes."""
+        """Copy to disk the blocks that `finish` stored, and return the names of blocks evicted to make room.
+
+        Does nothing where the node keeps no blocks on disk. Blocks for as long as copying takes.
+        """
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:
@@ -91,7 +99,7 @@ class PrefixFilling:
             return []
 
     def drop(self) -> None:
-        """Leaves nothing of what is not about to be sealed. Idempotent."""
+        """Discard all blocks that `finish` has not begun to seal. Idempotent."""
         with self._lock:
             self._over = True
             room, self._room = self._room, None
@@ -99,7 +107,8 @@ class PrefixFilling:
         _drop(room)
 
     def _taken(self) -> Room | None:
-        """Without a folder, or on a disk that fails, nothing is kept, and no job fails."""
+        """Return room for the blocks; None without a folder or on a failing disk, where no block is kept and no job
+        fails."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except (BatonError, OSError) as error:

@@ -1,22 +1,23 @@
-"""How one rank of a chain hands the baton on: earlier tokens' KV in, those and its own out, layer by layer, in pieces.
+"""Relays KV along a chain: receives earlier tokens' KV and sends it on with this rank's own, layer by layer.
 
-A layer's KV travels in pieces: each rank's chunk is one, or, where it is long and more than one rank needs it, several.
-Sender and receiver derive them from the job. A rank that owns the tokens [s, e), behind a cached prefix that ends at P,
+A layer's KV travels in pieces. Each rank's chunk is one piece or, where the chunk is long and several ranks need it,
+several. Sender and receiver derive the pieces from the job. A rank that owns the tokens [s, e), behind a cached prefix
+that ends at P,
 
     receives the pieces of [P, s) in place, into memory that the layer has only while it is on its way (LayerBuffers),
     writes   its own rows [s, e) in place, into a buffer that keeps all layers, for they are pushed to the slot as well,
     sends    each piece from where it lies, as soon as it is final: received, or projected.
 
 So no piece is copied, waits for another of its layer, or is sent before its last byte is final, and a rank that is
-still busy attending delays nobody behind it: whichever thread sees a piece become final passes it on, the link's
-receiving thread or the engine's. Pieces of a layer leave in the order in which they become final, since the next rank
-needs all of them before it can go on; layers leave one after another, so that no row of a later layer is in the way of
-one that is needed sooner. The last rank passes nothing on, and the first receives nothing: what travels in all is sum
-over ranks but the last of (e_i - P), times row bytes, times layers.
+still attending delays no rank behind it: the thread that makes a piece final passes it on, the link's receiving thread
+or the engine's. Pieces of a layer leave in the order in which they become final, since the next rank needs all of them
+before it can go on. Layers leave one after another, so that rows of a later layer do not delay rows that are needed
+sooner. The last rank passes no KV on, and the first receives none: the total that travels is the sum over all ranks but
+the last of (e_i - P), times row bytes, times layers.
 
-KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, without its concatenation, and with cut-through where it
-stores and forwards; docs/kv_runahead.md. Step 5 of a request's way (DESIGN.md, section 4). Used by the engine's thread
-and by link threads, under the engine's lock.
+Implements KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4.1, without its concatenation, and with cut-through
+where the paper stores and forwards; docs/kv_runahead.md. Used by `prefill_workers.chain` on the engine's thread and by
+`prefill_workers.epoch` on link threads, under the engine's lock.
 """
 
 import math
@@ -33,18 +34,18 @@ from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus
 
 PIECE_TOKENS = 1024
-"""Tokens of a piece that somebody passes on, at most: large enough that a message's fixed costs hardly count, small
-enough that the next link begins long before a long chunk has come. All ranks of a group must use the same."""
+"""Largest number of tokens in a piece that some rank passes on: large enough that a message's fixed costs hardly count,
+small enough that the next link begins long before a long chunk has arrived. All ranks of a group must use the same."""
 
 SendMessage = Callable[[Rank, LinkHeader, memoryview | None], None]
-"""Links.send, and who counts with it: enqueues, never blocks."""
+"""A function that enqueues a message as `Links.send` does, and never blocks."""
 
 
 class Relay:
-    """One job's KV on one rank, on its way along the chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
-    ChainJob.
+    """One job's KV on one rank, on its way along the chain.
 
-    Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it.
+    Owns the counters and `earlier_kv`; `own_kv` is shared with ChainJob. Thread-safe: `lock` is the engine's,
+    re-entrant, and `send` may take it.
     """
 
     def __init__(
@@ -60,16 +61,17 @@ class Relay:
     ) -> None:
         place = job.ranks.index(rank)
         self.source = job.ranks[place - 1] if place else None
-        """The rank that sends to this one."""
+        """The rank that sends to this one; None on the chain's first rank."""
         self.target = job.ranks[place + 1] if place + 1 < len(job.ranks) else None
-        """The rank that this one sends to."""
+        """The rank that this one sends to; None on the chain's last rank."""
         self.own = job.chunks[place]
         self.earlier = TokenRange(job.cached.end, self.own.start)
         self.num_bytes_sent = 0
         self.num_sent = 0
-        """Messages with these bytes."""
+        """Number of messages in which `num_bytes_sent` were sent."""
         self.send_s = 0.0
-        """Seconds in which they were on their way: each from when the link was free for it to its arrival."""
+        """Seconds in which these messages were on their way, each counted from when the link was free for it to its
+        arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._own_kv, self._earlier_kv = own_kv, earlier_kv
         self._num_layers = own_kv.layout.num_layers
@@ -80,33 +82,35 @@ class Relay:
         self._num_received = self._num_layers if self.source is None else 0
         self._num_projected = 0
         self._final: dict[int, list[TokenRange]] = {}
-        """Pieces that may leave once their layer's turn has come, by layer."""
+        """Pieces, by layer, that may leave once their layer's turn has come."""
         self._passing_layer = self._num_passed = 0
-        """The layer whose turn it is to leave, and how many of its pieces have been handed to the link."""
+        """The layer whose turn it is to leave, and the number of its pieces that have been handed to the link."""
         self._handed_s: deque[float] = deque()
         self._last_sent_s = -math.inf
         self._uses: Counter[int] = Counter()
-        """How often the earlier rows of a layer have been used: attended to, or a piece of them sent."""
+        """Number of times that each layer's earlier rows have been used: attended to, or a piece of them sent."""
         self._aborted = False
 
     @property
     def done(self) -> bool:
-        """Whether all layers are in and, where there is a next rank, have left."""
+        """Return whether all layers have arrived or, where there is a next rank, have left."""
         if self.target is None:
             return self._num_received == self._num_layers
         return self.num_sent == self._num_layers * self._num_pieces
 
     def has_received(self, layer: int) -> bool:
-        """Whether the earlier tokens' rows of `layer` are in."""
+        """Return whether the earlier tokens' rows of `layer` have arrived."""
         return layer < self._num_received
 
     def arrived_s(self, layer: int) -> float:
-        """When a layer that was received came in, on the clock's now_s; without a source, the beginning of time."""
+        """Return when a received layer had arrived, on the clock's now_s; minus infinity on the chain's first rank."""
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
     def place(self, source: Rank, header: LinkHeader) -> memoryview:
-        """Where the payload of `header` is to be written. Raises ChainError when it is no piece that is expected now,
-        and when there is no memory for it."""
+        """Return the memory into which the payload of `header` is to be written.
+
+        Raises ChainError when the piece is not expected now, and when there is no memory for it.
+        """
         expected = self._header(self._num_received, header.tokens)
         is_due = header == expected and header.tokens in self._missing and not self.has_received(self._num_layers - 1)
         if source != self.source or not is_due:
@@ -120,7 +124,7 @@ class Relay:
             raise ChainError(f"job {self._job.number}: no memory for layer {header.layer}: retry later") from error
 
     def received(self, header: LinkHeader) -> None:
-        """The payload of `header`, for which there was a place, is in it."""
+        """Note that the payload of `header` is in its place, and pass its piece on."""
         with self._lock:
             self._missing.remove(header.tokens)
             if not self._missing:
@@ -130,28 +134,28 @@ class Relay:
             self._pass_on(header.layer, (header.tokens,))
 
     def projected(self) -> None:
-        """The next layer's own rows are in place."""
+        """Note that the next layer's own rows are in place, and pass them on."""
         with self._lock:
             self._num_projected += 1
             self._pass_on(self._num_projected - 1, self._own_pieces)
 
     def earlier_rows(self, layer: int) -> KvRows:
-        """The earlier tokens' rows of a layer that was received; to be read before `attended`."""
+        """Return the earlier tokens' rows of a layer that was received; to be read before `attended`."""
         with self._lock:
             return self._earlier_kv.rows(layer, self.earlier)
 
     def earlier_bytes(self, layer: int) -> memoryview:
-        """The memory of `earlier_rows`; likewise."""
+        """Return the memory of the earlier tokens' rows of a layer that was received; to be read before `attended`."""
         with self._lock:
             return byte_view(self._earlier_kv.span(layer, self.earlier))
 
     def attended(self, layer: int) -> None:
-        """This rank has no more use for the earlier tokens' rows of `layer`."""
+        """Note that this rank has attended to the earlier tokens' rows of `layer`, and needs them no more."""
         with self._lock:
             self._used(layer)
 
     def sent(self, header: LinkHeader) -> None:
-        """A message of this job has left."""
+        """Note that a message of this job has left: count it, and release the rows that it sent."""
         with self._lock:
             self.num_bytes_sent += header.num_bytes
             if header.status is LinkStatus.DATA:
@@ -163,16 +167,16 @@ class Relay:
                     self._used(header.layer)
 
     def alive(self) -> None:
-        """Tells the next rank to have patience, if it may be waiting for more of this job."""
+        """Tell the next rank to keep waiting, if it may be waiting for more of this job."""
         self._tell(LinkStatus.ALIVE)
 
     def abort(self) -> None:
-        """Tells the next rank that no more of this job will come, if more would; passes nothing on from here on."""
+        """Tell the next rank that no more of this job will come, if more was due; pass no piece on from now on."""
         self._tell(LinkStatus.ABORT)
 
     @property
     def _num_pieces(self) -> int:
-        """Of a layer, on the way out."""
+        """Return the number of pieces of each layer that leave this rank."""
         return len(self._earlier_pieces) + len(self._own_pieces)
 
     def _tell(self, status: LinkStatus) -> None:
@@ -182,7 +186,7 @@ class Relay:
             self._aborted |= status is LinkStatus.ABORT
 
     def _pass_on(self, layer: int, pieces: Sequence[TokenRange]) -> None:
-        """`pieces` of `layer` have become final: sends all whose turn it is."""
+        """Take pieces of `layer` that have become final, and send all final pieces whose layer's turn it is."""
         if self.target is None or self._aborted:
             return
         self._final.setdefault(layer, []).extend(pieces)
@@ -195,12 +199,12 @@ class Relay:
                 self._passing_layer, self._num_passed = self._passing_layer + 1, 0
 
     def _payload(self, tokens: TokenRange) -> memoryview:
-        """The rows of a piece in the layer whose turn it is, where they lie."""
+        """Return the memory of a piece's rows in the layer whose turn it is to leave."""
         kv = self._own_kv if tokens.start >= self.own.start else self._earlier_kv
         return byte_view(kv.span(self._passing_layer, tokens))
 
     def _used(self, layer: int) -> None:
-        """Gives a layer's memory to a later one once everybody is done with it."""
+        """Count a use of a layer's earlier rows, and give their memory to a later layer after the last use."""
         self._uses[layer] += 1
         num_sends = len(self._earlier_pieces) if self.target is not None else 0
         if self._uses[layer] == 1 + num_sends:
@@ -213,6 +217,6 @@ class Relay:
 
 
 def _pieces(job: Job, place: int) -> list[TokenRange]:
-    """What the chunk of the rank at `place` is sent in: whole, when the rank that gets it passes nothing on."""
+    """Return the pieces in which the chunk of the rank at `place` is sent: one, when the next rank passes none on."""
     chunk = job.chunks[place]
     return chunk.split(PIECE_TOKENS) if place + 2 < len(job.ranks) else [chunk]

@@ -1,8 +1,9 @@
-"""A prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes by which KV leaves to the leased slot.
+"""Serves one prefill rank over gRPC: its epochs, its jobs, its heartbeat, and the pushes of KV to a leased slot.
 
-Step 4, and step 6's way out, of a request's way (DESIGN.md, section 4). Runs on the process's asyncio loop and never
-touches a tensor: the engine's thread offers views of KV to a push session, and this loop's futures follow the engine's.
-The calls' errors become statuses in the interceptor that transport.channel.make_server installs.
+Called by `orchestrator.workers.client` (Run, GetStatus, ListPrefixBlocks) and by `deploy.groups` (StartEpoch,
+GetStatus). Hands jobs to `prefill_workers.engine`, and pushes KV by `transport.kv_sender`. Runs on the process's
+asyncio loop and never touches a tensor: the engine's thread offers views of KV to a push session, and this loop's
+futures follow the engine's. Errors become statuses in the interceptor of `transport.channel.make_server`.
 """
 
 import asyncio
@@ -37,9 +38,11 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushOutlet:
-    """A KvOutlet into a push session and, on a rank that keeps the prompt, the prefix store. The slot has the first
-    `num_present` tokens already: only what lies beyond is pushed. Called on the engine's thread; `firsts` is read once
-    the job is computed."""
+    """Implements KvOutlet by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store.
+
+    The slot has the first `num_present` tokens already: only later tokens are pushed. Called on the engine's thread;
+    `firsts` is read once the job is computed.
+    """
 
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
         self.firsts: tuple[SampledToken, ...] = ()
@@ -48,6 +51,7 @@ class PushOutlet:
         self._filling = filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Offer the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
         missing = TokenRange(min(max(tokens.start, self.num_present), tokens.end), tokens.end)
         if len(missing):
             self._session.offer(layer, missing, data[(len(tokens) - len(missing)) * (data.nbytes // len(tokens)) :])
@@ -55,20 +59,26 @@ class PushOutlet:
             self._filling.hold(layer, tokens, data)
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
+        """Write rows that earlier ranks computed to the prefix store, if this rank fills it."""
         if self._filling is not None:
             self._filling.write(layer, tokens, data)
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
+        """Keep each choice's next token for the commit, and end the push session."""
         self.firsts = firsts
         self._session.finish()
 
     def abort(self, error: BaseException) -> None:
+        """End the push session with the job's error."""
         self._session.fail(error)
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine. `host`: address of the interface that the links use. `prefixes`: the
-    node's, if it keeps any."""
+    """Serves baton.v1.PrefillRank over an engine.
+
+    `host` is the address of the interface that the links use. `prefixes` is the node's prefix store; None: it keeps
+    none.
+    """
 
     def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
         self._engine = engine
@@ -78,15 +88,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         self._blocks = BlockThreads()
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
-        """Joins the next epoch; other calls are served meanwhile."""
+        """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
         meeting = meeting_from_proto(request, self._host)
         connect = partial(connect_torch_links, meeting)
         await asyncio.to_thread(self._engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Runs a job on this rank; however the call ends, the job and its push have ended or are about to."""
-        with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may be ahead
+        """Run a job on this rank and report it. When the call ends, in any way, the job and its push have ended or soon
+        will."""
+        with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, KvPushClient(channel, self._engine.decoder.layout))
 
@@ -113,12 +124,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             session.cancel()
             if filling is not None:
                 filling.drop()
-            # An error that the session keeps has this frame in its traceback, and may outlive the job by long.
+            # The session may keep an error whose traceback has this frame, long after the job has ended.
             del job, session, outlet
         return report_to_proto(report, summary, Filled(filled.stored, filled.evicted + self._blocks.take_evicted()))
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
-        """Answers a heartbeat."""
+        """Answer a heartbeat with the engine's status and the prefix store's holdings."""
         status = self._engine.status()
         holdings = await asyncio.to_thread(self.prefixes.holdings) if self.prefixes is not None else Holdings(0, 0, 0)
         return prefill_pb2.PrefillStatus(
@@ -140,17 +151,17 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def ListPrefixBlocks(
         self, request: common_pb2.ListPrefixBlocksRequest, context: Context
     ) -> common_pb2.ListPrefixBlocksReply:
-        """All that the node's store holds."""
+        """Return the names of all blocks in the node's prefix store; none when the node has no store."""
         blocks = await asyncio.to_thread(self.prefixes.names) if self.prefixes is not None else []
         return common_pb2.ListPrefixBlocksReply(blocks=blocks)
 
     async def close(self) -> None:
-        """Closes the channels to all receivers of KV, and ends work on blocks; once no call runs."""
+        """End the work on blocks, and close the channels to all generation groups; to be called once no call runs."""
         await asyncio.to_thread(self._blocks.close)
         await self._channels.close()
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
-        """The job's report. A push that fails, or the end of the call, gives the job up."""
+        """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
         computed = asyncio.wrap_future(self._engine.submit(job, outlet))
         pushed = asyncio.create_task(session.result())
         for each in (computed, pushed):
@@ -166,7 +177,10 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
                 self._engine.cancel(job.number)
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
-        """Mapped as long as the job, or its push, needs it. Raises what PrefixStore.open raises."""
+        """Return the job's cached blocks, mapped for as long as the job or its push needs them.
+
+        Raises StalePrefixError without a prefix store, and what PrefixStore.open raises.
+        """
         if not request.prefix_blocks:
             return ()
         if self.prefixes is None:
@@ -175,7 +189,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return await self._blocks.run(partial(self.prefixes.open, names, block_tokens))
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
-        """None where nothing is to be kept: by all ranks but the last, and on a node without a prefix store."""
+        """Return where the job's blocks are stored; None on all ranks but the last, and where no block is to be
+        kept."""
         if self.prefixes is None or not request.keep_blocks or self._engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
@@ -187,7 +202,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
 
 class PrefillServer:
-    """An engine, and the server that its service is on. Make one with `start`, on the loop."""
+    """A prefill engine and the gRPC server of its service. Make one with `start`, on the loop."""
 
     def __init__(
         self,
@@ -205,7 +220,7 @@ class PrefillServer:
 
     @property
     def prefixes(self) -> PrefixStore | None:
-        """The node's, if this rank keeps any."""
+        """Return the node's prefix store; None if this rank keeps no prefixes."""
         return self._servicer.prefixes
 
     @classmethod
@@ -221,9 +236,12 @@ class PrefillServer:
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
-        """Serves on host:port, and links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
-        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there,
-        and more on disk, if there is a place. Raises ConfigError when it cannot listen there, or make that folder."""
+        """Serve on host:port, with links over `host`; port 0 takes any free one.
+
+        Jobs may begin behind the prefixes in `prefix_folder`, which is made if need be and removed by its last user; up
+        to `prefix_bytes` are kept there, and more in `prefix_disk`, if one is given. Raises ConfigError when the server
+        cannot listen there, or the folder cannot be made.
+        """
         server = make_server()
         bound = bind(server, host, port)
         store = None
@@ -237,7 +255,7 @@ class PrefillServer:
         return cls(server, engine, servicer, bound, store)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more calls, gives running ones `grace_s` seconds, then ends them and the engine. Idempotent."""
+        """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
         await self._server.stop(grace_s)
         await asyncio.to_thread(self.engine.close)
         await self._servicer.close()
@@ -247,8 +265,11 @@ class PrefillServer:
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
-    """Raises InvalidArgumentError for an epoch beyond all bounds, a place that is not in the group, or no time to
-    meet."""
+    """Return the meeting that a message describes.
+
+    Raises InvalidArgumentError for an epoch beyond all bounds, a rank that is not in the group, no time to meet, or a
+    malformed store address.
+    """
     if message.epoch > MAX_EPOCH:
         raise InvalidArgumentError(
             f"epoch = {message.epoch} is out of range: use at most {MAX_EPOCH}, one after another"
@@ -270,8 +291,10 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
-    """`prefix`: the blocks that the message names. Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix
-    that do not fit together."""
+    """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names.
+
+    Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together.
+    """
     history = history_from_proto(message.history)
     return Job(
         number=JobId(message.job),
@@ -290,7 +313,7 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...]
 
 
 def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> prefill_pb2.PrefillReport:
-    """What one rank did, as a message."""
+    """Return one rank's report of a job as a message."""
     return prefill_pb2.PrefillReport(
         rank=report.rank,
         run=_span_to_proto(report.run),
@@ -317,7 +340,7 @@ def _span_to_proto(span: TimeSpan) -> prefill_pb2.TimeSpan:
 
 
 def _retrieve(future: "asyncio.Future[Any]") -> None:
-    """Of two failures the call reports one; asyncio need not log the other as lost."""
+    """Read a future's exception, so that asyncio does not log it as lost when the call reports another failure."""
     if not future.cancelled():
         future.exception()
 

@@ -1,13 +1,15 @@
 """Links between processes, over torch.distributed's gloo: point-to-point messages, never a collective.
 
+Implements the ports of `prefill_workers.links`; connected by `prefill_workers.servicer` when an epoch starts.
+
 gloo is rendezvous: a send completes only when the peer has posted the receive, and reads the memory then. Between any
 two ranks there are two links, each with a sending thread on one side and a receiving thread on the other, which always
-has a receive posted: so a dead peer is noticed at once, by everyone, even when no job runs. A wait that times out would
-close the pair for ever, so waits have no timeout; whoever expects something of a peer watches the clock (watchdog.py).
+has a receive posted. So every rank notices a dead peer at once, even when no job runs. A wait that times out would
+close the pair for ever, so waits have no timeout; `prefill_workers.watchdog` limits how long a peer may be silent.
 
 A rank that closes sends CLOSE on every link and goes on receiving, into scratch memory, until its peers have closed as
-well: nobody's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread; such a
-thread is left behind, a daemon, until the supervisor kills the peer, whereupon it ends with an error nobody hears.
+well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread.
+Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
 
 The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore that
 outlives them, in the supervisor. The interface is chosen explicitly.
@@ -42,7 +44,7 @@ class _Work(Protocol):
 
 
 class _Group(Protocol):
-    """What is used of ProcessGroupGloo: no collective."""
+    """The methods of ProcessGroupGloo that are used here; none is a collective."""
 
     def send(self, tensors: list[Tensor], target: int, tag: int) -> _Work: ...
 
@@ -51,13 +53,13 @@ class _Group(Protocol):
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where and as whom a rank joins an epoch."""
+    """The place, time and rank at which a rank joins an epoch."""
 
     epoch: Epoch
     rank: Rank
     num_ranks: int
     store: str
-    """host:port of the TCPStore."""
+    """host:port of the TCPStore at which the ranks meet."""
     host: str
     """Address of the interface that this rank's links use."""
     timeout_s: float
@@ -65,10 +67,13 @@ class Meeting:
 
 
 def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
-    """Blocks until all ranks have met; raises LinkBrokenError when they have not within the meeting's timeout."""
+    """Join an epoch and return its links. Blocks until all ranks have met.
+
+    Raises LinkBrokenError when they have not met within the meeting's timeout.
+    """
     try:
         group = make_group(meeting) if meeting.num_ranks > 1 else None
-    except RuntimeError as error:  # what torch raises for a store that is gone, and for peers that do not come
+    except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
         raise LinkBrokenError(
             f"rank {meeting.rank} met not all {meeting.num_ranks} ranks of epoch {meeting.epoch} at {meeting.store} "
             f"within {meeting.timeout_s:g} s: start the next epoch with all ranks alive ({_one_line(error)})"
@@ -77,7 +82,7 @@ def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
 
 
 def make_group(meeting: Meeting) -> _Group:
-    """A process group of its own, not the global default; blocks until all ranks have met. Raises RuntimeError."""
+    """Make a process group of its own, not the global default. Blocks until all ranks have met; raises RuntimeError."""
     host, port = meeting.store.rsplit(":", 1)
     timeout = timedelta(seconds=meeting.timeout_s)
     # torch's stubs leave out gloo's options, and point-to-point on the group
@@ -93,7 +98,8 @@ _Worker = Callable[[Rank, _Group], None]
 
 
 class TorchLinks:
-    """See `prefill_workers.links.Links`. The process group belongs to the threads: the last one drops it."""
+    """Implements `prefill_workers.links.Links` over gloo. The link threads own the process group: the last one drops
+    it."""
 
     def __init__(self, meeting: Meeting, group: _Group | None, handler: LinkHandler) -> None:
         self._epoch = meeting.epoch
@@ -115,12 +121,15 @@ class TorchLinks:
             thread.start()
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
+        """Enqueue one message for the thread that sends to `target`; drop it once the links are closed."""
         assert header.num_bytes == (payload.nbytes if payload is not None else 0), header
         with self._queueing:
             if not self._closed.is_set():
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
+        """Drop messages that are not being sent yet, tell all peers and return at once; may be called again, from any
+        thread."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
@@ -129,10 +138,11 @@ class TorchLinks:
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
+        """Wait, after `close`, until all link threads have ended, and return whether they have."""
         return join_all(self._threads, timeout_s)
 
     def _live(self, work: _Worker, peer: Rank, group: _Group) -> None:
-        """A link thread's life."""
+        """Run `work` to its end, as a link thread's main function; report its failure as a broken link."""
         try:
             work(peer, group)
         except (RuntimeError, ChainError) as error:  # gloo raises the former
@@ -146,7 +156,7 @@ class TorchLinks:
         while (message := queue.get()) is not None:
             header, payload = message
             _send(group, target, header, payload)
-            del message, payload  # the memory may be given back while this thread waits
+            del message, payload  # else this waiting thread would keep the message's memory
             if not self._closed.is_set():
                 self._handler.sent(target, header)
         _send(group, target, LinkHeader.bare(self._epoch, JobId(0), LinkStatus.CLOSE), None)

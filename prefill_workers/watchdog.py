@@ -1,13 +1,13 @@
-"""Which peer owes this rank something, and since when.
+"""Tracks which peer owes this rank a sign of life, and since when.
 
-A dead peer breaks its links at once; a stopped one is only silent. A peer is overdue when it has shown no sign of life
-for longer than the limit, while a message to it has not left or a job has nothing to do but wait for it. Signs of life:
-something came from it, or it took a message. A rank whose turn takes long, whatever the job, sends ALIVE to those that
-wait while it sees itself work (turn_watch.py), and to all while it prepares a job (epoch.py); so silence does mean
-trouble, also where the prediction that the limit comes from was wrong, or is for another job than the one that the peer
-is busy with.
+A dead peer breaks its links at once; a stopped peer is only silent. A peer is overdue when it has shown no sign of life
+for longer than the limit, while a message to it has not left or a job can only wait for it. A sign of life is a message
+that came from the peer, or one that it took. A rank whose turn takes long sends ALIVE to the ranks that wait, while it
+sees itself work (`prefill_workers.turn_watch`), and to all ranks while it prepares a job (`prefill_workers.epoch`). So
+silence does mean trouble, even where the prediction behind the limit was wrong, or is for another job than the one that
+occupies the peer.
 
-Pure, with the clock passed in; whoever owns one guards it.
+Used by `prefill_workers.epoch`. Pure, with the clock passed in; the engine's lock guards it.
 """
 
 from collections import Counter
@@ -21,7 +21,7 @@ from prefill_workers.turn_watch import limit_s
 
 @dataclass(frozen=True, order=True)
 class Due:
-    """By when a peer must be heard of, on the clock's now_s."""
+    """The time, on the clock's now_s, by which a peer must show a sign of life, and the limit that it follows from."""
 
     deadline_s: float
     peer: Rank
@@ -29,7 +29,7 @@ class Due:
 
 
 class Watchdog:
-    """Signs of life from all peers of one epoch. `floor_s`: the limit, at least, in seconds."""
+    """Signs of life from all peers of one epoch. `floor_s` is the shortest limit, in seconds."""
 
     def __init__(self, clock: Clock, floor_s: float) -> None:
         self._clock = clock
@@ -38,28 +38,30 @@ class Watchdog:
         self._unsent: Counter[Rank] = Counter()
 
     def heard(self, peer: Rank) -> None:
-        """Something came from `peer`."""
+        """Note a sign of life from `peer`."""
         self._sign_s[peer] = self._clock.now_s()
 
     def sending(self, peer: Rank) -> None:
-        """A message to `peer` waits to leave."""
+        """Note that a message to `peer` waits to leave."""
         if not self._unsent[peer]:
-            self.heard(peer)  # the first to wait: patience begins now
+            self.heard(peer)  # the first message to wait: the limit counts from now
         self._unsent[peer] += 1
 
     def sent(self, peer: Rank) -> None:
-        """`peer` took a message."""
+        """Note that `peer` took a message."""
         self._unsent[peer] -= 1
         self.heard(peer)
 
     def is_idle(self, peer: Rank) -> bool:
-        """Whether no message to `peer` waits to leave."""
+        """Return whether no message to `peer` waits to leave."""
         return not self._unsent[peer]
 
     def first_due(self, waits: Iterable[tuple[Rank, float]], turn_s: float) -> Due | None:
-        """The first deadline, of all peers with unsent messages and of those in `waits`: (peer, since when on now_s).
+        """Return the first deadline of the peers that owe a sign of life; None when no peer does.
 
-        The limit is a few times `turn_s`, the longest turn that is to be expected, and at least the floor.
+        These are the peers with unsent messages and the peers in `waits`. `waits` has pairs of a peer and the time
+        since when a job waits for it, on the clock's now_s. The limit is a few times `turn_s`, the longest turn to be
+        expected in seconds, and at least the floor.
         """
         most_s = limit_s(self._floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import leaks
+from tests.support import leaks, tools
 
 # Before anything imports torch: tests share few cores, with each other and with the worker processes they start.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -20,6 +20,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 MODEL_CACHE = Path(__file__).parents[1] / ".cache" / "models"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--require-tools", action="store_true", help="fail where a tool is missing that tests would skip for"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--require-tools") and (missing := tools.missing()):
+        raise pytest.UsageError(f"these tests need {', '.join(missing)}")
 
 
 @pytest.fixture(autouse=True)

@@ -1,1 +1,1 @@
-"""Text at both ends: tokenizer, chat template, incremental detokenizer, stop strings (layer 1: never torch)."""
+"""Turns text into token ids and back: tokenizer, chat template, incremental detokenizer, stop strings (never torch)."""

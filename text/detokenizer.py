@@ -1,11 +1,12 @@
-"""Token ids to text, one at a time: what a stream can show as soon as it is certain.
+"""Turns a stream's token ids into text, one at a time, and returns only text that later tokens cannot change.
 
-Runs where the token is made (the engine's thread); one Detokenizer a stream. Its state follows from the ids alone.
+Used by `text.stream`, on the generation engine's thread, with one Detokenizer per stream. A Detokenizer's state follows
+from the token ids alone.
 
-A character may be split over tokens: the text of an unfinished one ends in U+FFFD, and what it will be depends on the
-next token. So trailing U+FFFD are held back. How a token is spelled may depend on the token before it (a leading space
-is dropped at the start of a text), so new tokens are decoded behind those that made the last text, and the difference
-is what is new: the tokenizer's decoder stays a black box.
+A character may be split over tokens: the text of an unfinished character ends in U+FFFD, and the next token decides
+what it becomes. So trailing U+FFFD are held back. How a token is spelled may depend on the token before it (a leading
+space is dropped at the start of a text). So new tokens are decoded together with the tokens that made the last returned
+text, and the difference is the new text: the tokenizer's decoder stays a black box.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,30 +14,32 @@ from collections.abc import Callable, Sequence
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""More than an unfinished character can have: it is never cut, only ones that are already broken."""
+"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer, so `_cut` never splits one: it
+only splits characters that are already broken."""
 
 
 class Detokenizer:
-    """Incremental `decode`: all texts of `push`, and then `flush`, make `decode(ids)`.
+    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`.
 
-    One exception: byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into U+FFFD
-    throughout, even its valid characters. Of those, the ones that a `push` has returned already stand. (For the same
-    reason a run that spells more than ten U+FFFD in a row may show more of them.)
+    There is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into
+    U+FFFD throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay
+    in the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
+    would.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], is_silent: Callable[[int], bool]) -> None:
-        """`decode` makes text of ids and skips the ids for which `is_silent` holds."""
+        """`decode` makes text of token ids and skips the ids for which `is_silent` returns True."""
         self._decode = decode
         self._is_silent = is_silent
         self._context_ids: list[int] = []
         self._context = ""
-        """The text of `_context_ids`: all returned before, whole characters."""
+        """The text of `_context_ids`: whole characters, all of which have been returned."""
         self._pending_ids: list[int] = []
         self._num_sent = 0
-        """Characters of the pending ids' text that have been returned."""
+        """Number of characters of the pending ids' text that have been returned."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token; returns the text that became certain, "" if none did."""
+        """Take the next token and return the text that became certain with it, or "" when none did."""
         if self._is_silent(token_id):
             return ""
         self._pending_ids.append(token_id)
@@ -50,7 +53,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """The text still held back, at the end of the stream; the next token would start a new text."""
+        """Return the text still held back, at the end of the stream. A token pushed afterwards starts a new text."""
         text = self._pending_text()[self._num_sent :]
         self._keep([], [])
         return text
@@ -59,7 +62,7 @@ class Detokenizer:
         text = self._decode(self._context_ids + self._pending_ids)
         if text.startswith(self._context):
             return text[len(self._context) :]
-        return self._decode(self._pending_ids)  # a broken run of byte tokens reaches back into what was returned
+        return self._decode(self._pending_ids)  # a broken run of byte tokens has changed text that was returned before
 
     def _send(self, fresh: str, end: int) -> str:
         start, self._num_sent = self._num_sent, max(self._num_sent, end)
@@ -71,9 +74,10 @@ class Detokenizer:
         self._num_sent = 0
 
     def _cut(self, fresh: str) -> str:
-        """Bounds the work on a long run of broken UTF-8: forgets its first tokens and returns their text.
+        """Return the first pending tokens' text and forget them, which bounds the work on a long run of broken UTF-8.
 
-        Where that cuts a broken character in two, the tail shows one U+FFFD more, and the head is taken as one shorter.
+        Where the cut splits a broken character, the kept tokens show one U+FFFD more, and the returned text has one
+        less.
         """
         tail_ids = self._pending_ids[-_TAIL_TOKENS:]
         num_head = len(fresh) - len(self._decode(tail_ids))

@@ -1,11 +1,11 @@
-"""A GGUF file's embedded tokenizer as Hugging Face files, so that one Tokenizer serves both kinds of model folder.
+"""Writes a GGUF file's embedded tokenizer as Hugging Face files, which `text.tokenizer` can load.
 
-Runs once a model, when its GGUF file is converted; needs numpy, never torch. The heavy part, from llama.cpp's
-vocabulary to a `tokenizers` pipeline, is transformers' own. Three things are corrected, where it differs from llama.cpp
-and from the tokenizer.json that the model was trained with:
-- pre-tokenizers that cut out each digit first (smollm) become GPT-2's there, which merges the spaces before a digit;
-- Llama 3 takes a word that is in the vocabulary whole, whatever the merges, and begins with BOS unless told otherwise;
-- default special tokens (<|endoftext|>) are added beyond a vocabulary without them: ids that the model cannot embed.
+Called by `deploy.machine.model_folder`, once per model, when its GGUF file is converted. Needs numpy, never torch. The
+main part of the conversion, from llama.cpp's vocabulary to a `tokenizers` pipeline, is transformers' own. This module
+corrects the result in three places, where it differs from llama.cpp and from the tokenizer.json of the trained model:
+- Pre-tokenizers that cut out each digit first (smollm) come out as GPT-2's, which merges the spaces before a digit.
+- Llama 3 takes a word that is in the vocabulary whole, whatever the merges say, and begins with BOS by default.
+- Default special tokens (<|endoftext|>) are added beyond a vocabulary that lacks them: ids that the model cannot embed.
 """
 
 import json
@@ -21,7 +21,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from baton.errors import ModelError
 
 _KINDS = ("gpt2", "llama")
-"""`tokenizer.ggml.model`: byte-level BPE, SentencePiece BPE."""
+"""Supported values of `tokenizer.ggml.model`: byte-level BPE and SentencePiece BPE."""
 _GPT2_SPLIT = frozenset({"gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 _DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 _LLAMA3 = frozenset({"llama3", "llama-v3", "llama-bpe"})
@@ -33,13 +33,14 @@ _SPECIAL_TOKENS = {
 }
 
 Fields = dict[str, Any]
-"""Metadata under `tokenizer.`, by the rest of the key: `ggml.tokens`, `chat_template`."""
+"""A GGUF file's metadata whose keys start with `tokenizer.`, by the rest of the key: `ggml.tokens`, `chat_template`."""
 
 
 def write_tokenizer(gguf_path: Path, folder: Path) -> None:
-    """Writes tokenizer.json, tokenizer_config.json and the chat template, if any, into an existing `folder`.
+    """Write tokenizer.json, tokenizer_config.json and the chat template, if there is one, into an existing folder.
 
-    Reads the file's metadata only; takes seconds. Writing again writes the same. Raises ModelError.
+    Reads only the GGUF file's metadata and blocks for seconds. A second call writes the same files. Raises ModelError
+    when the file cannot be read or its tokenizer is not supported.
     """
     architecture, fields = _read_fields(gguf_path)
     _check(fields, gguf_path)
@@ -75,7 +76,7 @@ def _check(fields: Fields, gguf_path: Path) -> None:
         if not fields.get(name):
             raise ModelError(f"tokenizer.{name} is missing in {gguf_path}: {remedy}")
     known = GGUF_PRE_TOKENIZER_SPLITS.keys() | _GPT2_SPLIT | _DIGITS_FIRST
-    if kind == "gpt2" and pre not in known:  # a wrong guess would work, and answer a little worse, for ever
+    if kind == "gpt2" and pre not in known:  # a wrong guess would go unnoticed and make every answer a little worse
         raise ModelError(f"pre-tokenizer {pre!r} in {gguf_path} is not known: {remedy}")
 
 

@@ -1,11 +1,12 @@
-"""Stop strings: the text of a stream ends where the first of them is complete.
+"""Cuts a stream's text where its first stop string is complete.
 
-Runs where the token is made, after the detokenizer, so that generation stops at that very token.
+Used by `text.stream`, after the detokenizer, in the process that samples the tokens, so that generation stops at the
+token that completes a stop string.
 
-Which match wins: the one that is complete first; of several that are complete at the same character, the one that
-starts first (the longest). Text that may become part of a match is held back, so nothing of a match is ever emitted,
-however the text is cut into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): a
-character costs constant time a stop string, and the longest partial match is what must be held.
+The match that is complete first wins. Of several that are complete at the same character, the one that starts first
+(the longest) wins. Text that may become part of a match is held back, so no part of a match is ever emitted, however
+the text is cut into pieces. Each stop string is matched by Knuth, Morris and Pratt's automaton (1977): each character
+costs amortized constant time per stop string, and the longest partial match is the text to hold back.
 """
 
 from collections.abc import Sequence
@@ -14,24 +15,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopResult:
-    """What one piece of text lets out, and whether the stream has stopped."""
+    """The text that one pushed piece releases, and whether the stream has stopped."""
 
     text: str
     stopped: bool
 
 
 class StopStrings:
-    """Stop strings with their tables. Immutable: the streams of a request's choices share them, in any thread."""
+    """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """`stop` holds non-empty strings. Takes two milliseconds for the longest that a request may have."""
+        """`stop` holds non-empty strings. Building the tables takes 2 ms for the longest list that a request may
+        have."""
         assert all(stop), "empty stop string"
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
-        """Each string once, and for each of its prefixes the length of its longest border."""
+        """Pairs of a distinct stop string and, for each of its prefixes, the length of that prefix's longest border."""
 
 
 class _Matcher:
-    """How long a prefix of `pattern` the text so far ends with."""
+    """Tracks the longest prefix of `pattern` with which the text fed so far ends; `length` is its length in
+    characters."""
 
     def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
@@ -39,7 +42,8 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Takes a character; True if the whole pattern ends here, after which the matcher must not be fed."""
+        """Take one character and return whether the whole pattern ends here. A matcher must not be fed after it
+        returned True."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:
@@ -48,7 +52,7 @@ class _Matcher:
 
 
 def _borders(pattern: str) -> tuple[int, ...]:
-    """For each prefix of `pattern`, the length of its longest proper prefix that is also its suffix."""
+    """Return for each prefix of `pattern` the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(pattern)
     length = 0
     for index in range(1, len(pattern)):
@@ -61,16 +65,18 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopChecker:
-    """Cuts one stream's text at the first stop string. State follows from the text alone, not from its pieces."""
+    """Cuts one stream's text at its first stop string. Its state follows from the text alone, not from how it is
+    cut."""
 
     def __init__(self, stop: StopStrings) -> None:
-        """Without stop strings nothing is ever held back."""
+        """`stop` holds the stream's stop strings. With none, no text is ever held back."""
         self._matchers = [_Matcher(pattern, borders) for pattern, borders in stop.tables]
         self._held = ""
         self._stopped = False
 
     def push(self, text: str) -> StopResult:
-        """Takes the next text; after the stop, everything is swallowed and `stopped` stays True."""
+        """Take the next text and return what may be shown of it. After the stop, all text is dropped and `stopped`
+        stays True."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -86,6 +92,7 @@ class StopChecker:
         return StopResult(buffer[:num_certain], False)
 
     def flush(self) -> str:
-        """The text held back, at the end of the stream; "" after a stop. Nothing may be pushed afterwards."""
+        """Return the text held back, at the end of the stream; "" after a stop. `push` must not be called
+        afterwards."""
         held, self._held = self._held, ""
         return held

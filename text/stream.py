@@ -1,4 +1,8 @@
-"""A stream's text: detokenizer and stop strings together (step 8 of a request's way, on the engine's thread)."""
+"""Joins `text.detokenizer` and `text.stop_strings` into one stream's text.
+
+Used by `generate_workers.engine.rows` on the engine's thread, and by `orchestrator.api.checks` to find out whether the
+output of a resumed stream is complete.
+"""
 
 from collections.abc import Sequence
 from typing import Self
@@ -8,25 +12,27 @@ from text.tokenizer import Tokenizer
 
 
 class TextStream:
-    """Turns one stream's token ids into the text that its client may see. Owned by the stream's row."""
+    """Turns one stream's token ids into the text that its client may see. Owned by the stream's row in the engine."""
 
     def __init__(self, tokenizer: Tokenizer, stop: StopStrings) -> None:
-        """`stop` holds the strings that end the stream and are not part of its text."""
+        """`stop` holds the strings that end the stream; they are not part of its text."""
         self._detokenizer = tokenizer.detokenizer()
         self._checker = StopChecker(stop)
 
     @classmethod
     def rebuild(cls, tokenizer: Tokenizer, stop: StopStrings, output_ids: Sequence[int]) -> Self:
-        """The stream as it is after `output_ids`: what it emits next is what the first one would have emitted."""
+        """Return a stream in the state that it has after `output_ids`, so that it continues as the original stream
+        would have."""
         stream = cls(tokenizer, stop)
         for token_id in output_ids:
             stream.push(token_id)
         return stream
 
     def push(self, token_id: int) -> StopResult:
-        """Takes the next token; returns the text that became certain, and whether a stop string is complete."""
+        """Take the next token; return the text that became certain, and whether a stop string is complete."""
         return self._checker.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """The text still held back, once, at the end of the stream; "" if a stop string ended it."""
+        """Return the text still held back, at the end of the stream; "" if a stop string ended it. To be called
+        once."""
         return self._checker.push(self._detokenizer.flush()).text + self._checker.flush()

@@ -1,8 +1,9 @@
-"""How few tokens a text can be, found without tokenizing it: what cannot fit a model is refused by its length.
+"""Bounds the number of tokens of a text from below without tokenizing it, so that too long prompts are refused early.
 
-First step of a request's way. Every byte of a text belongs to a token, unless a tokenizer drops or rewrites some of
-it, and no token stands for more bytes than the vocabulary's longest. So a text has at least as many tokens as its bytes
-divided by that. The bound is 0, which refuses nothing, for a tokenizer that is not known to keep every byte. Pure.
+Used by `text.tokenizer`, for `orchestrator.api.checks`. Every byte of a text belongs to a token, unless the tokenizer
+drops or rewrites some of the text, and no token stands for more bytes than the vocabulary's longest token. So a text
+has at least as many tokens as its number of bytes divided by that token's. For a tokenizer that is not known to keep
+every byte the bound is 0, which refuses nothing. Pure; any thread.
 """
 
 import json
@@ -14,28 +15,30 @@ from tokenizers import Tokenizer as Core
 from tokenizers import models
 
 _NFC_SHRINKS = 9
-"""Bytes of UTF-8 that become one byte by normalization to NFC, at most: a character is up to 3 times as long as its
-decomposition (U+1FEF), and that up to 3 times as long as what composes it again (U+0390). ASCII stays as it is."""
+"""Largest factor by which normalization to NFC shortens a text in UTF-8 bytes: a character is up to 3 times as long as
+its decomposition (U+1FEF), which is up to 3 times as long as the character composed from it (U+0390). ASCII text keeps
+its length."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")
-"""Pre-tokenizers that cut a text and drop nothing of it, unless they are told to remove where they cut."""
+"""Pre-tokenizers that cut a text and drop nothing of it, unless they are configured to remove the separators."""
 
 
 @dataclass(frozen=True)
 class TokenBound:
-    """What is known of a tokenizer that drops no text but single bytes."""
+    """A lower bound on token counts, for one tokenizer that drops nothing of a text except certain single bytes."""
 
     longest_bytes: int
-    """Bytes of text that one token stands for, at most."""
+    """Largest number of bytes of text that one token stands for."""
     silent: bytes
-    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace beside a special
-    token that swallows it."""
+    """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace beside a special token
+    that absorbs it."""
     shrinks: int
-    """How many times as long as its normalized form a text may be that is not ASCII."""
+    """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 when it shortens
+    none."""
 
     def min_tokens(self, text: str) -> int:
-        """Return how many tokens `text` has at least."""
+        """Return a lower bound on the number of tokens of `text`."""
         shrinks = 1 if text.isascii() else self.shrinks
         if shrinks > 1 and self.silent:  # normalization may make a silent byte of any character
             return 0
@@ -45,7 +48,7 @@ class TokenBound:
 
 
 def token_bound(core: Core) -> TokenBound | None:
-    """Return the bound of a tokenizer, or None if it is not known to keep every byte of a text."""
+    """Return the bound of a tokenizer, or None if the tokenizer is not known to keep every byte of a text."""
     model, shrinks = core.model, _shrinks(_parts(core.normalizer, "normalizers"))
     cuts = list(_parts(core.pre_tokenizer, "pretokenizers"))
     if not isinstance(model, models.BPE) or shrinks is None or not all(map(_keeps_all, cuts)):
@@ -66,7 +69,7 @@ def token_bound(core: Core) -> TokenBound | None:
 
 
 def _parts(component: Any, of_sequence: str) -> Iterator[Mapping[str, Any]]:
-    """A normalizer or pre-tokenizer as tokenizer.json has it, or the parts of a sequence of them."""
+    """Yield a normalizer's or pre-tokenizer's description as in tokenizer.json; for a sequence of them, each part's."""
     if component is None:
         return
     pending = [json.loads(component.__getstate__())]
@@ -79,7 +82,7 @@ def _parts(component: Any, of_sequence: str) -> Iterator[Mapping[str, Any]]:
 
 
 def _shrinks(normalizers: Iterator[Mapping[str, Any]]) -> int | None:
-    """How many times as long a text may be as what the normalizers make of it; None if they may drop text."""
+    """Return the largest factor by which the normalizers shorten a text, or None if they may drop some of it."""
     shrinks = 1
     for each in normalizers:
         match each:
@@ -99,7 +102,7 @@ def _keeps_all(cut: Mapping[str, Any]) -> bool:
 
 
 def _byte_chars() -> list[str]:
-    """By byte, the character that byte-level vocabularies write for it."""
+    """Return for each byte value the character that byte-level vocabularies write for it."""
     shown = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = iter(range(256, 512))
     return [chr(byte) if byte in shown else chr(next(others)) for byte in range(256)]

@@ -1,11 +1,11 @@
-"""The model's own tokenizer and chat template, loaded from a Hugging Face folder without torch.
+"""Loads a model's own tokenizer and chat template from a Hugging Face folder, without torch.
 
-First step of a request's way: prompt text or chat messages become token ids, at the front and in a generation group.
-The last one too: token ids become text again, by `detokenizer()`.
+Used by `orchestrator.api.checks`, which turns prompts and chats into token ids, and by `generate_workers.engine`, which
+turns token ids back into text through `Tokenizer.detokenizer`.
 
-A Tokenizer is read-only after `load`, so any thread may use it; while one encodes, other threads run on.
-`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, the class that it chooses in the end, does not,
-and takes no code from the folder.
+A Tokenizer is read-only after `load`, so any thread may use it; while one thread encodes, other threads run on.
+`transformers.AutoTokenizer` would import torch. The class that it chooses in the end, `TokenizersBackend`, does not,
+and runs no code from the folder.
 """
 
 import hashlib
@@ -25,13 +25,13 @@ _MESSAGE_FIELDS = ("role", "content")
 
 
 class Tokenizer:
-    """Text to token ids and back. Make one with `load`."""
+    """Turns text into token ids and back, for one model. Make one with `load`."""
 
     def __init__(self, backend: TokenizersBackend, folder: Path) -> None:
         self._hf = backend
         self._folder = folder
         self._core = backend.backend_tokenizer
-        self._core.no_truncation()  # a tokenizer.json may carry its training's limits; a cut prompt is not the prompt
+        self._core.no_truncation()  # a tokenizer.json may carry the limits of its training, which would cut prompts
         self._core.no_padding()
         self._special_ids = frozenset(
             token_id for token_id, token in self._core.get_added_tokens_decoder().items() if token.special
@@ -41,9 +41,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Reads tokenizer.json, tokenizer_config.json and the chat template; no network, no code from the folder.
+        """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
 
-        Takes about a second the first time in a process. Raises ModelError.
+        Blocks for about a second the first time in a process. Raises ModelError when the files are missing or
+        unreadable.
         """
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
@@ -57,41 +58,45 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest token id; the model's own vocabulary may be padded beyond it."""
+        """Return the largest token id plus one. The model's own vocabulary may be padded beyond this number."""
         return self._vocab_size
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `encode_chat` can work."""
+        """Return whether the model has a chat template, without which `render_chat` and `encode_chat` raise."""
         return bool(self._hf.chat_template)
 
     @cached_property
     def fingerprint(self) -> str:
-        """Sixteen hex digits that are equal when two tokenizers and their chat templates are."""
+        """Return sixteen hex digits that are equal for two tokenizers exactly when they and their chat templates are
+        equal."""
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def min_tokens(self, text: str) -> int:
-        """Return a number of tokens that `text` has at least, in milliseconds for megabytes; 0 where nothing is known
-        of this tokenizer (text.token_bounds)."""
+        """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes.
+
+        Returns 0 for a tokenizer that is not known to keep every byte of a text (`text.token_bounds`).
+        """
         return self._bound.min_tokens(text) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with a beginning-of-sequence token iff the tokenizer's own post-processor adds one.
+        """Return a prompt's token ids.
 
-        Special tokens spelled out in the text are special. Raises InvalidArgumentError.
+        They begin with a beginning-of-sequence token iff the tokenizer's own post-processor adds one. Special tokens
+        spelled out in the text become special tokens. Raises InvalidArgumentError for text that is not Unicode.
         """
         return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation: `encode_rendered` of what `render_chat` makes of it."""
+        """Return a conversation's token ids: renders it with `render_chat`, then encodes it with `encode_rendered`."""
         return self.encode_rendered(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Text of a conversation in the model's chat template, ready for the assistant's turn.
+        """Return a conversation as text in the model's chat template, ready for the assistant's turn.
 
         A message has a `role` and a `content`. The template writes all special tokens itself. Raises
-        InvalidArgumentError for bad messages and for a model without a template, ModelError for a broken template.
+        InvalidArgumentError for bad messages and for a model without a template, and ModelError for a broken template.
         """
         _check_messages(messages)
         if not self.has_chat_template:
@@ -101,15 +106,16 @@ class Tokenizer:
         return self._render([dict(message) for message in messages])
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Token ids of a rendered conversation, to which nothing is added. Raises InvalidArgumentError."""
+        """Return the token ids of a rendered conversation, and add no special token to it. Raises
+        InvalidArgumentError."""
         return self._encode(text, "messages", add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens and ids without a token leave none, broken UTF-8 becomes U+FFFD."""
+        """Return the text of token ids. Special tokens and unknown ids add no text; broken UTF-8 becomes U+FFFD."""
         return self._core.decode(ids, skip_special_tokens=True)
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental `decode`, for one stream."""
+        """Return a new Detokenizer, which decodes the tokens of one stream incrementally."""
         return Detokenizer(self.decode, self._is_silent)
 
     def _is_silent(self, token_id: int) -> bool:
@@ -136,7 +142,7 @@ class Tokenizer:
             raise InvalidArgumentError(
                 f"{field}: not Unicode text: lone surrogate at character {error.start}; send valid UTF-8"
             ) from error
-        # `encode` would keep the GIL, and with it the process's loop, for as long as it takes.
+        # `encode` would hold the GIL, and so block the process's asyncio loop, until it returns.
         (encoding,) = self._core.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 

@@ -1,1 +1,1 @@
-"""gRPC between Baton's processes: channels, statuses, and KV on its way; bytes and memoryviews, never tensors."""
+"""Carries calls and KV between Baton's processes over gRPC, as bytes and memoryviews, never as tensors."""

@@ -1,6 +1,7 @@
-"""Servers and channels of all of Baton's processes: made alike, for thousands of calls in flight and dead peers.
+"""Makes the gRPC servers and channels of all of Baton's processes, set up for thousands of calls and for dead peers.
 
-Called on the process's asyncio loop, which then owns the server or channel.
+Used by `orchestrator.api`, `orchestrator.workers.client`, both workers' servicers and `deploy`. Called on the process's
+asyncio loop, which then owns the server or channel.
 """
 
 import grpc
@@ -12,15 +13,18 @@ from baton.errors import ConfigError
 from transport.status import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
-"""Calls that may wait for the loop to accept them: beyond, gRPC refuses. Its own default cancels calls from 1,000."""
+"""Largest number of calls that may wait for the loop to accept them; gRPC refuses further ones. By gRPC's own default,
+calls are cancelled from 1,000 waiting ones on."""
 MAX_PENDING_S = 3600
-"""Seconds that a call may wait so: gRPC's own default cancels it after 30, and nobody asks again for what was
-cancelled."""
+"""Seconds that a call may wait for the loop to accept it. gRPC's own default cancels such calls after 30 s, and
+cancelled calls are not retried."""
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """A server whose methods may raise BatonErrors (transport.status). Add servicers, `bind` it, then start it. `check`
-    is asked before each call, and raises to refuse it."""
+    """Make a server whose methods may raise BatonErrors, which `transport.status` turns into gRPC statuses.
+
+    The caller adds servicers, calls `bind`, then starts it. `check` is called before each call and raises to refuse it.
+    """
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -38,7 +42,8 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
 
 
 def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
-    """Opens host:port for the server and returns the port; 0 takes any free one. Raises ConfigError when it cannot."""
+    """Open host:port for the server and return the port; port 0 takes any free one. Raises ConfigError when it cannot
+    listen."""
     try:
         return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -49,5 +54,6 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 
 
 def make_channel(target: str, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
-    """A channel to host:port with a connection of its own; connects at the first call, and again when it breaks."""
+    """Make a channel to host:port with a connection of its own, which it opens at the first call and reopens when it
+    breaks."""
     return grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))

@@ -1,6 +1,7 @@
-"""Which pieces of a sequence's KV have arrived. Pure bookkeeping, no memory of its own; any single thread.
+"""Records which pieces of a sequence's KV have arrived. Holds no KV itself; each object belongs to a single thread.
 
-Step 7 of a request's way (DESIGN.md, section 4): commit needs every byte, and a piece may come twice.
+Used by `generate_workers.slots`: a commit succeeds only when every token of every layer is in, and a piece may be
+pushed twice.
 """
 
 from bisect import bisect_right
@@ -11,15 +12,15 @@ from baton.types import TokenRange
 
 
 class Added(Enum):
-    """What a piece was to the coverage."""
+    """The result of adding a piece to a Coverage."""
 
     NEW = "new"
     DUPLICATE = "duplicate"
-    """Equal to an earlier piece."""
+    """An equal piece was added before."""
 
 
 class Coverage:
-    """The pieces (layer, token range) that are in, of tokens [0, num_tokens) in `num_layers` layers.
+    """The pieces (layer, token range) that have arrived, of tokens [0, num_tokens) in `num_layers` layers.
 
     Pieces of one layer never overlap: the i-th lies in [starts[i], ends[i]), ascending.
     """
@@ -32,12 +33,15 @@ class Coverage:
 
     @property
     def complete(self) -> bool:
-        """Every token of every layer is in."""
+        """Return whether every token of every layer has arrived."""
         return self._num_missing == 0
 
     def add(self, layer: int, tokens: TokenRange) -> Added:
-        """Notes a piece. Raises RangeError, and notes nothing, when it is empty, lies outside, or overlaps an
-        earlier piece without being equal to it."""
+        """Record a piece and return whether it is new or a duplicate.
+
+        Raises RangeError, and records nothing, when the piece is empty, lies outside the sequence's layers or tokens,
+        or overlaps an earlier piece without being equal to it.
+        """
         self._check_bounds(layer, tokens)
         starts, ends = self._starts[layer], self._ends[layer]
         index = bisect_right(starts, tokens.start)
@@ -55,7 +59,8 @@ class Coverage:
         return Added.NEW
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
-        """The first layer that lacks tokens and the first range it lacks; None when complete."""
+        """Return the first layer that lacks tokens and the first token range that it lacks; None when the sequence is
+        complete."""
         for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
             position = 0
             for start, end in zip(starts, ends, strict=True):

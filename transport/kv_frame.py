@@ -1,8 +1,8 @@
-"""Message KvPiece without needless copies: one join on the way out, none on the way in.
+"""Encodes and decodes the message KvPiece without needless copies: one copy when sending, none when receiving.
 
 The payload is KvPiece's last field, so a frame is a short prefix followed by the payload's bytes. Frames are plain
-protobuf: any other client may send KvPiece as its own library writes it. Pure; used on the loop as Push's serializer
-and deserializer (steps 6 and 7 of a request's way, DESIGN.md, section 4).
+protobuf: any other client may send a KvPiece as its own library writes it. Used as the serializer of Push by
+`transport.kv_sender` and as its deserializer by `transport.kv_receiver`. Pure; called on the loop.
 """
 
 from google.protobuf.message import DecodeError
@@ -11,17 +11,17 @@ from baton.errors import InvalidArgumentError
 from baton.v1 import kv_pb2
 
 Piece = tuple[kv_pb2.KvPieceHeader, memoryview]
-"""A piece's header and its payload's bytes."""
+"""A piece's header, and a view of its payload's bytes."""
 
 _LENGTH_DELIMITED = 2
 _HEADER_TAG = kv_pb2.KvPiece.HEADER_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _PAYLOAD_TAG = kv_pb2.KvPiece.PAYLOAD_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
 _MAX_VARINT_BYTES = 5
-"""Of lengths below 2**35; gRPC's message limit is far below that."""
+"""Longest varint read here: enough for lengths below 2**35. gRPC's message limit is far below that."""
 
 
 def encode_piece(header: kv_pb2.KvPieceHeader, payload: memoryview) -> bytes:
-    """The bytes of KvPiece(header, payload): copies the payload (contiguous) once, and keeps no view of it."""
+    """Return the bytes of KvPiece(header, payload). Copies the contiguous payload once and keeps no view of it."""
     head = header.SerializeToString()
     parts: list[bytes | memoryview] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
     if payload.nbytes:  # proto3 leaves an empty field out
@@ -30,8 +30,11 @@ def encode_piece(header: kv_pb2.KvPieceHeader, payload: memoryview) -> bytes:
 
 
 def decode_piece(data: bytes) -> Piece:
-    """Header and payload of a KvPiece; the payload is a view into `data`, without a copy, unless the fields came in
-    an order that `encode_piece` does not write. Raises InvalidArgumentError when `data` is no KvPiece."""
+    """Return the header and the payload of a KvPiece. Raises InvalidArgumentError when `data` is no KvPiece.
+
+    The payload is a view into `data`, without a copy, if the fields lie in the order that `encode_piece` writes;
+    otherwise it is a copy.
+    """
     try:
         return _split(data) or _parse(data)
     except DecodeError as error:
@@ -39,7 +42,8 @@ def decode_piece(data: bytes) -> Piece:
 
 
 def _split(data: bytes) -> Piece | None:
-    """The piece, if `data` is a header, then a payload that ends with the data, and nothing else."""
+    """Return the piece without copying its payload, if `data` is a header, then a payload up to the data's end, and no
+    more."""
     head = _field(data, 0, _HEADER_TAG)
     if head is None:
         return None
@@ -59,7 +63,8 @@ def _parse(data: bytes) -> Piece:
 
 
 def _field(data: bytes, position: int, tag: int) -> tuple[int, int] | None:
-    """Where the value of the length-delimited field `tag` at `position` starts and ends; None if there is none."""
+    """Return the start and end of the value of length-delimited field `tag` at `position`; None if that field is not
+    there."""
     if position >= len(data) or data[position] != tag:
         return None
     length = 0

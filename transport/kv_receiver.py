@@ -1,7 +1,8 @@
-"""Receives KV: checks each pushed piece and hands it to a sink; the four lease verbs go to the sink as well.
+"""Serves baton.v1.KvReceiver: checks each pushed piece of KV, and passes pieces and lease calls on to a sink.
 
-Steps 3, 6 and 7 of a request's way (DESIGN.md, section 4). Runs on the process's asyncio loop: a piece is at most a few
-MiB, so that checking and copying it there costs less than handing it to a thread.
+Called by `orchestrator.workers.client` (Reserve, Renew, Abort) and by `transport.kv_sender` (Push, Commit); the sink is
+`generate_workers.slots.table`. Runs on the process's asyncio loop: a piece is at most a few MiB, so that checking and
+copying it there costs less than handing it to a thread.
 """
 
 import math
@@ -35,16 +36,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVICE = "baton.v1.KvReceiver"
 MAX_TTL_S = 3600.0
-"""The longest lease that may be asked for: a lost one must not hold its slot for ever."""
+"""Longest ttl of a lease, in seconds, so that a lost lease does not hold its slot for ever."""
 MAX_REPLY_S = 0.5
-"""Seconds of a Commit's deadline that are kept, at most, for its answer to reach the caller."""
+"""Largest part of a Commit's deadline, in seconds, that is kept back for its answer to reach the caller."""
 
 
 class KvReceiverServicer:
-    """Serves baton.v1.KvReceiver over a sink; register it with `add_to`, on a server made by transport.channel (which
-    turns the errors raised here into statuses). Remembers the numbers of the latest Reserves, for callers that do not
-    hear the answer, and holds no other state of its own beyond the running calls. `prefixes`: of the sink's node, if it
-    has any."""
+    """Serves baton.v1.KvReceiver over a sink. Register it with `add_to` on a server made by `transport.channel`.
+
+    That server turns the errors raised here into gRPC statuses. The servicer remembers the numbers of the latest
+    Reserves, for callers that did not hear the answer, and holds no other state beyond the running calls. `prefixes`
+    grants leases that begin with KV cached on the sink's node; None when the node caches none.
+    """
 
     def __init__(self, sink: KvSink, prefixes: KvPrefixes | None = None, *, clock: Clock | None = None) -> None:
         self._sink = sink
@@ -52,7 +55,8 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Registers the five methods, Push with the codec that does not copy payloads. Before the server starts."""
+        """Register the five methods, Push with a codec that does not copy payloads. To be called before the server
+        starts."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Reserve": grpc.unary_unary_rpc_method_handler(
                 self.reserve, kv_pb2.ReserveRequest.FromString, common_pb2.Lease.SerializeToString
@@ -71,7 +75,12 @@ class KvReceiverServicer:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def reserve(self, request: kv_pb2.ReserveRequest, context: Context) -> common_pb2.Lease:
-        """Claims a slot for KV of the sink's own layout; the same one again for the same number."""
+        """Lease a slot for KV of the sink's own layout.
+
+        A call with the number of an earlier Reserve returns the same lease. Raises LayoutMismatchError for another
+        layout, InvalidArgumentError for a bad field, what the sink's `reserve` raises, and LeaseError for the number of
+        an aborted Reserve.
+        """
         self._check_layout(request.layout_fingerprint)
         spec = _reserve_spec(request)
         reserve = partial(self._reserve, spec)
@@ -87,13 +96,16 @@ class KvReceiverServicer:
         return self._sink.reserve(spec)
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
-        """Extends a lease."""
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when the lease has
+        ended."""
         self._sink.renew(_lease_ref(request), _checked_ttl(request.ttl_s))
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Writes one writer's pieces until its stream ends or a piece is refused. However the call ends, the writer is
-        counted while it runs, and not after."""
+        """Write one writer's pieces until its stream ends or a piece is refused, and return what was counted.
+
+        The writer is counted as one of its slot's writers from its first piece until the call ends, however it ends.
+        """
         reply = kv_pb2.PushReply()
         with ExitStack() as stack:
             writer: _Writer | None = None
@@ -109,7 +121,11 @@ class KvReceiverServicer:
         return reply
 
     async def commit(self, request: kv_pb2.CommitRequest, context: Context) -> kv_pb2.CommitReply:
-        """Waits for the last byte a little less long than the caller does, so that it hears what is missing."""
+        """Complete a lease with each choice's first token; return the bytes that its slot holds.
+
+        Waits for missing bytes a little less long than the caller waits, so that the caller hears which bytes are
+        missing.
+        """
         if not request.first:
             raise InvalidArgumentError("first is missing: commit carries each choice's first token")
         firsts = [sampled_from_proto(token) for token in request.first]
@@ -117,7 +133,8 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """Ends a lease, named by its stamp or by the number of its Reserve; a lease that is no more is no error."""
+        """End a lease, named by its slot and stamp or by its Reserve's number. A lease that has already ended is no
+        error."""
         ref: LeaseRef | None
         if request.number and not request.HasField("lease"):
             ref = self._reserves.abort(ReserveNumber(request.number))
@@ -137,7 +154,7 @@ class KvReceiverServicer:
 
 
 class _Writer:
-    """One Push call: checks a piece against the layout and its own header, then writes it."""
+    """One Push call: checks each piece against its header and the KV layout, then writes it."""
 
     def __init__(self, ref: LeaseRef, layout: KvLayout, target: PushTarget) -> None:
         self._ref = ref
@@ -145,7 +162,11 @@ class _Writer:
         self._target = target
 
     def write(self, ref: LeaseRef, header: kv_pb2.KvPieceHeader, payload: memoryview) -> bool:
-        """Returns whether the piece was new."""
+        """Write a piece and return whether it was new.
+
+        Raises InvalidArgumentError for a piece of another lease, ByteCountError for a payload of the wrong length,
+        ChecksumError for a damaged one, and what PushTarget.write raises.
+        """
         if ref != self._ref:
             raise InvalidArgumentError(f"a piece for {ref} in a push to {self._ref}: open one push per lease")
         tokens = range_from_proto(header.tokens)
@@ -186,7 +207,7 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
 
 
 def _check_blocks(request: kv_pb2.ReserveRequest) -> None:
-    """Of a stream's own tokens it computes one at least."""
+    """Refuse prefix blocks beyond the tokens to be pushed; a local prefill must leave at least one token to compute."""
     num_blocks, most = len(request.prefix_blocks), request.num_tokens - request.prefills_locally
     if num_blocks and not 1 <= request.block_tokens <= most // num_blocks:
         raise InvalidArgumentError(

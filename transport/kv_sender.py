@@ -1,7 +1,7 @@
-"""Sends KV: the lease verbs, and pushes fed from another thread, one encoded piece at a time.
+"""Sends KV to a slot: the lease calls, and pushes that another thread feeds, one encoded piece at a time.
 
-Steps 3 and 6 of a request's way (DESIGN.md, section 4). Everything runs on the process's asyncio loop, except the
-methods of PushSession that are marked thread-safe: the engine calls those.
+Used by `prefill_workers.servicer`; calls `transport.kv_receiver` on a generation group. Everything runs on the
+process's asyncio loop, except the methods of PushSession that are marked thread-safe: the engine's thread calls those.
 """
 
 import asyncio
@@ -27,34 +27,35 @@ from transport.status import SentStatus, from_rpc_error, translate_rpc_errors
 logger = logging.getLogger(__name__)
 
 MAX_PIECE_BYTES = 2**20
-"""Payload of one piece, at most (but at least one token): large enough for throughput, small enough that a loop which
-checks and copies pieces still serves its other calls promptly."""
+"""Largest payload of one piece, which has at least one token: large enough for throughput, small enough that a loop
+which checks and copies pieces still serves its other calls promptly."""
 
 _PushCall = grpc.aio.StreamUnaryCall[Piece, kv_pb2.PushReply]
 
 
 @dataclass(frozen=True)
 class PushSummary:
-    """What one push moved."""
+    """Counts and times of one finished push."""
 
     num_bytes: int
-    """Payload, duplicates included; the receiver counted the same."""
+    """Payload bytes sent, duplicates included; the receiver counted the same number."""
     num_pieces: int
     first_unix_ns: int
-    """When the first piece was offered."""
+    """Time at which the first piece was offered, in unix nanoseconds."""
     last_unix_ns: int
-    """When the receiver had acknowledged the last."""
+    """Time at which the receiver had acknowledged the last piece, in unix nanoseconds."""
     num_duplicates: int = 0
-    """Pieces that the receiver had already."""
+    """Pieces that the receiver already had."""
 
 
 class KvPushClient:
-    """The sending side of one KvReceiver. Its calls raise what the receiver raised (transport.status)."""
+    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `transport.status` translates
+    them."""
 
     def __init__(
         self, channel: grpc.aio.Channel, layout: KvLayout, *, clock: Clock | None = None, timeout_s: float = 10.0
     ) -> None:
-        """`timeout_s` bounds each lease verb, in seconds, except commit, which may have to wait for other writers."""
+        """`timeout_s` bounds each lease call, in seconds, except `commit`, which may have to wait for other writers."""
         self._stub = KvReceiverStub(channel)
         self._push = channel.stream_unary(
             f"/{SERVICE}/Push", request_serializer=_serialize, response_deserializer=kv_pb2.PushReply.FromString
@@ -64,8 +65,8 @@ class KvPushClient:
         self._timeout_s = timeout_s
 
     async def reserve(self, spec: ReserveSpec) -> Lease:
-        """Claims a slot; raises ResourceExhaustedError when none is free, LayoutMismatchError when KV is stored
-        differently there."""
+        """Lease a slot. Raises ResourceExhaustedError when none is free, and LayoutMismatchError when the receiver
+        stores KV in another layout."""
         request = kv_pb2.ReserveRequest(
             request_id=spec.request_id,
             attempt=spec.attempt,
@@ -79,15 +80,17 @@ class KvPushClient:
             return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
 
     async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Lets the lease live `ttl_s` seconds from now."""
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
         with translate_rpc_errors():
             request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
             await self._stub.Renew(request, timeout=self._timeout_s)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
-        """Completes the lease with each choice's first token; returns the bytes that its slot holds. Waits until every
-        writer's bytes are in, at most `timeout_s` seconds and the lease's ttl, then raises IncompletePushError; may be
-        called again."""
+        """Complete the lease with each choice's first token; return the bytes that its slot holds.
+
+        Waits until every writer's bytes have arrived, at most `timeout_s` seconds and the lease's ttl, then raises
+        IncompletePushError. May be called again.
+        """
         with translate_rpc_errors():
             tokens = [sampled_to_proto(token) for token in firsts]
             request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
@@ -95,22 +98,23 @@ class KvPushClient:
             return reply.num_bytes
 
     async def abort(self, ref: LeaseRef) -> None:
-        """Frees the slot, if the lease still holds it; may be called again."""
+        """End a lease and free its slot; does nothing when the lease no longer holds it. May be called again."""
         with translate_rpc_errors():
             request = kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref))
             await self._stub.Abort(request, timeout=self._timeout_s)
 
     def open_push(self, lease: Lease) -> "PushSession":
-        """Starts a push; the caller ends it with `finish`, `fail` or `cancel`. On the loop."""
+        """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the
+        loop."""
         return PushSession(self._push, lease.ref, self._layout, self._clock)
 
 
 class PushSession:
     """One stream of pieces into one lease.
 
-    Offered memory is read when its turn comes, and must stay as it is until the session has ended. gRPC's flow control
-    bounds what is encoded and not yet sent. Owner of all state: the loop; other threads append to `_offers`, and set
-    `_finished` and `_wake_due`, each of which is one atomic step.
+    Offered memory is read when the piece is sent, and must not change until the session has ended. gRPC's flow control
+    bounds the data that is encoded and not yet sent. The loop owns all state; other threads append to `_offers`, and
+    set `_finished` and `_wake_due`, each of which is one atomic step.
     """
 
     def __init__(
@@ -134,12 +138,15 @@ class PushSession:
         self._num_bytes = 0
         self._num_pieces = 0
         self._result: asyncio.Future[PushSummary] = self._loop.create_future()
-        self._result.add_done_callback(lambda result: result.exception())  # a failure may go unasked for
+        self._result.add_done_callback(lambda result: result.exception())  # else asyncio logs an unread failure
         self._task = self._loop.create_task(self._run(push()))
 
     def offer(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Queues the bytes of `tokens` in `layer`; thread-safe, never blocks, copies nothing. `data` (contiguous) must
-        not change until the session has ended. Dropped once it has: `result` says why."""
+        """Queue the rows of `tokens` in `layer` for sending. Thread-safe; never blocks and copies nothing.
+
+        `data` (contiguous) must not change until the session has ended. After the end the piece is dropped, and
+        `result` raises the reason.
+        """
         assert data.nbytes == len(tokens) * self._layout.row_bytes, f"{data.nbytes} bytes for {tokens}"
         assert not self._finished or self._ended, "offer after finish"
         if self._ended:
@@ -150,25 +157,31 @@ class PushSession:
         self._wake_up()
 
     def finish(self) -> None:
-        """No more pieces will be offered; thread-safe. May be called again."""
+        """End the push after the pieces offered so far; none may be offered afterwards. Thread-safe. May be called
+        again."""
         self._finished = True
         self._wake_up()
 
     def fail(self, error: BaseException) -> None:
-        """Ends the stream at once; `result` raises `error`. Thread-safe; does nothing once the session has ended."""
+        """End the push at once, so that `result` raises `error`. Thread-safe; does nothing once the session has
+        ended."""
         self._on_loop(lambda: self._stop(error))
 
     def cancel(self) -> None:
-        """As `fail`, with RequestCancelledError."""
+        """End the push at once, so that `result` raises RequestCancelledError. Thread-safe; does nothing once the
+        session ended."""
         self.fail(RequestCancelledError(f"the push to slot {self._ref.slot} was cancelled"))
 
     async def result(self) -> PushSummary:
-        """Waits for the receiver's acknowledgement of everything; raises its error, or what ended the session.
-        Cancelling the wait leaves the session alone. May be called again."""
+        """Wait until the receiver has acknowledged all pieces.
+
+        Raises the receiver's error, or the error that ended the session. Cancelling the wait leaves the session
+        running. May be called again.
+        """
         return await asyncio.shield(self._result)
 
     def _wake_up(self) -> None:
-        # Many offers, one wake-up: the loop clears `_wake_due` before it looks at the offers, never after.
+        # One wake-up serves many offers: the loop clears `_wake_due` before it reads the offers, never after.
         if not self._wake_due:
             self._wake_due = True
             self._on_loop(self._wake.set)
@@ -177,7 +190,7 @@ class PushSession:
         try:
             self._loop.call_soon_threadsafe(function)
         except RuntimeError:
-            if not self._loop.is_closed():  # else the session ended with its loop
+            if not self._loop.is_closed():  # with a closed loop the session has ended too
                 raise
 
     def _stop(self, error: BaseException) -> None:
@@ -186,12 +199,13 @@ class PushSession:
             self._task.cancel()
 
     async def _run(self, call: _PushCall) -> None:
-        """The session's task: whatever happens becomes the result, the call ends, and offered memory is let go."""
+        """Run the push to its end, as the session's task: set the result or the error, end the call and drop all
+        offered memory."""
         call.add_done_callback(lambda _: self._wake.set())
         try:
             self._result.set_result(await self._push(call))
         except asyncio.CancelledError:
-            # Not raised on: this is the task's end, and its traceback would be kept.
+            # Not re-raised: the task ends here, and asyncio would keep the traceback.
             stopped = RequestCancelledError(f"the push to slot {self._ref.slot} ended with its process's loop")
             self._result.set_exception(self._failure or stopped)
         except Exception as error:  # noqa: BLE001 - `result` raises it
@@ -206,7 +220,7 @@ class PushSession:
         try:
             await self._write_offers(call)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as ended:
-            logger.debug("the receiver ended a push: %s", ended)  # its status, below, says why
+            logger.debug("the receiver ended a push: %s", ended)  # the call's status, read below, has the reason
         try:
             reply = await call
         except grpc.aio.AioRpcError as error:
@@ -228,7 +242,7 @@ class PushSession:
         while not call.done():
             self._wake.clear()
             self._wake_due = False
-            finished = self._finished  # read before the offers: what was offered before finish is among them
+            finished = self._finished  # read first, so that the offers include all made before `finish`
             while self._offers:
                 await self._write(call, *self._offers.popleft())
             if finished:
@@ -270,7 +284,8 @@ def _serialize(piece: Piece) -> bytes:
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """The error and its causes without their tracebacks, whose frames would keep offered memory alive."""
+    """Drop the tracebacks of an error and of its causes, whose frames would keep offered memory alive; return the
+    error."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

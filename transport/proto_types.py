@@ -1,7 +1,7 @@
-"""Values that workers exchange, to and from their messages. Pure; those of users' clients are in baton.proto_types.
+"""Converts the values that workers exchange to and from their protobuf messages; `baton.proto_types` converts clients'.
 
-`x_from_proto` trusts nothing: what a hostile or newer peer may send raises InvalidArgumentError or
-VersionMismatchError, never an assert.
+`x_from_proto` trusts no peer: a value that a hostile or newer peer may send raises InvalidArgumentError or
+VersionMismatchError, never an assertion. Pure; any thread.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from baton.v1 import common_pb2
 
 
 class History(NamedTuple):
-    """What a sampler is rebuilt from."""
+    """A request's tokens so far and its sampling parameters, from which a worker rebuilds the sampler's state."""
 
     prompt_ids: tuple[int, ...]
     output_ids: tuple[int, ...]
@@ -34,17 +34,17 @@ class History(NamedTuple):
 
 
 def lease_ref_to_proto(ref: LeaseRef) -> common_pb2.LeaseRef:
-    """The slot and stamp as a message."""
+    """Return a slot and its stamp as a message."""
     return common_pb2.LeaseRef(slot=ref.slot, stamp=ref.stamp)
 
 
 def lease_ref_from_proto(message: common_pb2.LeaseRef) -> LeaseRef:
-    """The slot and stamp that a message names; whether they exist is the sink's to say."""
+    """Return the slot and stamp that a message names. Does not check that they exist: the sink does."""
     return LeaseRef(SlotId(message.slot), Stamp(message.stamp))
 
 
 def lease_to_proto(lease: Lease) -> common_pb2.Lease:
-    """The lease as a message."""
+    """Return a lease as a message."""
     return common_pb2.Lease(
         ref=lease_ref_to_proto(lease.ref),
         request_id=lease.request_id,
@@ -57,7 +57,7 @@ def lease_to_proto(lease: Lease) -> common_pb2.Lease:
 
 
 def lease_from_proto(message: common_pb2.Lease) -> Lease:
-    """Raises InvalidArgumentError when the lease names no slot."""
+    """Return the lease that a message describes. Raises InvalidArgumentError when the lease names no slot."""
     if not message.HasField("ref"):
         raise InvalidArgumentError("lease.ref is missing: pass on the lease as Reserve returned it")
     return Lease(
@@ -74,17 +74,18 @@ def lease_from_proto(message: common_pb2.Lease) -> Lease:
 def history_to_proto(
     prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
 ) -> common_pb2.History:
-    """What `history_from_proto` rebuilds the sampler's history from."""
+    """Return a request's tokens and sampling parameters as a message, the input of `history_from_proto`."""
     return common_pb2.History(prompt_ids=prompt_ids, output_ids=output_ids, sampling=params_to_proto(params))
 
 
 def history_from_proto(message: common_pb2.History) -> History:
-    """Raises InvalidArgumentError when a sampling parameter is out of its limits."""
+    """Return the history that a message describes. Raises InvalidArgumentError for a sampling parameter out of its
+    limits."""
     return History(tuple(message.prompt_ids), tuple(message.output_ids), params_from_proto(message.sampling))
 
 
 def kernels_to_proto(choice: KernelChoice) -> common_pb2.KernelChoice:
-    """Return the choice among kernels as a message."""
+    """Return a choice among kernels as a message."""
     return common_pb2.KernelChoice(
         processor=choice.processor, attention=choice.attention, panels=choice.panels, torch_rows=choice.torch_rows
     )

@@ -1,9 +1,9 @@
-"""What a receiver remembers of Reserves by their numbers, so that one whose answer was lost can be undone.
+"""Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
 
-A caller that does not hear what became of its Reserve aborts it by the number that it gave it. Three orders are
-possible, and in none a lease is left: the Reserve was granted before (the lease ends), it is being granted (the lease
-ends as soon as there is one), or it comes later (it is refused). A Reserve that is heard twice gets one lease. Step 3
-of a request's way (DESIGN.md, section 4). On the loop.
+Such a caller aborts the Reserve by the number that it gave it. Three orders are possible, and none of them leaves a
+lease behind: the Reserve was granted before (its lease ends), it is being granted (its lease ends as soon as there is
+one), or it arrives later (it is refused). A Reserve that arrives twice gets one lease. Used by `transport.kv_receiver`;
+`orchestrator.dispatch.givebacks` is the caller that aborts. On the loop.
 """
 
 from collections import OrderedDict
@@ -16,29 +16,29 @@ from baton.ids import ReserveNumber
 from baton.types import Lease, LeaseRef
 
 REMEMBER_S = 60.0
-"""Seconds that a number is remembered after its Reserve or its abort: longer than a Reserve can be on its way, which
+"""Seconds that a number is remembered after its Reserve or its abort: longer than a Reserve can be on its way, because
 its caller gives up after a few seconds."""
 MAX_REMEMBERED = 16_384
-"""Numbers that are remembered at most; beyond, the oldest go first."""
+"""Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
 
 
 @dataclass
 class _Reserve:
-    """What is known of one number."""
+    """The state of one numbered Reserve."""
 
     until_s: float
     lease: Lease | None = None
-    """That it was granted; None before, and after an error."""
+    """The lease that the Reserve was granted; None while it is being granted, and after an error or an abort."""
     is_aborted: bool = False
 
 
 class ReserveBook:
-    """The latest Reserves of one receiver. Owned by its servicer; used on its loop."""
+    """The latest Reserves of one receiver, by number. Owned by that receiver's servicer; used on its loop."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._known: OrderedDict[ReserveNumber, _Reserve] = OrderedDict()
-        """In the order in which they are forgotten."""
+        """Remembered Reserves, in the order in which they are forgotten."""
 
     def __len__(self) -> int:
         return len(self._known)
@@ -46,8 +46,11 @@ class ReserveBook:
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
     ) -> Lease:
-        """Return the lease that `reserve` makes, or the one that the same number got before. Raises what `reserve`
-        raises, and LeaseError for a number that was aborted; a lease that was made meanwhile is given to `end`."""
+        """Return the lease that `reserve` makes, or the lease that the same number was granted before.
+
+        Raises what `reserve` raises, LeaseError for a number that was aborted, and UnavailableError while the same
+        number is being granted. A lease that is made after its number was aborted is passed to `end`.
+        """
         former = self._known.get(number)
         if former is not None and former.is_aborted:
             raise LeaseError(f"Reserve {number} was aborted before it came: reserve anew, with another number")
@@ -60,7 +63,7 @@ class ReserveBook:
             lease = await reserve()
         except BaseException:
             if not reserving.is_aborted:
-                self._known.pop(number, None)  # refused or given up: the number may be tried again
+                self._known.pop(number, None)  # the Reserve failed: the same number may be tried again
             raise
         if reserving.is_aborted:
             end(lease.ref)
@@ -69,7 +72,8 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Refuse the Reserve of that number from now on. Return the lease that it was granted, if it was."""
+        """Refuse the Reserve of this number from now on; return the lease that it was granted, or None when it has
+        none."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True
@@ -79,7 +83,7 @@ class ReserveBook:
         return None if reserving.lease is None else reserving.lease.ref
 
     def _note(self, number: ReserveNumber) -> _Reserve:
-        """Remember a number, as the latest; forget those that are too old, or too many."""
+        """Remember a number as the latest, and forget numbers that are too old or too many."""
         now_s = self._clock.now_s()
         while self._known and next(iter(self._known.values())).until_s <= now_s:
             self._known.popitem(last=False)

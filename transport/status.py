@@ -1,7 +1,7 @@
-"""Errors across the wire, on asyncio servers and calls; the table is in baton.status.
+"""Carries errors across gRPC on asyncio servers and calls; `baton.status` has the table of errors and statuses.
 
 Servers made by `transport.channel.make_server` carry StatusInterceptor, so that a servicer's method simply raises;
-callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side.
+callers wrap a call in `translate_rpc_errors` and catch the same class that was raised on the other side. On the loop.
 """
 
 import inspect
@@ -22,26 +22,27 @@ from baton.status import translate_rpc_errors as translate_rpc_errors
 T = TypeVar("T")
 
 Check = Callable[[str, Iterable[tuple[str, str | bytes]], str], None]
-"""Asked before a call with its method's full name, its metadata and its peer; what it raises is the call's status."""
+"""A function called before each call with the method's full name, its metadata and its peer; it raises to refuse the
+call."""
 
 logger = logging.getLogger(__name__)
 
 
 async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: BatonError) -> NoReturn:
-    """Ends the call with the error's status; raises grpc's AbortError, which the servicer must let pass."""
+    """End the call with the error's status. Raises grpc's AbortError, which the servicer must let pass."""
     await context.abort(*encode_error(error))
     raise AssertionError("abort returned")
 
 
 FAILED_WRITE = "Internal error from Core"
-"""The text of the status that grpc.aio makes of a failed write."""
+"""Details of the status that grpc.aio makes of a failed write."""
 
 
 class SentStatus:
-    """The status that the other side sent to a call with a request stream; made before the first write.
+    """Keeps the status that the other side sent to a call with a request stream. Make it before the call's first write.
 
-    A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was
-    sent, and the later of the two is raised (grpc issue 36066). The first is seen here.
+    A write that fails because the call is ending makes grpc.aio set INTERNAL, before or after the status that was sent,
+    and the later of the two is raised (grpc issue 36066). This object keeps the first.
     """
 
     def __init__(self, call: grpc.aio.Call) -> None:
@@ -49,7 +50,7 @@ class SentStatus:
         call.add_done_callback(lambda _: self._keep(call))
 
     def of(self, raised: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-        """The true status of a call that raised this one; its code may be OK."""
+        """Return the true status of a call that raised the error `raised`; its code may be OK."""
         return raised if self._first is None or self._first.details() == FAILED_WRITE else self._first
 
     def _keep(self, call: grpc.aio.Call) -> None:
@@ -58,7 +59,7 @@ class SentStatus:
 
 
 def _present(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that has nothing to wait for."""
+    """Return the result of a coroutine that has nothing to wait for."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -67,8 +68,11 @@ def _present(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a servicer's asynchronous method raises into a status: BatonErrors by the table, anything else
-    into INTERNAL, with the traceback in the server's log."""
+    """Turns what a servicer's asynchronous method raises into a gRPC status.
+
+    A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
+    traceback in the server's log.
+    """
 
     def __init__(self, check: Check | None = None) -> None:
         self._check = check
@@ -76,6 +80,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
+        """Wrap the handler of one method, so that the check runs before it and its exceptions become statuses."""
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: grpc answers UNIMPLEMENTED
@@ -93,7 +98,7 @@ _KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
         (True, True): "stream_stream",
     }
 )
-"""grpc's name of a method's kind, by (request is a stream, reply is a stream)."""
+"""grpc's name for a method's kind, by (request is a stream, reply is a stream)."""
 
 Method = Callable[[Any, Any], Any]
 
@@ -107,7 +112,7 @@ def _guard(method: Method, name: str, check: Check) -> Method:
         return _guard_stream(method, name, check)
     if inspect.iscoroutinefunction(method):
         return _guard_reply(method, name, check)
-    return method  # generated code's answer for a method that the servicer does not have: UNIMPLEMENTED
+    return method  # the generated stub of a method that the servicer lacks: it answers UNIMPLEMENTED
 
 
 def _guard_reply(method: Method, name: str, check: Check) -> Method:

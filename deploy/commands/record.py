@@ -5,6 +5,7 @@ is the launcher; `baton status` and `baton stop` read it, and `baton stop` remov
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -67,6 +68,13 @@ class ClusterRecord:
 def record_path(name: str) -> Path:
     """Where the cluster of that name is recorded."""
     return cache_folder() / "clusters" / f"{name}.json"
+
+
+def store_name(record: Path) -> str:
+    """Return the name by which the workers of a cluster share files on a node: the cluster's, and a hash of the folder
+    of its record, for clusters of one name that are recorded in different folders may run at once."""
+    place = hashlib.blake2b(str(record.parent.absolute()).encode(), digest_size=4).hexdigest()
+    return f"{record.stem}-{place}"
 
 
 def load_record(name: str) -> ClusterRecord | None:

@@ -19,7 +19,15 @@ from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.types import KernelChoice
-from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, require_reachable
+from deploy.commands.record import (
+    ClusterRecord,
+    kill_ray,
+    load_record,
+    process_start,
+    record_path,
+    require_reachable,
+    store_name,
+)
 from deploy.config.cluster import ClusterConfig
 from deploy.config.file import load_config
 from deploy.config.worker import prepare_ray_environment
@@ -100,7 +108,7 @@ class _Launch:
             max_concurrency=4,
         )
         try:
-            return made.remote(self._config, self._folder, self._kernels)
+            return made.remote(self._config, self._folder, self._kernels, store_name(record_path(self._config.name)))
         except ValueError as error:
             raise ConfigError(
                 f"Ray at {self._record.ray_address} has a cluster {self._config.name}: set another name, or stop it"

@@ -227,7 +227,7 @@ class OrchestratorSection(Section):
     model_folders: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
     tenants: dict[Name, TenantSection] = {}
-    """Who shares the queue, by name: each a section of its own, like [orchestrator.requests.tenants.acme]."""
+    """Who shares the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
 
     @model_validator(mode="after")
     def _tenants_can_be_told_apart(self) -> Self:

@@ -64,12 +64,14 @@ class SupervisorState:
 class SupervisorActor:
     """Owns the cluster. Its methods run on the actor's threads, all else on the loop's thread."""
 
-    def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...] = ()) -> None:
-        """`kernels`: the launcher's choice, for its kind of processor."""
+    def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str) -> None:
+        """`kernels`: the launcher's choice, for its kind of processor. `store`: the name by which workers share files
+        on a node."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
         self._folder = folder
         self._kernels = kernels
+        self._store = store
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
         self._room = RayRoom(config.supervision.start_timeout_s)
         self._around = Surroundings(
@@ -177,7 +179,7 @@ class SupervisorActor:
         links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
         return WorkerGroup(
             name,
-            [replace(worker, group=int(number), kernels=self._kernels) for worker in workers],
+            [replace(worker, group=int(number), kernels=self._kernels, cluster=self._store) for worker in workers],
             self._around,
             links if role == "prefill" else None,
         )

@@ -6,7 +6,7 @@
 T tokens of all spans, D hidden.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 
 import torch
@@ -18,7 +18,7 @@ from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder, DecoderWeights
-from modeling.forward.linear import Linear
+from modeling.forward.linear import Linear, LinearByRows
 from modeling.forward.sampling import sample, score
 
 _SCORED_TOKENS = 64
@@ -78,21 +78,26 @@ class StepRunner:
 
 
 def bytes_per_step(weights: DecoderWeights) -> int:
-    """Return the bytes of the parameters that every forward reads whole. Not counted are positions and an embedding
-    that is not the head: a forward reads only some of their rows."""
-    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head)).values())
+    """Return the bytes of the parameters that every step of few rows reads whole. Not counted are positions and an
+    embedding that is not the head: such a step reads only some of their rows."""
+    return sum(_bytes_by_part((weights.layers, weights.final_norm, weights.head), _bytes_read).values())
 
 
 def weight_bytes(weights: DecoderWeights) -> int:
-    """Return the bytes of all parameters."""
-    return sum(_bytes_by_part(weights).values())
+    """Return the bytes of all parameters, as they are kept."""
+    return sum(_bytes_by_part(weights, lambda linear: linear.num_bytes).values())
 
 
-def _bytes_by_part(part: object) -> dict[int, int]:
-    """Return the bytes of each linear layer, and of each other tensor, within `part`, by object id. An object that is
-    used twice, such as a tied embedding, counts once."""
+def _bytes_read(linear: Linear) -> int:
+    """Return the bytes that a linear layer reads for few rows: of a weight that is kept twice, one copy."""
+    return linear.few.num_bytes if isinstance(linear, LinearByRows) else linear.num_bytes
+
+
+def _bytes_by_part(part: object, bytes_of: Callable[[Linear], int]) -> dict[int, int]:
+    """Return the bytes of each linear layer, by `bytes_of`, and of each other tensor within `part`, by object id. An
+    object that is used twice, such as a tied embedding, counts once."""
     if isinstance(part, Linear):
-        return {id(part): part.num_bytes}
+        return {id(part): bytes_of(part)}
     if isinstance(part, Tensor):
         return {id(part): part.nbytes}
     if isinstance(part, tuple | list):
@@ -102,5 +107,5 @@ def _bytes_by_part(part: object) -> dict[int, int]:
         children = [each for each in attributes if is_dataclass(part) or isinstance(each, Tensor)]
     found: dict[int, int] = {}
     for child in children:
-        found |= _bytes_by_part(child)
+        found |= _bytes_by_part(child, bytes_of)
     return found

@@ -1,15 +1,15 @@
-"""Who is next of those that wait: by class, then fairly among tenants, then by due time.
+"""Decides which waiting request is next: by priority class, then fairly among tenants, then by due time.
 
-    priority   strict: nobody of a class is next while somebody of a more urgent one could run
+    priority   strict: no request of a class is next while one of a more urgent class could run
     tenant     deficit round robin over prompt tokens (Shreedhar and Varghese, "Efficient fair queueing using deficit
                round robin", SIGCOMM 1995): each tenant that has something waiting is visited in turn, may have as many
-               tokens served as its weight says, and keeps what it could not use for its next turn
-    request    the one due first, then the one that came first
+               tokens served as its weight says, and keeps unused credit for its next turn
+    request    the one due first, of equals the one that came first
 
-A tenant's turn is worth `QUANTUM_TOKENS` times its weight, so no tenant waits for more than one such turn of each other
-one, whatever those have waiting. Many prompts are longer than that: instead of visiting everybody again and again until
-one fits, the rounds in which nobody could be served are counted and credited at once. A tenant that has nothing waiting
-keeps no credit: unused time is nobody's savings.
+A tenant's turn is worth `QUANTUM_TOKENS` times its weight, so a tenant waits for at most one such turn of each other
+tenant, however much these have waiting. Many prompts are longer than a turn: instead of visiting all tenants again and
+again until one fits, rounds in which no request could be served are counted and credited at once. A tenant without
+waiting requests keeps no credit: unused turns cannot be saved up.
 
 Joining and leaving cost O(log n) of the requests that a tenant has waiting in a class; to find the next one costs O(1)
 as long as its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. Owned by `orchestrator.admission.gate`.
@@ -26,26 +26,26 @@ from baton.types import Priority
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 QUANTUM_TOKENS = 128
-"""Prompt tokens of one turn of a tenant of weight 1."""
+"""Prompt tokens that one turn of a tenant of weight 1 serves."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """One request's claim to be served."""
+    """One request's place in the queue."""
 
     num_tokens: int
-    """Of its prompt (>= 1): what its tenant pays."""
+    """Tokens of the request's prompt (>= 1), with which its tenant pays."""
     num_slots: int = 1
     tenant: Tenant = DEFAULT_TENANT
     priority: Priority = Priority.STANDARD
     due_s: float = 0.0
-    """On any clock: of a tenant's requests in a class, the one due first is served first."""
+    """Due time on any clock: of a tenant's requests in a class, the one due first is served first."""
     number: int = field(default=0, init=False)
-    """In order of arrival, from 1; given by the queue."""
+    """Number in the order of arrival, from 1; given by the queue."""
 
     @property
     def turn(self) -> tuple[float, int]:
-        """Its place among its tenant's requests of its class."""
+        """Return the sort key by which a tenant's requests of a class are served."""
         return self.due_s, self.number
 
 
@@ -54,14 +54,14 @@ TicketT = TypeVar("TicketT", bound=Ticket)
 
 @dataclass
 class Load:
-    """What waits."""
+    """Totals over a set of tickets."""
 
     num_requests: int = 0
     num_tokens: int = 0
     num_slots: int = 0
 
     def add(self, ticket: Ticket, sign: int = 1) -> None:
-        """Counts a ticket in; with -1 out."""
+        """Count a ticket in; with `sign` -1, count it out."""
         self.num_requests += sign
         self.num_tokens += sign * ticket.num_tokens
         self.num_slots += sign * ticket.num_slots
@@ -69,27 +69,27 @@ class Load:
 
 @dataclass(frozen=True)
 class Before:
-    """Slots of those that are served before somebody."""
+    """Slots of the requests that are served before a given one."""
 
     num_slots: float
-    """In all; not a whole number, as it is a mean."""
+    """Slots over all tenants; not a whole number, because other tenants' share of it is a mean."""
     num_own_slots: int
-    """Of its tenant."""
+    """Slots of the given request's own tenant."""
 
 
 class _Flow(Generic[TicketT]):
-    """What a tenant has waiting in one class, and what its turn is still worth."""
+    """One tenant's waiting requests in one class, and the credit left of its turn."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.load = Load()
         self.quantum = _quantum(tenant)
         self.deficit = self.quantum
-        """Tokens that may be served before its turn is over. The credit of a turn is given when the one before it ends,
-        so that whose turn it is needs no further state."""
+        """Tokens that may be served before the tenant's turn is over. A turn's credit is given when the turn before it
+        ends, so that the order of turns needs no further state."""
         self._waiting: SortedKeyList = SortedKeyList(key=_turn_of)
 
     def __iter__(self) -> Iterator[TicketT]:
-        """In the order of their turns."""
+        """Iterate over the tickets in the order in which they are served."""
         waiting: Iterator[TicketT] = iter(self._waiting)
         return waiting
 
@@ -105,12 +105,12 @@ class _Flow(Generic[TicketT]):
 
     @property
     def share(self) -> float:
-        """Tokens waiting, by weight."""
+        """Return how many of the tenant's turns its waiting tokens are worth."""
         return self.load.num_tokens / self.quantum
 
     @property
     def num_rounds(self) -> int:
-        """Further turns until its head may be served."""
+        """Return the number of further turns that the tenant needs before its first ticket may be served."""
         return max(0, -(-(self.head.num_tokens - self.deficit) // self.quantum))
 
     def add(self, ticket: TicketT) -> None:
@@ -123,12 +123,12 @@ class _Flow(Generic[TicketT]):
 
 
 class _Ring(Generic[TicketT]):
-    """One class: the tenants that have something waiting in it, whose turn it is first."""
+    """One class: the tenants that have requests waiting in it, the one whose turn it is first."""
 
     def __init__(self) -> None:
         self.load = Load()
         self.flows: OrderedDict[str, _Flow[TicketT]] = OrderedDict()
-        """By tenant; joined at the end."""
+        """Waiting requests by tenant; a tenant joins at the end."""
 
     def add(self, ticket: TicketT) -> None:
         self.load.add(ticket)
@@ -145,8 +145,10 @@ class _Ring(Generic[TicketT]):
             del self.flows[ticket.tenant.name]
 
     def head(self, may_run: Callable[[TicketT], bool], blocked: Collection[str]) -> TicketT | None:
-        """Passes turns on until a tenant's head may be served. Those that are blocked, or whose head may not run, keep
-        place and credit."""
+        """Pass turns on until a tenant's first ticket may be served, and return that ticket; None when no ticket may.
+
+        Tenants that are blocked, or whose first ticket may not run, keep their place and their credit.
+        """
         if not self.flows:
             return None
         name, first = next(iter(self.flows.items()))
@@ -161,7 +163,7 @@ class _Ring(Generic[TicketT]):
         return flows[chosen].head
 
     def _pass_on(self, flows: dict[str, _Flow[TicketT]], num_rounds: int, chosen: str) -> None:
-        """Ends so many turns of each, and one more of those that come before the chosen one."""
+        """End `num_rounds` turns of each of `flows`, and one more turn of each that comes before the chosen one."""
         before = list(self.flows)
         before = before[: before.index(chosen)]
         for flow in flows.values():
@@ -172,12 +174,13 @@ class _Ring(Generic[TicketT]):
             self.flows.move_to_end(name)
 
     def last(self, newcomer: TicketT) -> TicketT:
-        """The last turn of the tenant that has most waiting for its weight; of equals, the newcomer's."""
+        """Return the last ticket of the tenant with most tokens waiting for its weight; of equals, the newcomer's
+        tenant."""
         own = self.flows.get(newcomer.tenant.name)
         return max(self.flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
     def before(self, ticket: TicketT) -> Before:
-        """As `FairQueue.before`, of this class."""
+        """Return the slots that are served before a ticket within this class, as `FairQueue.before` counts them."""
         own, mine = self.flows.get(ticket.tenant.name), Load()
         for each in own or ():
             if each.due_s > ticket.due_s:
@@ -190,11 +193,11 @@ class _Ring(Generic[TicketT]):
 
 
 class FairQueue(Generic[TicketT]):
-    """Tickets that wait. Bounded by whoever adds them."""
+    """Waiting tickets in the order in which they are to be served. The caller bounds their number."""
 
     def __init__(self) -> None:
         self.load = Load()
-        """All."""
+        """Totals over all waiting tickets."""
         self._rings: dict[Priority, _Ring[TicketT]] = {priority: _Ring() for priority in Priority}
         self._of_tenant: dict[str, Load] = {}
         self._waiting: set[TicketT] = set()
@@ -207,11 +210,11 @@ class FairQueue(Generic[TicketT]):
         return ticket in self._waiting
 
     def load_of(self, tenant: str) -> Load:
-        """What a tenant has waiting, in all classes. Not to be changed."""
+        """Return a tenant's totals over all classes. The result must not be changed."""
         return self._of_tenant.get(tenant, Load())
 
     def add(self, ticket: TicketT) -> None:
-        """From now on it waits; again, after it had left, in its old place among its tenant's."""
+        """Queue a ticket; one that is added again after leaving returns to its old place among its tenant's tickets."""
         assert ticket not in self._waiting, "a ticket is added twice"
         if not ticket.number:
             self._num_issued += 1
@@ -222,7 +225,7 @@ class FairQueue(Generic[TicketT]):
         self.load.add(ticket)
 
     def remove(self, ticket: TicketT) -> None:
-        """It waits no more, and its tenant pays nothing. Raises KeyError when it does not wait."""
+        """Take a waiting ticket out, at no cost to its tenant. Raises KeyError when it does not wait."""
         self._waiting.remove(ticket)
         self._rings[ticket.priority].remove(ticket)
         self.load.add(ticket, -1)
@@ -232,8 +235,11 @@ class FairQueue(Generic[TicketT]):
             del self._of_tenant[ticket.tenant.name]
 
     def head(self, may_run: Callable[[TicketT], bool]) -> TicketT | None:
-        """The next one, of those whose tenant may run it now; asked again, the same one unless something changed. A
-        tenant whose more urgent request may not run has none that may: it would take what that one waits for."""
+        """Return the next ticket of those that `may_run` now; None when there is none.
+
+        A second call returns the same ticket unless something has changed. A tenant whose more urgent request may not
+        run gets no less urgent one served: that would take the slots for which the urgent one waits.
+        """
         blocked: set[str] = set()
         for ring in self._rings.values():
             head = ring.head(may_run, blocked)
@@ -243,23 +249,29 @@ class FairQueue(Generic[TicketT]):
         return None
 
     def take(self, ticket: TicketT) -> None:
-        """The head is served: it leaves, and its tenant pays for it."""
+        """Remove the ticket that `head` returned because it is served, and charge its tokens to its tenant."""
         flow = self._rings[ticket.priority].flows[ticket.tenant.name]
         assert ticket is flow.head and not flow.num_rounds, "a ticket is taken before its turn"
         flow.deficit -= ticket.num_tokens
         self.remove(ticket)
 
     def last(self, newcomer: TicketT) -> TicketT:
-        """The one to give up when not all can wait, after `newcomer` was added: of the least urgent class, of the
-        tenant that has most tokens waiting there for its weight, the one due last. Of tenants that have equally much
-        it is the newcomer's, or two of them would push each other out for ever."""
+        """Return the ticket to give up when not all can wait, after `newcomer` was added.
+
+        It is of the least urgent class, of the tenant that has most tokens waiting there for its weight, the one due
+        last. Of tenants that have equally much waiting it is the newcomer's; otherwise two tenants would push each
+        other out for ever.
+        """
         ring = next(ring for ring in reversed(self._rings.values()) if ring.flows)
         return ring.last(newcomer)
 
     def before(self, ticket: TicketT) -> Before:
-        """Who is served before a ticket that does not wait yet, if nobody else comes: all of more urgent classes, its
-        own tenant's that are due before it, and of each other tenant, at its mean of slots a token, as much as its
-        weight allows in the meantime. O(n) of its tenant's requests."""
+        """Return the slots that are served before a ticket that does not wait yet, if no other request comes.
+
+        Counts all requests of more urgent classes, those of its own tenant that are due before it, and of each other
+        tenant, at its mean number of slots per token, as much as its weight allows in the meantime. O(n) of its
+        tenant's requests.
+        """
         alike = self._rings[ticket.priority].before(ticket)
         num_slots, num_own_slots = alike.num_slots, alike.num_own_slots
         for priority in self._rings:

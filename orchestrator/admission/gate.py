@@ -1,20 +1,22 @@
-"""Who may run, who waits, and who is refused.
+"""Decides which requests run, which wait, and which are refused.
 
-Step 2 of a request's way (DESIGN.md, section 4). `fair_queue` says who is next; here is counted what runs, and refused
-at once what has no place or no hope: when the queue is full, in all or for its tenant, and when a deadline would pass
-before the first token (`forecast`). A refusal says when to come again.
+Called by `orchestrator.controller`. `orchestrator.admission.fair_queue` says which request is next; this module counts
+the slots in use, and refuses at once a request that has no place or no chance: when the queue is full, in all or for
+its tenant, and when its deadline would pass before the first token (`orchestrator.admission.forecast`). A refusal
+carries a time after which to retry.
 
-A full queue gives a place to whoever has the better claim to it: a request that comes of a more urgent class, or of a
-tenant that has less waiting for its weight, takes that of the one with the worst claim, which is then refused. So a
-tenant that fills the queue keeps nobody else out of it.
+A full queue gives a place to the request with the better claim: a request of a more urgent class, or of a tenant that
+has less waiting for its weight, takes the place of the request with the worst claim, which is then refused. So a tenant
+that fills the queue keeps no other tenant out of it.
 
-Whoever is next and needs more slots than are free is waited for: nobody of the same or a less urgent class passes it,
-while the free slots, fewer than it needs, stand idle. Those that run all end, so it waits for them and for nobody that
-comes later. Letting smaller ones pass would keep those slots busy, and under load it would never find its own; a bound
-on how many pass only puts the same wait off. A tenant that has reached its own bound is passed over: it waits for
-itself, and the others do not wait for it.
+When the next request needs more slots than are free, no request of the same or a less urgent class passes it, while the
+free slots stay idle. All running requests end, so it waits for these and for none that comes later. Letting smaller
+requests pass would keep those slots busy, but under load the large request would never find its own; a bound on the
+number that pass only postpones the same wait. A tenant that has reached its own bound is passed over: its requests wait
+for each other, and other tenants do not wait for them.
 
-Never waits itself: whoever joins gets an Entry to wait on, and must leave in the end. On the loop.
+No method of Admission waits: `join` returns an Entry to wait on, for which `leave` must be called in the end. On the
+loop.
 """
 
 import asyncio
@@ -31,63 +33,67 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 _SMOOTHING = 0.2
-"""Weight of the newest request in the mean time that requests run."""
+"""Weight of the newest request in the mean time for which requests run."""
 _LEAST_RETRY_S = 0.1
 _LONGEST_RETRY_S = 60.0
 _GUESSED_HOLD_S = 1.0
-"""How long a request runs, for retry hints only, before one has ended."""
+"""Assumed seconds for which a request runs, for retry hints only, before any request has ended."""
 _SCATTER = 1.5
-"""A wait in the queue is hardly ever longer than this many times the predicted one. Who is taken in an overload is
-always near its deadline: without this, half of them would be late, for nothing (docs/decisions/0011-admission.md)."""
+"""Factor by which a wait in the queue hardly ever exceeds its prediction. In an overload each admitted request is near
+its deadline: without this allowance half of them would be late, and their work wasted
+(docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""A request without a deadline is due so long after it came: its tenant's deadlines cannot put it off for ever."""
+"""Seconds after its arrival at which a request without a deadline counts as due, so that requests of its tenant that
+have deadlines cannot put it off for ever."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request asks for."""
+    """A request's claim on the queue: its size, its tenant, its class and its deadline."""
 
     num_tokens: int
-    """Of its prompt."""
+    """Tokens of the request's prompt."""
     num_slots: int = 1
-    """One a choice."""
+    """Slots that the request needs, one per choice."""
     tenant: Tenant = DEFAULT_TENANT
     priority: Priority = Priority.STANDARD
     deadline_s: float | None = None
-    """When it ends by itself, on the clock's now_s."""
+    """Time at which the request ends by itself, on the clock's now_s; None for no deadline."""
 
 
 class Entry(Ticket):
-    """One request's place, in the queue or among those that run."""
+    """One request's place, in the queue or among the running requests."""
 
     def __init__(self, demand: Demand, now_s: float) -> None:
         due_s = now_s + _PATIENCE_S if demand.deadline_s is None else demand.deadline_s
         super().__init__(demand.num_tokens, demand.num_slots, demand.tenant, demand.priority, due_s)
         self.started_s: float | None = None
-        """When it left the queue to run; None while it waits."""
+        """Time when the request left the queue to run; None while it waits."""
         self._turn = asyncio.Event()
         self._refusal: ResourceExhaustedError | None = None
 
     async def admitted(self) -> None:
-        """Returns when it is this request's turn; raises ResourceExhaustedError when its place was given away. A
-        cancelled wait changes nothing: `leave` does."""
+        """Wait until it is this request's turn. Raises ResourceExhaustedError when its place was given to another.
+
+        Cancelling the wait changes nothing: the caller must still call `leave`.
+        """
         await self._turn.wait()
         if self._refusal is not None:
             raise self._refusal
 
     def start(self, now_s: float) -> None:
-        """It runs from now on."""
+        """Record that the request runs from now on, and wake its waiter."""
         self.started_s = now_s
         self._turn.set()
 
     def refuse(self, refusal: ResourceExhaustedError) -> None:
-        """Its place was given away."""
+        """Record that the request's place was given to another, and wake its waiter, which raises `refusal`."""
         self._refusal = refusal
         self._turn.set()
 
 
 class Admission:
-    """The queue, and counts of those that run. Used on the loop."""
+    """The queue, and the counts of running requests. Used on the loop."""
 
     def __init__(self, config: OrchestratorConfig, clock: Clock) -> None:
         self._config = config
@@ -96,40 +102,43 @@ class Admission:
         self._queue: FairQueue[Entry] = FairQueue()
         self._running: set[Entry] = set()
         self._num_taken = 0
-        """Slots of those that run."""
+        """Slots of all running requests."""
         self._taken_by: Counter[str] = Counter()
-        """Likewise, by tenant; none is 0."""
+        """Slots of running requests, by tenant; tenants without any are absent."""
         self._hold_s: float | None = None
-        """Smoothed seconds that a request runs; None before the first has ended."""
+        """Smoothed seconds for which a request runs; None before the first has ended."""
         self._turnover = Turnover()
 
     @property
     def num_queued(self) -> int:
-        """Requests that wait."""
+        """Return the number of requests that wait."""
         return len(self._queue)
 
     @property
     def num_queued_tokens(self) -> int:
-        """Prompt tokens of all that wait."""
+        """Return the number of prompt tokens over all waiting requests."""
         return self._queue.load.num_tokens
 
     @property
     def num_running(self) -> int:
-        """Requests that run."""
+        """Return the number of requests that run."""
         return len(self._running)
 
     def resize(self, num_slots: int) -> None:
-        """The cluster has so many slots now; while it has none, whoever may run finds out for itself."""
+        """Set the number of the cluster's slots, and admit requests that now fit.
+
+        With 0 slots only the configured limit holds, so that requests run and fail by themselves if no group comes.
+        """
         self._limit = min(num_slots or self._config.max_running, self._config.max_running)
         self._admit()
 
     def join(self, demand: Demand, chain_s: Callable[[], float] | None = None) -> Entry:
-        """A place for a request; `chain_s` predicts its prefill, in seconds, and is asked for every request: what that
-        takes then corrects the predictions for others.
+        """Queue a request, which may run at once, and return its place; `chain_s` predicts its prefill, in seconds.
 
-        Raises ResourceExhaustedError, which says when to try again, for one that would have to wait where there is no
-        place for it, and for one whose first token would come after its deadline. The latter only while others run or
-        wait: alone, a request finds out for itself, or wrong predictions would never be corrected.
+        `chain_s` is called for every request: the time that its prefill really takes corrects later predictions. Raises
+        ResourceExhaustedError with a retry delay for a request that would have to wait and has no place in the queue,
+        and for one whose first token would come after its deadline. The latter only while other requests run or wait: a
+        request that is alone is always admitted, or wrong predictions would never be corrected.
         """
         entry = Entry(demand, self._clock.now_s())
         predicted_s = None if chain_s is None else chain_s()
@@ -139,12 +148,12 @@ class Admission:
         self._admit()
         if entry.started_s is None and (why := self._why_tenant_full(entry) or self._make_room(entry)):
             self._queue.remove(entry)
-            self._admit()  # nobody waits for slots because this one came
+            self._admit()  # entries behind the removed one need not wait for it
             raise self._full(entry, why)
         return entry
 
     def leave(self, entry: Entry) -> None:
-        """Gives the place up, wherever it is; idempotent."""
+        """Give up a request's place, whether it waits or runs, and admit the next; idempotent."""
         if entry in self._queue:
             self._queue.remove(entry)
         elif entry in self._running:
@@ -166,11 +175,12 @@ class Admission:
         self._turnover.waited_for(entry is not None, self._clock.now_s())
 
     def _has_room(self, entry: Entry) -> bool:
-        """Whether there are slots; alone it may run always, and finds out for itself."""
+        """Return whether there are enough free slots; a request may always run alone, even with more choices than
+        slots."""
         return not self._num_taken or self._num_taken + entry.num_slots <= self._limit
 
     def _may_run(self, entry: Entry) -> bool:
-        """Whether its tenant may have it run, likewise."""
+        """Return whether the tenant's bound allows the request to run; a tenant's request may always run alone."""
         num_taken, limit = self._taken_by[entry.tenant.name], entry.tenant.max_running
         return not limit or not num_taken or num_taken + entry.num_slots <= limit
 
@@ -185,7 +195,7 @@ class Admission:
         left_s = deadline_s - self._clock.now_s()
         wait_s = self._wait_s(entry, self._hold_s)
         late_s = _SCATTER * wait_s + chain_s - left_s
-        if left_s > 0 and late_s > 0:  # a deadline that has passed is no reason to come again
+        if left_s > 0 and late_s > 0:  # after the deadline a retry is pointless
             raise _refusal(
                 f"the first token is predicted after {wait_s:.2f} s in the queue, perhaps {_SCATTER * wait_s:.2f}, and "
                 f"{chain_s:.2f} s of prefill, the deadline is in {left_s:.2f} s",
@@ -193,7 +203,7 @@ class Admission:
             )
 
     def _why_tenant_full(self, entry: Entry) -> str:
-        """Why its tenant may not have all waiting that it has, this one included; empty while it may."""
+        """Return why the tenant has too much waiting, this entry included; empty when it has not."""
         tenant, load = entry.tenant, self._queue.load_of(entry.tenant.name)
         for bound, num_waiting, what in (
             (tenant.max_queued, load.num_requests, "requests"),
@@ -204,13 +214,15 @@ class Admission:
         return ""
 
     def _make_room(self, entry: Entry) -> str:
-        """Refuses those whose claim to wait is worse, when the queue is too full with this entry; or says why there is
-        no place for it, and changes nothing."""
+        """Refuse entries with a worse claim while the queue is too full with this one; return "" when it fits then.
+
+        Returns the reason, and changes nothing, when there is no place for this entry.
+        """
         displaced: list[Entry] = []
         while why := self._why_full(entry):
             last = self._queue.last(entry)
             if (last.tenant.name, last.priority) == (entry.tenant.name, entry.priority):
-                for each in displaced:  # a tenant's own requests do not displace each other: those waited already
+                for each in displaced:  # a tenant's requests do not displace each other: the earlier ones waited
                     self._queue.add(each)
                 return why
             self._queue.remove(last)
@@ -220,7 +232,7 @@ class Admission:
         return ""
 
     def _why_full(self, entry: Entry) -> str:
-        """Why not all that wait may, this one included; empty while they may."""
+        """Return why the queue holds too much with this entry included; empty when it does not."""
         config, load = self._config, self._queue.load
         if load.num_requests > config.max_queued:
             return f"{load.num_requests - 1} requests wait already: the queue holds {config.max_queued}"
@@ -232,12 +244,16 @@ class Admission:
         return ""
 
     def _full(self, entry: Entry, why: str) -> ResourceExhaustedError:
-        """For an entry that does not wait: there is room when what it would have waited for has been served."""
+        """Return the refusal of an entry that gets no place; its retry delay is the time that the entry would have
+        waited."""
         return _refusal(why, self._wait_s(entry, _GUESSED_HOLD_S if self._hold_s is None else self._hold_s))
 
     def _wait_s(self, entry: Entry, hold_s: float | None) -> float:
-        """Predicted seconds until an entry that does not wait yet would run: for slots, or for its tenant's. Where
-        nobody knows how fast slots come free, requests keep theirs for `hold_s`."""
+        """Return the predicted seconds until an entry that does not wait yet would run.
+
+        Counts the wait for slots and for the tenant's bound. Where it is unknown how fast slots come free, requests are
+        taken to keep theirs for `hold_s` seconds.
+        """
         before, tenant = self._queue.before(entry), entry.tenant
         slot_s = self._turnover.slot_s
         if slot_s is None and hold_s is not None:

@@ -1,8 +1,8 @@
-"""Who may call which method of the clients' port: anybody, whoever has a key, or operators alone.
+"""Decides who may call which method of the clients' port: any caller, callers with a key, or operators only.
 
-Asked before each call, by the server's interceptor (transport.status). Where operators have keys, or all calls must
-have one, addresses do not count: what comes from this machine may come from a proxy, on behalf of anybody.
-docs/tenants.md has the rules as a table. Step 1 of a request's way (DESIGN.md, section 4). Pure.
+Called before each call, by the server's interceptor (`transport.status`), which `orchestrator.api.frontend` installs.
+Where operators have keys, or all calls must have one, addresses do not count: a call from this machine may come from a
+proxy, on behalf of any client. docs/tenants.md has the rules as a table. Pure.
 """
 
 import ipaddress
@@ -16,14 +16,14 @@ from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants, 
 
 
 class Access(Enum):
-    """Who may call a method."""
+    """The callers that may call a method."""
 
     ANYBODY = "anybody"
-    """Everyone who reaches the port."""
+    """Every caller that reaches the port."""
     CALLERS = "callers"
-    """Everyone, unless calls must say whose they are (`require_api_key`)."""
+    """Every caller; with `require_api_key`, only callers with a key or a trusted tenant's name."""
     OPERATORS = "operators"
-    """Whoever has an operator's key; also processes of this machine, unless `Tenants.goes_by_keys`."""
+    """Callers with an operator's key; also processes of this machine, unless `Tenants.goes_by_keys`."""
 
 
 METHODS: Mapping[str, Access] = MappingProxyType(
@@ -44,22 +44,24 @@ METHODS: Mapping[str, Access] = MappingProxyType(
         "/baton.v1.Admin/StandIn": Access.OPERATORS,
     }
 )
-"""Of each method that is served; one that is not here is for operators."""
+"""Access to each method that is served; a method that is missing here is for operators."""
 
 FORWARDED_KEYS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
-"""Metadata by which proxies say that they call for somebody else."""
+"""Metadata by which proxies say that they call on behalf of another caller."""
 
 
 class Doorkeeper:
-    """Lets calls in, or raises. Read-only after it is made."""
+    """Checks calls before they are served. Read-only after it is made."""
 
     def __init__(self, tenants: Tenants) -> None:
         self._tenants = tenants
 
     def check(self, method: str, metadata: Metadata, peer: str) -> None:
         """Return if the call may go on: `method` is its full name, `peer` is the caller's address as gRPC writes it.
-        Raises UnauthenticatedError without the key that is needed, and PermissionDeniedError for a tenant's key where
-        an operator's is needed."""
+
+        Raises UnauthenticatedError without a required key, and PermissionDeniedError for a tenant's key where an
+        operator's is required.
+        """
         access = METHODS.get(method, Access.OPERATORS)
         if access is Access.CALLERS and self._tenants.requires_key:
             self._tenants.of(metadata)
@@ -80,8 +82,10 @@ class Doorkeeper:
 
 
 def is_local(peer: str) -> bool:
-    """Return whether a gRPC peer, like ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000, is a process of this machine that
-    called by the loopback interface or a Unix socket."""
+    """Return whether a gRPC peer is a process of this machine that called by the loopback interface or a Unix socket.
+
+    `peer` looks like ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000.
+    """
     kind, _, rest = unquote(peer).partition(":")
     if kind in ("unix", "unix-abstract"):
         return True

@@ -1,6 +1,7 @@
-"""What operators ask of a running cluster, over gRPC: that a group gets no new work, or leaves, or comes back.
+"""Serves operators' requests about groups over gRPC: drain, undrain, and start a stand-in.
 
-The other half of `baton drain` and `baton reload`. On the process's asyncio loop.
+The server's half of `baton drain` and `baton reload`; calls `orchestrator.observability.state`. On the process's
+asyncio loop.
 """
 
 import asyncio
@@ -23,34 +24,39 @@ SERVICE = pb.DESCRIPTOR.services_by_name["Admin"].full_name
 
 
 class AdminServicer(admin_pb2_grpc.AdminServicer):
-    """Serves baton.v1.Admin over what the controller oversees."""
+    """Serves baton.v1.Admin over the controller's Overview."""
 
     def __init__(self, overview: Overview, model_folders: Sequence[Path] | None = None) -> None:
-        """`model_folders`: below which a model must be that a call names; None: it may be anywhere."""
+        """`model_folders`: folders below which a model must lie that a call names; None: it may lie anywhere."""
         self._overview = overview
         self._model_folders = model_folders
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> AsyncIterator[orchestrator_pb2.GroupState]:
-        """Streams how the group stands until it has nothing left to do, or has left, if it is to; it stays drained if
-        the call is given up."""
+        """Drain a group, and stream its state until it has no work left or, if it is to leave, has no workers.
+
+        The group stays drained if the call is given up.
+        """
         async with aclosing(self._overview.drain(request.group, leave=request.leave)) as states:
             async for state in states:
                 yield group_state_to_proto(state)
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """How the group stands, which may get work again; one that has left is started first. Raises
-        InvalidArgumentError for a model that is in no folder of models, before anything there is looked at."""
+        """Let a group get work again, starting it first if it has left, and return its state.
+
+        Raises InvalidArgumentError for a model outside the allowed folders, before any file of it is read.
+        """
         if request.model and self._model_folders is not None:
             await asyncio.to_thread(_require_below, self._model_folders, request.model)
         return group_state_to_proto(await self._overview.undrain(request.group, request.model))
 
     async def StandIn(self, request: pb.StandInRequest, context: Context) -> orchestrator_pb2.GroupState:
-        """How the group stands that was started beside the one named."""
+        """Start a group beside the named one, and return its state."""
         return group_state_to_proto(await self._overview.stand_in(request.group))
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:
-    """Raises InvalidArgumentError unless the model's folder, links followed, is one of these or below one. Blocks."""
+    """Raise InvalidArgumentError unless the model's folder, links followed, is one of these folders or below one.
+    Blocks."""
     if not _is_below(folders, Path(model)):
         named = " or ".join(str(each) for each in folders) or "no folder at all"
         raise InvalidArgumentError(

@@ -1,7 +1,8 @@
-"""What clients may ask: every field checked against the model's limits, and prompts turned into token ids.
+"""Checks every field of a client's request against the model's limits, and turns prompts into token ids.
 
-Step 1 of a request's way (DESIGN.md, section 4). All methods raise InvalidArgumentError that names the field, the value
-and the limit. Read-only after it is made; tokenizing takes a while for long prompts, so it is called in a thread.
+Called by `orchestrator.api.reading` and `orchestrator.api.frontend`; tokenizes by `text.tokenizer`. All methods that
+check raise InvalidArgumentError that names the field, the value and the limit. Read-only after it is made; tokenizing a
+long prompt takes a while, so it is called in a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,13 +24,13 @@ class Intake:
 
     def __init__(self, tokenizer: Tokenizer, model: ModelInfo, eos_token_ids: Sequence[int]) -> None:
         self.tokenizer_fingerprint = tokenizer.fingerprint
-        """Of the tokenizer and chat template."""
+        """Fingerprint of the tokenizer and its chat template."""
         self._tokenizer = tokenizer
         self._model = model
         self._eos_token_ids = frozenset(eos_token_ids)
 
     def check_names(self, request_id: str, model: str) -> None:
-        """Either may be empty."""
+        """Check the request's id and the model's name; either may be empty."""
         if len(request_id) > MAX_REQUEST_ID_CHARS or not (request_id.isascii() and request_id.isprintable()):
             raise InvalidArgumentError(
                 f"request_id = {request_id[:40]!r} is out of range: use at most {MAX_REQUEST_ID_CHARS} printable "
@@ -39,7 +40,7 @@ class Intake:
             raise InvalidArgumentError(f"model = {model[:80]!r} is unknown: {self._model.name!r} is served here")
 
     def encode_text(self, prompt: bytes) -> tuple[int, ...]:
-        """Token ids of UTF-8 text."""
+        """Return the token ids of a prompt in UTF-8. Blocks for long prompts."""
         self._check_bytes("prompt", len(prompt))
         try:
             text = prompt.decode()
@@ -49,27 +50,28 @@ class Intake:
         return self._checked_prompt("prompt", self._tokenizer.encode(text))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a conversation, ready for the assistant's turn."""
+        """Return the token ids of a conversation, ready for the assistant's turn. Blocks for long conversations."""
         self._check_bytes("chat", sum(len(text.encode()) for message in messages for text in message.values()))
         rendered = self._tokenizer.render_chat(messages)
         self._check_fits("chat", rendered)
         return self._checked_prompt("chat", self._tokenizer.encode_rendered(rendered))
 
     def check_num_messages(self, num_messages: int) -> None:
-        """Check the length of a chat before its messages are looked at: each takes a token at least."""
+        """Check the number of a chat's messages before their content is read: each takes at least one token."""
         if num_messages > self._model.max_tokens:
             raise InvalidArgumentError(
                 f"chat has {num_messages} messages: the model's limit is {self._model.max_tokens} tokens; send fewer"
             )
 
     def check_prompt_ids(self, token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Token ids that a client made; a list that is too long is not looked at."""
+        """Check token ids that a client made, and return them. The ids of a list that is too long are not read."""
         checked = self._checked_prompt("token_ids", token_ids)
         self._check_ids("token_ids", checked)
         return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """What SamplingParams cannot know: the model's vocabulary, and room for the output."""
+        """Check sampling parameters against the model's vocabulary, and the room that the prompt leaves for the
+        output."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
         room = self._model.max_tokens - num_prompt_tokens
@@ -80,13 +82,15 @@ class Intake:
             )
 
     def check_num_outputs(self, num_outputs: int, params: SamplingParams) -> None:
-        """Check how many choices' tokens a client says it has: those of all, or of none."""
+        """Check that a client sends lists of the tokens it has either for all choices or for none."""
         if num_outputs not in (0, params.n):
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """What a client says it has of a stream must be able to come from one; a list that is too long is not looked
-        at."""
+        """Check that the tokens that a client says it has could come from a stream of this request.
+
+        The ids of a list that is too long are not read.
+        """
         limits = ((params.max_tokens, "sampling.max_tokens"), (self._model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:
@@ -97,11 +101,11 @@ class Intake:
             raise InvalidArgumentError("outputs without seeded: send the seed of the stream that is resumed")
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text that these token ids stand for."""
+        """Return the text of token ids."""
         return self._tokenizer.decode(token_ids)
 
     def end_of(self, output_ids: Sequence[int], params: SamplingParams) -> FinishReason | None:
-        """Why a stream that has these tokens is complete; None when more may come."""
+        """Return why a choice with these output tokens is complete; None when more tokens may come."""
         if not output_ids:
             return None
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos_token_ids)
@@ -121,7 +125,7 @@ class Intake:
             raise InvalidArgumentError(f"{field} has {num_bytes} bytes: the limit is {MAX_PROMPT_BYTES}; shorten it")
 
     def _check_fits(self, field: str, text: str) -> None:
-        """Refuse, before it is tokenized, a text that cannot be as few tokens as the model takes."""
+        """Refuse, before it is tokenized, a text whose least number of tokens is above the model's limit."""
         least, limit = self._tokenizer.min_tokens(text), self._model.max_tokens - 1
         if least > limit:
             raise InvalidArgumentError(

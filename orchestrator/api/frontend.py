@@ -1,7 +1,9 @@
-"""The orchestrator over gRPC: checks what clients ask, and puts the controller's events on the wire.
+"""Serves the orchestrator over gRPC: checks clients' requests, and sends the controller's events back.
 
-First and last step of a request's way (DESIGN.md, section 4). On the process's asyncio loop; long prompts are tokenized
-in threads. Errors become statuses, RetryInfo included, in the interceptor that transport.channel.make_server installs.
+Reads requests by `orchestrator.api.reading`, and hands them to `orchestrator.controller`; calls are checked first by
+`orchestrator.api.access`. Serves `orchestrator.api.admin` and `orchestrator.api.planning` on the same port. On the
+process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo included, in the
+interceptor that `transport.channel.make_server` installs.
 """
 
 import asyncio
@@ -57,10 +59,10 @@ Context = grpc.aio.ServicerContext[Any, Any]
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _HEALTH_SERVICES = ("", SERVICE)
 _HEALTH_POLL_S = 0.25
-"""Between two looks at what health is to say."""
+"""Seconds between two looks at the health to be shown."""
 _HEALTH_PAUSES = Pauses(_HEALTH_POLL_S, 5.0)
 _STATUS_GRACE_S = 1.0
-"""For the last status to leave, when nothing runs any more."""
+"""Seconds that the last statuses have to leave, when no request runs any more."""
 
 
 class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
@@ -77,7 +79,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         self._tenants = tenants
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
-        """Streams a request up to its one end: Finished, or the status of what failed; both at a deadline."""
+        """Stream a request's events up to its one end: Finished, or the status of its error; both at a deadline."""
         metadata = context.invocation_metadata() or ()
         tenant = self._tenants.of(metadata)
         end_s = deadline_s(request, context, self._clock)
@@ -92,7 +94,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
                     raise error
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
-        """The model's limits."""
+        """Return the name, the limits and the fingerprints of the served model."""
         model = self._model
         return pb.Model(
             name=model.name,
@@ -105,11 +107,11 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
         )
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
-        """Asks all workers what they hold, and answers within a second or so."""
+        """Ask all workers what they hold, and return the cluster's state within about a second."""
         return cluster_state_to_proto(await self._controller.state())
 
     def _spec(self, request: pb.GenerateRequest, end_s: float | None, tenant: Tenant) -> GenerateSpec:
-        """The request, checked and tokenized."""
+        """Return the request as a spec for the controller, checked and tokenized. Blocks for long prompts."""
         asked = self._reader.read(request)
         params = asked.params
         return GenerateSpec(
@@ -144,7 +146,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
 
 class OrchestratorServer:
-    """A controller, and the server that its service is on. Make one with `start`, on the loop."""
+    """A controller, and the gRPC server of its services. Make one with `start`, on the loop."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class OrchestratorServer:
 
     @property
     def metrics_port(self) -> int | None:
-        """Of /metrics; None when there is none."""
+        """Return the port of /metrics; None when metrics are not served."""
         return None if self._metrics is None else self._metrics.port
 
     @classmethod
@@ -181,9 +183,11 @@ class OrchestratorServer:
         calibration_path: Path | None = None,
         metrics_port: int | None = None,
     ) -> Self:
-        """Serves on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one. `members`
-        may know no group yet. Calibrations that `planner` is given are kept at `calibration_path`. Raises ConfigError
-        when it cannot listen there."""
+        """Serve on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one.
+
+        `members` may know no group yet. Calibrations that `planner` is given later are kept at `calibration_path`.
+        Raises ConfigError when a server cannot listen there.
+        """
         config = config or OrchestratorConfig()
         tenants = config.tenants
         server = make_server(check=Doorkeeper(tenants).check)
@@ -211,8 +215,10 @@ class OrchestratorServer:
         return cls(server, controller, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests, gives running ones `grace_s` seconds, then ends them everywhere, with UNAVAILABLE to
-        their clients. Idempotent."""
+        """Refuse new requests, give running ones `grace_s` seconds, then end them everywhere.
+
+        Their clients get UNAVAILABLE. Idempotent.
+        """
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await self.controller.close(grace_s)
@@ -222,7 +228,7 @@ class OrchestratorServer:
 
 
 async def _show_health(shown: health.HealthServicer, overview: Overview) -> None:
-    """As Overview.is_serving says, until cancelled."""
+    """Keep the server's health as `Overview.is_serving` says, until cancelled."""
     told: bool | None = None
 
     async def look() -> None:

@@ -1,9 +1,10 @@
-"""A gateway: serves clients as an orchestrator does, and has an orchestrator that is somewhere else do the work.
+"""A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
 
-First and last step of a request's way (DESIGN.md, section 4), in a process of its own: it checks fields, renders chats
-and tokenizes, and passes on token ids, who asks, what is left of the deadline, and cancellations; what comes back it
-passes on as it is, byte for byte, errors included. It keeps nothing of a stream: any gateway can take up another's.
-On the process's asyncio loop, long prompts tokenized in threads.
+Runs in a process of its own, started by `deploy.commands.gateway`, in front of `orchestrator.api.frontend`. It reads
+requests by `orchestrator.api.reading`: checks fields, renders chats and tokenizes. It passes on token ids, the caller's
+metadata, the time left before the deadline, and cancellations. Replies pass through byte for byte, errors included. It
+stores nothing of a stream: any gateway can resume another's. On the process's asyncio loop; long prompts are tokenized
+in threads.
 """
 
 import asyncio
@@ -38,20 +39,22 @@ _GenerateCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, bytes]
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Orchestrator"].full_name
 _STATUS_GRACE_S = 1.0
-"""For the last status to leave, when nothing runs any more."""
+"""Seconds that the last statuses have to leave, when no request runs any more."""
 _CLOSING = "the gateway is shutting down: try again"
 _ANSWER_S = 10.0
-"""For the orchestrator to say which model it serves."""
+"""Seconds that the orchestrator has to answer which model it serves."""
 _MOST_MS = 2.0**32 - 1
-"""Of a deadline: the field has 32 bits."""
+"""Largest deadline in milliseconds that the message's field of 32 bits holds."""
 _AGAIN_S = 0.5
-"""Between two looks for an orchestrator that is away."""
+"""Seconds between two attempts to reach an orchestrator that is away."""
 _HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
-    """Serves baton.v1.Orchestrator: what one asks is read here, the rest is the orchestrator's. Messages that only pass
-    through are bytes."""
+    """Serves baton.v1.Orchestrator: reads requests here, and has an orchestrator serve them.
+
+    Messages that only pass through are bytes.
+    """
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = orchestrator.unary_stream(
@@ -64,11 +67,11 @@ class GatewayServicer:
         self._model = model
         self._clock = clock
         self._calls: dict[asyncio.Task[Any], grpc.aio.Call] = {}
-        """To the orchestrator, by the tasks that pass on what comes."""
+        """Calls to the orchestrator, by the tasks that pass on their messages."""
         self._closing = False
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """The service, as a server takes it."""
+        """Return the service's methods, to be added to a server."""
         methods: dict[str, Any] = {  # their types are those of synchronous servers
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
             "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
@@ -77,7 +80,7 @@ class GatewayServicer:
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
-        """As the orchestrator's."""
+        """Read a request, send it to the orchestrator as token ids, and stream the orchestrator's events."""
         end_s = deadline_s(request, context, self._clock)
         passed, echo = await self._reader.off_the_loop(request, partial(self._read, request))
         if end_s is not None:
@@ -96,16 +99,18 @@ class GatewayServicer:
             del self._calls[task]
 
     async def get_model(self, request: bytes, context: Context) -> bytes:
-        """As the orchestrator's."""
+        """Pass GetModel on to the orchestrator."""
         return await self._pass_on("GetModel", request, context)
 
     async def get_cluster_state(self, request: bytes, context: Context) -> bytes:
-        """As the orchestrator's."""
+        """Pass GetClusterState on to the orchestrator."""
         return await self._pass_on("GetClusterState", request, context)
 
     async def close(self, grace_s: float) -> None:
-        """Takes no more requests, gives running ones `grace_s` seconds, and ends the rest with UNAVAILABLE: their
-        clients come back, to another gateway."""
+        """Refuse new requests, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
+
+        Clients of ended streams resume them at another gateway.
+        """
         self._closing = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
@@ -113,7 +118,7 @@ class GatewayServicer:
             call.cancel()
 
     async def _messages(self, call: _GenerateCall) -> AsyncIterator[bytes]:
-        """All that the orchestrator sends; raises what it ended with."""
+        """Yield all messages that the orchestrator sends; raise the error with which it ended the call."""
         try:
             with translate_rpc_errors():
                 while isinstance(message := await call.read(), bytes):
@@ -123,17 +128,17 @@ class GatewayServicer:
             if task is not None and task.cancelling():
                 raise  # the client has gone
             why = _CLOSING if self._closing else "the orchestrator gave the call up: try again"
-            raise UnavailableError(why) from error  # so grpc.aio reports a call that was cancelled
+            raise UnavailableError(why) from error  # grpc.aio's report of a call that was cancelled
 
     def _read(self, request: pb.GenerateRequest) -> tuple[pb.GenerateRequest, str]:
-        """What the orchestrator is asked, and what the text of each choice begins with."""
+        """Return the request to send to the orchestrator, and the text with which the text of each choice begins."""
         asked = self._reader.read(request)
         passed = pb.GenerateRequest()
         passed.CopyFrom(request)
         passed.token_ids.ids[:] = asked.prompt_ids  # in place of prompt or chat
         passed.request_id = request.request_id or uuid.uuid4().hex
-        passed.model = self._model  # token ids mean nothing to another
-        passed.echo = False  # ids do not always decode to the very text
+        passed.model = self._model  # token ids mean nothing to another model
+        passed.echo = False  # decoding the ids does not always give the exact text
         return passed, asked.echo
 
     async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
@@ -143,7 +148,7 @@ class GatewayServicer:
 
 
 class Gateway:
-    """A server in front of an orchestrator. Make one with `start`, on the loop."""
+    """A gRPC server in front of an orchestrator. Make one with `start`, on the loop."""
 
     def __init__(
         self,
@@ -153,7 +158,7 @@ class Gateway:
         shown: health.HealthServicer,
         watch: asyncio.Task[None],
     ) -> None:
-        """`shown`: what the server says of its health, by what `watch` finds."""
+        """`shown` is the server's health service; the task `watch` keeps it as the orchestrator's health is."""
         self.port = port
         self._server = server
         self._servicer = servicer
@@ -172,9 +177,11 @@ class Gateway:
         port: int = 0,
         caller: Metadata = (),
     ) -> Self:
-        """Serves on host:port; port 0 takes any free one. The channel stays its owner's; `model` is what `ask_model`
-        said. `caller`: metadata of the gateway's own calls, which no client's call gets. Raises ConfigError when it
-        cannot listen there, and for a tokenizer that is not the orchestrator's."""
+        """Serve on host:port; port 0 takes any free one. The channel stays its owner's.
+
+        `model` is the answer of `ask_model`. `caller` is metadata of the gateway's own calls, which no client's call
+        gets. Raises ConfigError when it cannot listen there, and for a tokenizer that differs from the orchestrator's.
+        """
         if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
             raise ConfigError(
                 f"the orchestrator's model, {model.name}, has another tokenizer or chat template: name the same model"
@@ -188,26 +195,31 @@ class Gateway:
         health_pb2_grpc.add_HealthServicer_to_server(shown, server)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         reflection.enable_server_reflection((SERVICE, health_name, reflection.SERVICE_NAME), server)
-        await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator is heard
+        await _show(shown, health_pb2.HealthCheckResponse.NOT_SERVING)  # until the orchestrator answers
         await server.start()
         watch = asyncio.create_task(_show_health(shown, orchestrator, model, caller))
         return cls(server, servicer, bound, shown, watch)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Takes no more requests and connections, gives running ones `grace_s` seconds, and ends the rest, with
-        UNAVAILABLE to their clients, who come back: to another gateway, or to this one's next life. Idempotent."""
+        """Refuse new requests and connections, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
+
+        Clients of ended streams resume them at another gateway, or at this one's next life. Idempotent.
+        """
         self._watch.cancel()
         await asyncio.gather(self._watch, return_exceptions=True)
         await self._shown.enter_graceful_shutdown()
         leaving = asyncio.create_task(self._server.stop(grace_s + _STATUS_GRACE_S))  # clients are told to go elsewhere
         await self._servicer.close(grace_s)
-        await self._server.stop(_STATUS_GRACE_S)  # who only watches its health is not waited for any longer
+        await self._server.stop(_STATUS_GRACE_S)  # no longer waits for clients that only watch the health
         await leaving
 
 
 async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Metadata = ()) -> pb.Model:
-    """What is served there, asked with this metadata. Raises UnavailableError or DeadlineExceededError without an
-    answer, and UnauthenticatedError where a key is required."""
+    """Return the model that the orchestrator serves, asked with this metadata.
+
+    Raises UnavailableError or DeadlineExceededError without an answer, and UnauthenticatedError where a key is
+    required.
+    """
     with translate_rpc_errors():
         request = pb.GetModelRequest()
         return await OrchestratorStub(orchestrator).GetModel(request, timeout=timeout_s, metadata=caller)
@@ -216,7 +228,10 @@ async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Me
 async def _show_health(
     shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
 ) -> None:
-    """The orchestrator's; NOT_SERVING while it is away, or serves another model. Until cancelled."""
+    """Keep the server's health as the orchestrator's, until cancelled.
+
+    It is NOT_SERVING while the orchestrator is away, or serves another model.
+    """
     told = ""
 
     async def look() -> None:
@@ -241,12 +256,12 @@ async def _show_health(
 
 
 def _alike(model: pb.Model) -> tuple[object, ...]:
-    """What requests are read by; weights may change meanwhile."""
+    """Return the properties of a model by which requests are read; its weights may change meanwhile."""
     return model.name, model.max_tokens, model.vocab_size, model.tokenizer_fingerprint
 
 
 async def _follow_health(shown: health.HealthServicer, orchestrator: grpc.aio.Channel) -> None:
-    """Shows what it says, until it ends the call."""
+    """Show each health status that the orchestrator streams, until it ends the call."""
     watching = health_pb2_grpc.HealthStub(orchestrator).Watch(health_pb2.HealthCheckRequest(service=SERVICE))
     try:
         with translate_rpc_errors():
@@ -262,12 +277,12 @@ async def _show(shown: health.HealthServicer, status: health_pb2.HealthCheckResp
 
 
 def _passed_on(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:
-    """Of a call's metadata what is not about its connection: who asks, and what else the client sends."""
+    """Return the metadata to pass on: all but the keys about the connection itself."""
     return tuple((key, value) for key, value in metadata if not key.startswith(("grpc-", "user-agent")))
 
 
 def _with_echo(message: bytes, echo: str) -> bytes:
-    """The event, with the prompt before the text of a choice's first token."""
+    """Return the event with the prompt before the text of a choice's first token; other events unchanged."""
     event = pb.GenerateEvent.FromString(message)
     if not event.HasField("token") or event.token.index or not event.token.HasField("token"):
         return message

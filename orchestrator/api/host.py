@@ -1,6 +1,7 @@
-"""The host of the orchestrator: its server, and the cluster view that the supervisor pushes.
+"""Hosts the orchestrator: its server, and the cluster view that the supervisor pushes.
 
-deploy makes it a Ray actor; it knows nothing of Ray. Runs on that process's asyncio loop.
+`deploy.ray_cluster.orchestrator` makes it in a Ray actor; this module knows nothing of Ray. Starts
+`orchestrator.api.frontend`. Runs on its process's asyncio loop.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from text.tokenizer import Tokenizer
 
 
 class OrchestratorHost:
-    """One life of the orchestrator. Called by the supervisor only."""
+    """One life of the orchestrator. Called only by the supervisor."""
 
     def __init__(
         self,
@@ -34,9 +35,12 @@ class OrchestratorHost:
         calibration_path: Path | None = None,
         cores: Sequence[int] = (),
     ) -> None:
-        """`folder` holds the tokenizer; chat templates are asked of it, whatever `model` says of them. Calibrations
-        that `planner` is given later are kept at `calibration_path`. The process is pinned to `cores`; empty: not
-        pinned."""
+        """Prepare a life of the orchestrator, without serving yet.
+
+        `folder` holds the tokenizer; whether there is a chat template is read from it, whatever `model` says.
+        Calibrations that `planner` is given later are kept at `calibration_path`. The process is pinned to `cores`;
+        empty: not pinned.
+        """
         pin(cores)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._folder = folder
@@ -52,8 +56,10 @@ class OrchestratorHost:
     async def serve(
         self, view: ClusterView, host: str, port: int, metrics_port: int | None, orders: Orders
     ) -> tuple[int, int, int | None]:
-        """Starts the server, once, over that view, under orders that an earlier life got; (process id, port, port of
-        the metrics). Raises ConfigError when it cannot listen."""
+        """Start the server, once, over this view, under the orders of an earlier life.
+
+        Returns the process id, the port and the port of the metrics. Raises ConfigError when the server cannot listen.
+        """
         self._members.update(view)
         async with self._starting:
             if self._server is None:
@@ -77,13 +83,15 @@ class OrchestratorHost:
             return os.getpid(), self._server.port, self._server.metrics_port
 
     async def update(self, view: ClusterView, kept: Orders) -> Orders:
-        """The cluster is like this now, and the sender has `kept` these orders; those in force. The answer is also this
-        process's heartbeat."""
+        """Replace the cluster view and the orders that the supervisor has recorded; return the orders in force.
+
+        The supervisor takes the answer as this process's heartbeat, too.
+        """
         self._members.update(view)
         self._members.hear_kept(kept)
         return self._members.orders
 
     async def stop(self) -> None:
-        """Ends all requests and the server."""
+        """End all requests and the server."""
         if self._server is not None:
             await self._server.stop()

@@ -1,7 +1,8 @@
-"""What the orchestrator predicts by, over gRPC: shows it, and takes other measurements while requests run.
+"""Serves the measurements that the planner predicts by, over gRPC, and replaces them while requests run.
 
-The second half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. On the
-process's asyncio loop; knots are searched, and files written, in a thread.
+The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. Changes the
+planner that `orchestrator.controller` asks. On the process's asyncio loop; the search for knots and the writing of
+files run in a thread.
 """
 
 import asyncio
@@ -33,20 +34,22 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning over the planner that the controller asks."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """A calibration that is taken is kept at `path`, and step times beside it, where the orchestrator's next life
-        finds them; None: nowhere."""
+        """New calibrations are saved at `path`, and step times beside it, for the orchestrator's next life; None:
+        nowhere."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
 
     async def GetCalibration(self, request: pb.GetCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """The one in force."""
+        """Return the calibration in force."""
         return self._calibration_in_use()
 
     async def UseCalibration(self, request: pb.UseCalibrationRequest, context: Context) -> pb.CalibrationInUse:
-        """Predicts by the given one from the answer on, and keeps it: both or, however the call ends, neither. Raises
-        ConfigError for a damaged text, or when it cannot be kept, and InvalidArgumentError for one of another model or
-        hardware, or that is far from the one in force and not forced; nothing has changed then."""
+        """Predict by the given calibration from the answer on, and save it: both or, however the call ends, neither.
+
+        Raises ConfigError for a damaged text, or when it cannot be saved, and InvalidArgumentError for one of another
+        model or hardware, or that is far from the one in force and not forced; the former one stays in force then.
+        """
         given = calibration.loads(request.calibration, "calibration")
         _require_same("calibration is", given, self._planner.calibration)
         if not request.force:
@@ -56,11 +59,15 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._calibration_in_use()
 
     async def GetStepTimes(self, request: pb.GetStepTimesRequest, context: Context) -> pb.StepTimesInUse:
-        """Those in force. Raises ConfigError when the planner has none."""
+        """Return the step times in force. Raises ConfigError when the planner has none."""
         return self._steps_in_use()
 
     async def UseStepTimes(self, request: pb.UseStepTimesRequest, context: Context) -> pb.StepTimesInUse:
-        """As UseCalibration."""
+        """Predict by the given step times from the answer on, and save them: both or, however the call ends, neither.
+
+        Raises ConfigError for a damaged text, when the planner has none to replace, or when they cannot be saved, and
+        InvalidArgumentError for those of another model or hardware, or that are far from those in force and not forced.
+        """
         given = step_times.loads(request.step_times, "step_times")
         _require_same("step_times are", given, self._steps())
         if not request.force:
@@ -70,7 +77,8 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._steps_in_use()
 
     async def _take(self, path: Path | None, save: Callable[[Path], None], adopt: Callable[[], None]) -> None:
-        """Keeps something, then predicts by it. Goes on when the call is given up: file and planner agree."""
+        """Save a measurement, then predict by it. Goes on when the call is cancelled, so that file and planner
+        agree."""
 
         async def both() -> None:
             async with self._using:

@@ -1,7 +1,8 @@
-"""Reads what a client sends: every field checked, the prompt as token ids (step 1 of a request's way).
+"""Reads a client's request: checks every field, and turns the prompt into token ids.
 
-For whoever serves baton.v1.Orchestrator: the orchestrator itself, and gateways in front of it. Tokenizing takes a while
-for long prompts, so these are read in threads (`off_the_loop`), for which no more than so many bytes wait.
+Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`; `orchestrator.api.checks` has the checks. Tokenizing
+a long prompt takes a while, so long requests are read in threads (`off_the_loop`), and the bytes that wait for these
+threads are bounded.
 """
 
 import asyncio
@@ -25,46 +26,51 @@ Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
 
 MAX_READING_BYTES = 32 * 2**20
-"""Of requests that are being read, or wait for a thread: four of the longest prompts, and of what admission holds a
-multiple. Fewer where that is much of the memory (`reading_bytes`)."""
+"""Largest number of bytes of requests that are being read or wait for a thread: four of the longest prompts, and a
+multiple of what admission holds. Fewer where that is much of the memory (`reading_bytes`)."""
 _MEMORY_OF_BYTE = 160
-"""Bytes of memory that a byte of text takes while it is tokenized, measured on text that takes much."""
+"""Bytes of memory that one byte of text takes while it is tokenized, measured on text that takes much."""
 _MEMORY_SHARE = 0.25
-"""Of the free memory, that reading may take."""
+"""Part of the free memory that reading may take."""
 _SHORT_BYTES = 256
-"""Of a request that is read in a fifth of a millisecond: about what asking a thread costs."""
+"""Largest request, in bytes, that is read on the loop: reading it takes a fifth of a millisecond, about as long as
+handing it to a thread."""
 _RETRY_S = 0.1
-"""A refused request's hint: ten thousand tokens are read within about that."""
+"""Retry delay of a refused request, in seconds: ten thousand tokens are read in about that time."""
 _MARGIN_S = 0.1
-"""How much earlier than the client's own deadline a request ends, at most, so that its usage still arrives."""
+"""Largest number of seconds by which a request ends earlier than the client's deadline, so that its usage still
+arrives."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What a client asks for, within the model's limits."""
+    """A client's request for generation, checked against the model's limits."""
 
     prompt_ids: tuple[int, ...]
     params: SamplingParams
     is_seeded: bool
-    """Whether the parameters' seed is meant."""
+    """Whether the client has set the parameters' seed; if not, the server draws one."""
     outputs: tuple[tuple[int, ...], ...]
-    """Of a resumed stream: the tokens that the client has, one tuple a choice."""
+    """Tokens that the client of a resumed stream has, one tuple per choice; empty for a new request."""
     echo: str
-    """What the text of each choice begins with."""
+    """Text with which the text of each choice begins."""
 
 
 class RequestReader:
     """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
 
     def __init__(self, intake: Intake, max_bytes: int | None = None) -> None:
-        """`max_bytes` of requests are read off the loop at a time, or one that is longer by itself; None: as many as
-        the memory that is free now allows."""
+        """`max_bytes` bounds the requests that are read off the loop at a time; None: as many bytes as the free memory
+        allows. A longer request is read when no other is."""
         self._intake = intake
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
-        self._num_bytes = 0  # of what is being read off the loop
+        self._num_bytes = 0  # of requests that are being read off the loop
 
     def read(self, request: pb.GenerateRequest) -> Asked:
-        """Raises InvalidArgumentError that names the field, the value and the limit."""
+        """Return the request, checked and tokenized. Blocks for long prompts.
+
+        Raises InvalidArgumentError that names the field, the value and the limit.
+        """
         intake = self._intake
         intake.check_names(request.request_id, request.model)
         if request.echo and request.HasField("chat"):
@@ -80,8 +86,10 @@ class RequestReader:
         return Asked(prompt_ids, params, is_seeded, tuple(tuple(ids) for ids in outputs), echo)
 
     async def off_the_loop(self, request: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """What `read` makes of the request, in a thread unless that is quick. Raises ResourceExhaustedError at once
-        when too much is being read."""
+        """Return the result of `read`, which is called in a thread unless the request is short.
+
+        Raises ResourceExhaustedError at once when too many bytes are being read, and any error of `read`.
+        """
         num_bytes = request.ByteSize()
         if num_bytes <= _SHORT_BYTES:
             return read()
@@ -90,11 +98,11 @@ class RequestReader:
         reading = asyncio.get_running_loop().run_in_executor(None, _unless, given_up, read)
         reading.add_done_callback(partial(self._give_back, num_bytes))
         try:
-            await asyncio.wait((reading,))  # when cancelled, leaves it: it counts for as long as the executor has it
+            await asyncio.wait((reading,))  # a cancelled wait leaves the read running, and counted until it ends
             return reading.result()
         finally:
             given_up.set()
-            del reading  # which an error's traceback would hold, and it the error
+            del reading  # else the error's traceback and the future would keep each other alive
 
     def _take(self, num_bytes: int) -> None:
         if self._num_bytes and self._num_bytes + num_bytes > self._max_bytes:
@@ -108,7 +116,7 @@ class RequestReader:
     def _give_back(self, num_bytes: int, reading: asyncio.Future[Any]) -> None:
         self._num_bytes -= num_bytes
         if not reading.cancelled():
-            reading.exception()  # seen, also where nobody waits for it any more
+            reading.exception()  # else asyncio logs an error whose call has gone
 
     def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
         match request.WhichOneof("input"):
@@ -127,7 +135,7 @@ class RequestReader:
 
 
 def reading_bytes(num_bytes_free: int) -> int:
-    """Bytes of requests that may be read at a time in a process that finds so much memory free."""
+    """Return how many bytes of requests may be read at a time in a process that finds so much memory free."""
     return min(MAX_READING_BYTES, int(_MEMORY_SHARE * num_bytes_free) // _MEMORY_OF_BYTE)
 
 
@@ -138,7 +146,8 @@ def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:
 
 
 def deadline_s(request: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
-    """The earlier of the request's own deadline and, with a margin, the call's; on the clock's now_s()."""
+    """Return the earlier of the request's deadline and, with a margin, the call's, on the clock's now_s(); None without
+    any."""
     left_s = [request.deadline_ms / 1000] if request.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))

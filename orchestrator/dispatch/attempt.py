@@ -1,8 +1,10 @@
-"""One attempt at a request: groups, a slot, the chain, the stream (steps 3 to 9 of a request's way).
+"""Serves one attempt at a request: groups, a slot, the chain, the stream.
 
-A slot is leased before prefill starts, so that KV always has a home; the stream is opened before prefill, so that the
-lease has an owner; every rank runs its chunk and pushes its KV straight to the slot. However an attempt ends, its
-calls have ended, its job is in no book, and its slot is free or about to be. On the loop, in the request's task.
+Called by `orchestrator.controller`; asks `orchestrator.placement.chooser` for groups, calls workers through
+`orchestrator.workers.client`, and reads streams by `orchestrator.dispatch.streaming`. A slot is leased before prefill
+starts, so that KV always has a home; the stream is opened before prefill, so that the lease has an owner; every rank
+runs its chunk and pushes its KV straight to the slot. When an attempt has ended, in any way, its calls have ended, its
+job is in no book, and its slot is free or soon will be. On the loop, in the request's task.
 """
 
 import asyncio
@@ -34,48 +36,49 @@ from transport.kv_sink import ReserveSpec
 logger = logging.getLogger(__name__)
 
 _FULL_PAUSE_S = 0.05
-"""Between two tries for a slot that should be free and is not yet: quarantined, or another orchestrator's."""
+"""Seconds between two Reserves of a slot that should be free and is not yet: quarantined, or another orchestrator's."""
 _ANSWER_S = 1.0
-"""For a group to say whether it has kept a stream."""
+"""Seconds that a group has to say whether it has kept a stream."""
 
 
 @dataclass(frozen=True)
 class _Home:
-    """Where one attempt's KV goes, and its tokens come from."""
+    """The generation group of one attempt, where its KV goes and its tokens come from."""
 
     group: GenerationGroup
     worker: WorkerClient
     blocks: PromptBlocks
-    """Of all whose KV the attempt has to make."""
+    """Blocks of all tokens whose KV the attempt has to make."""
     held: ExitStack
-    """The group's count of the attempt, and the worker's connection."""
+    """Holds the group's count of the attempt, and the use of the worker's connection."""
 
 
 @dataclass(frozen=True)
 class _Prefill:
-    """One attempt's place in the order of a prefill group."""
+    """One attempt's job for a prefill group."""
 
     group: PrefillGroup
     chain: ChainPlan
     blocks: PromptBlocks
-    """The prompt's: the chain begins behind the first of them, and keeps the rest."""
+    """The prompt's blocks: the chain begins behind the first ones, which are cached, and stores the others."""
     number: JobId
 
 
 @dataclass
 class _Learnt:
-    """What one attempt has found out so far."""
+    """Facts that one attempt has found out about groups so far."""
 
     full_since_s: float = math.inf
-    """When the first group refused it that has slots and no memory."""
+    """Time when a group that should have room first refused the attempt, on the clock's now_s."""
     full: set[object] = field(default_factory=set)
-    """Lives of such groups asked since all had been: one that is asked again has had a pause."""
+    """Lives of groups that refused the attempt for lack of room since its latest pause; cleared once all have
+    refused."""
     trusts_hints: bool = True
-    """Whether what the index says is cached has always been there."""
+    """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
 
 
 class Dispatcher:
-    """Runs attempts, any number at once. Writes the book of the prefill groups, which `members` holds."""
+    """Runs any number of attempts at once. Writes the book of prefill jobs, which `Members.backlogs` holds."""
 
     def __init__(
         self, members: Members, clients: Clients, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig
@@ -93,24 +96,25 @@ class Dispatcher:
 
     @property
     def chooser(self) -> Chooser:
-        """Of groups, for attempts."""
+        """Return the chooser of groups for attempts."""
         return self._chooser
 
     @property
     def num_degraded(self) -> int:
-        """Attempts whose generation group prefilled because no prefill group was ready in time."""
+        """Return the number of attempts whose generation group prefilled because no prefill group was ready in time."""
         return self._chooser.num_degraded
 
     async def close(self) -> None:
-        """Waits, for a bounded time, until what past attempts held is given back; once no attempt runs."""
+        """Wait, for a bounded time, until the slots and streams of past attempts are freed; to be called once no
+        attempt runs."""
         await self._stores.close()
         await self._closings.close()
         await self._givebacks.close()
 
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
-        """Runs the request on from where its record is to its end: events go into the record, then to `emit`. Raises
-        what failed, having noted in the record which group to avoid. A prefix that is not cached after all is nobody's
-        failure: the prompt is computed from its beginning, in the same attempt."""
+        """Run a request from where its record stands to its end: events go into the record, then to `emit`. Raises the
+        error of the attempt, after adding the group to blame to the record's groups to avoid. A cached prefix that
+        turns out to be missing fails no attempt: the prompt is computed from its beginning, in the same attempt."""
         record.width, record.num_cached_tokens = None, 0
         self._stores.look()
         learnt = _Learnt()
@@ -128,8 +132,8 @@ class Dispatcher:
     async def _attempt_at(
         self, generation: GenerationGroup, record: RequestRecord, learnt: _Learnt, emit: Emit
     ) -> GenerationGroup | None:
-        """To the request's end; or returns the group to go to instead, as this one has no memory. The job is in no
-        book before it has its slot: others are not planned around what does not run."""
+        """Run the request to its end with this group; or return another group to try, as this one has no room. The job
+        is booked only once it has its slot: other prompts are not planned around a job that does not run."""
         blocks = self._chooser.blocks(record, generation.layout_fingerprint)
         with self._holding(generation, record) as (worker, held):
             home = _Home(generation, worker, blocks, held)
@@ -140,15 +144,16 @@ class Dispatcher:
             if isinstance(granted, GenerationGroup):
                 return granted
             anew = self._chooser.prefill(generation, record, blocks, learnt.trusts_hints)
-            group, chain = anew(record.avoid) or found  # others were booked meanwhile
+            group, chain = anew(record.avoid) or found  # other jobs were booked meanwhile
             place = _Prefill(group, chain, blocks, self._numbers.issue())
             with self._members.hold(group.name), self._booked(record, place) as prefill:
                 await self._relay(record, home, (prefill, granted), emit)
         return None
 
     async def take_over(self, record: RequestRecord, emit: Emit) -> None:
-        """As `attempt`, by the stream that a generation group has kept since an earlier orchestrator's end. Raises
-        NotFoundError when there is none."""
+        """Run a request to its end on the stream that a generation group has kept since an earlier orchestrator's end.
+        Events go into the record, then to `emit`. Raises NotFoundError when no group has kept it, and the error of a
+        failed stream."""
         generation = await self._find_kept(record)
         with self._holding(generation, record) as (worker, held):
             number = StreamNumber(self._numbers.issue())
@@ -160,7 +165,7 @@ class Dispatcher:
                 await follow(record, stream, event, emit)
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
-        present = self._members.present.generation  # the drained, too
+        present = self._members.present.generation  # drained groups too
         groups = [each for each in present if each.ready and each.may_serve(exact=record.exact)]
         answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
         found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
@@ -179,8 +184,8 @@ class Dispatcher:
     async def _generate(
         self, record: RequestRecord, home: _Home, learnt: _Learnt, emit: Emit
     ) -> GenerationGroup | None:
-        """Prefill and generation by one group, behind what its node has cached; a slot is leased for that. Or returns
-        the group to go to instead, as this one has no memory."""
+        """Prefill and generate on one group, behind the tokens that its node has cached, for which a slot is leased.
+        Return another group to try when this one has no room."""
         group, lease = home.group, None
         if self._chooser.prefixes.num_held(group.prefix_store, self._wanted(record, home, prefills_locally=True)):
             granted = await self._reserve(record, home, learnt, prefills_locally=True)
@@ -200,7 +205,7 @@ class Dispatcher:
         return None
 
     def _wanted(self, record: RequestRecord, home: _Home, *, prefills_locally: bool) -> tuple[str, ...]:
-        """Blocks that a slot of the group may begin with."""
+        """Return the names of the blocks with which a slot of the group may begin, if its node has them."""
         blocks = home.blocks
         if not home.group.prefix_store or (prefills_locally and record.wants_prompt_scores):
             return ()
@@ -215,7 +220,8 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _holding(self, group: GenerationGroup, record: RequestRecord) -> Iterator[tuple[WorkerClient, ExitStack]]:
-        """The group counts the attempt until it ends, or until whoever takes the stack over closes it."""
+        """Count the attempt as the group's until the context ends, or until a caller that takes the stack over closes
+        it."""
         with ExitStack() as held:
             held.enter_context(self._members.hold(group.name, record.num_slots))
             yield held.enter_context(self._clients.use(group.endpoint)), held
@@ -224,8 +230,8 @@ class Dispatcher:
     async def _ending(
         self, record: RequestRecord, home: tuple[GenerationGroup, ExitStack], number: StreamNumber, stream: EventStream
     ) -> AsyncIterator[EventStream]:
-        """The stream ends with the attempt, whatever comes; only one whose orchestrator dies is kept. A complete one is
-        heard on what was stored."""
+        """End the stream with the attempt; only a stream whose orchestrator dies is kept by its group. A stream that
+        has brought all its tokens is read on until its group has said what it stored."""
         generation, held = home
         try:
             yield stream
@@ -238,7 +244,8 @@ class Dispatcher:
 
     @contextlib.contextmanager
     def _booked(self, record: RequestRecord, prefill: _Prefill) -> Iterator[_Prefill]:
-        """The job is in the group's book, on each rank until its run there has ended."""
+        """Keep the job in its group's book, on each rank until the run there has ended, at most until the context
+        ends."""
         group, chain = prefill.group, prefill.chain
         self._members.backlogs.add(group.life, prefill.number, chain.job, self._unix_s())
         record.width, record.num_cached_tokens = chain.choice, chain.num_cached_tokens
@@ -259,7 +266,7 @@ class Dispatcher:
         return self._clock.unix_ns() / 1e9
 
     async def _relay(self, record: RequestRecord, home: _Home, job: tuple[_Prefill, Lease], emit: Emit) -> None:
-        """Prefill by a chain, whose last rank commits the slot; generation by the group that owns it."""
+        """Prefill by a chain, whose last rank commits the slot, and generate on the group that owns the slot."""
         generation, (prefill, lease) = home.group, job
         record.place(self._clock.unix_ns(), generation.residency)
         chain = asyncio.create_task(self._run_chain(record, prefill, lease, home.worker))
@@ -270,7 +277,7 @@ class Dispatcher:
         except BaseException as error:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
                 record.avoid.add(prefill.group.life if error is failure_of(chain) else generation.life)
-            if not record.is_complete:  # its rows have ended, and are perhaps being stored
+            if not record.is_complete:  # a complete request's rows may still be stored
                 self._givebacks.abort(generation.endpoint, lease.ref)
             raise
         finally:
@@ -280,9 +287,9 @@ class Dispatcher:
     async def _reserve(
         self, record: RequestRecord, home: _Home, learnt: _Learnt, *, prefills_locally: bool = False
     ) -> Lease | GenerationGroup:
-        """A slot for each choice; or another group that has room, as this one has none. A reservation under way is
-        never cancelled: it might be granted, and nobody would know. One whose answer was lost is undone by
-        its number."""
+        """Lease a slot for each choice; or return another group that has room, as this one has none. A Reserve under
+        way is never cancelled: it might be granted without a caller to free its slot. One whose answer was lost is
+        undone by its number."""
         generation, names = home.group, self._wanted(record, home, prefills_locally=prefills_locally)
         spec = ReserveSpec(
             request_id=record.request_id,
@@ -318,7 +325,8 @@ class Dispatcher:
             await asyncio.sleep(_FULL_PAUSE_S)
 
     def _granted(self, home: _Home, names: Sequence[str], lease: Lease) -> Lease:
-        """Which of these blocks the node has, the lease says for sure."""
+        """Correct the prefix index by the lease, which says how many of these blocks the node really has; return the
+        lease."""
         store, num_present = home.group.prefix_store, lease.num_present_tokens // home.blocks.block_tokens
         self._chooser.prefixes.use(store, names[:num_present])
         self._chooser.prefixes.forget(store, names[num_present : num_present + 1])
@@ -327,7 +335,7 @@ class Dispatcher:
     async def _run_chain(
         self, record: RequestRecord, prefill: _Prefill, lease: Lease, owner: WorkerClient
     ) -> tuple[RankTiming, ...]:
-        """Runs the job on all its ranks, and keeps the lease alive meanwhile: a job may wait long for its turn. The
+        """Run the job on all its ranks, and renew the lease meanwhile, because a job may wait long for its turn. The
         first failure cancels the other ranks and is raised."""
         plan = PrefillPlan(record, prefill.group.epoch, prefill.number, prefill.chain, prefill.blocks, lease)
         runs = [asyncio.create_task(self._run_rank(rank, prefill, plan)) for rank in prefill.chain.ranks]
@@ -365,13 +373,15 @@ class Dispatcher:
         return report.timing
 
     async def _renew(self, owner: WorkerClient, lease: Lease) -> None:
-        """A lease that is lost is no rank's fault: its stream says so."""
+        """Renew the lease. A failure is only logged: the lease's stream reports a lost lease, which is no rank's
+        fault."""
         try:
             await owner.renew(lease)
         except BatonError as error:
             logger.warning("slot %d at %s was not renewed: %s", lease.ref.slot, lease.endpoint, error)
 
     async def _reports(self, chain: Chain) -> tuple[RankTiming, ...]:
-        """The ranks' timings, which are no reason to fail a request that has all its tokens, nor to keep it long."""
+        """Return the ranks' timings, or none when they fail or are late, which fails no request that has all its
+        tokens."""
         await asyncio.wait({chain}, timeout=self._config.report_wait_s)
         return chain.result() if chain.done() and failure_of(chain) is None else ()

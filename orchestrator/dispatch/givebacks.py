@@ -1,7 +1,7 @@
-"""What attempts held and is being given back: leases aborted, streams cancelled, Reserves undone that ended in doubt.
+"""Frees what attempts held: aborts leases, cancels streams, and undoes Reserves whose answers were lost.
 
-However an attempt ends, its calls go on here until the workers have answered, or what was held ends by its ttl. Steps
-3 and 8 of a request's way (DESIGN.md, section 4). On the loop.
+Called by `orchestrator.dispatch.attempt`; calls workers through `orchestrator.workers.client`. When an attempt has
+ended, its calls go on here until the workers have answered, or until the slot or stream ends by its ttl. On the loop.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S = 0.1
 _MOST_PAUSE_S = 2.0
-"""Between two aborts of the same Reserve: twice as long each time, from the first on."""
+"""Longest pause between two aborts of the same Reserve: pauses double, from `_FIRST_PAUSE_S` on."""
 
 
 class Givebacks:
@@ -35,24 +35,24 @@ class Givebacks:
         self._closing = asyncio.Event()
 
     async def close(self) -> None:
-        """Return when every worker that answers has been told once; what is in doubt then ends by its ttl."""
+        """Return when every call has been made once; Reserves still in doubt then end by their ttl."""
         self._closing.set()
         await asyncio.gather(*self._tasks)
 
     def abort(self, endpoint: str, ref: LeaseRef) -> None:
-        """Free a leased slot."""
+        """Abort a lease and free its slot, in a task."""
         self._begin(self._abort(endpoint, ref))
 
     def cancel(self, endpoint: str, number: StreamNumber) -> None:
-        """End a stream."""
+        """End the stream of this number at a generation group, in a task."""
         self._begin(self._cancel(endpoint, number))
 
     def unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
-        """Free the slot of a Reserve that is under way, and that nobody waits for any more."""
+        """Wait for a Reserve that is under way without a caller, and free the slot that it is granted, in a task."""
         self._begin(self._end_unwanted(endpoint, number, granting))
 
     def failed(self, endpoint: str, number: ReserveNumber, error: BatonError) -> None:
-        """Undo a Reserve that failed, if that may have been on the answer's way."""
+        """Undo a Reserve that failed, in a task, unless the worker itself refused it for lack of room."""
         if not isinstance(error, ResourceExhaustedError):
             self._begin(self._undo(endpoint, number))
 
@@ -72,8 +72,10 @@ class Givebacks:
             await self._abort(endpoint, lease.ref)
 
     async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
-        """Abort a Reserve by its number, again and again until the worker has answered, is gone, or the lease that it
-        may have granted has ended."""
+        """Abort a Reserve by its number, again and again until the worker has answered or is gone.
+
+        Gives up once a lease that the Reserve may have been granted has ended by its ttl.
+        """
         pause_s, until_s = _FIRST_PAUSE_S, self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
         while True:
             try:

@@ -1,4 +1,7 @@
-"""Reads an attempt's stream, beside the chain that prefills for it (steps 8 and 9 of a request's way). On the loop."""
+"""Reads an attempt's stream of tokens, beside the chain that prefills for it.
+
+Used by `orchestrator.dispatch.attempt`; events come from `orchestrator.workers.client`. On the loop.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -12,22 +15,26 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import EventStream
 
 Emit = Callable[[TokenEvent], None]
-"""Where an attempt's events go."""
+"""A function that takes each event of an attempt."""
 Chain = asyncio.Task[tuple[RankTiming, ...]]
-"""One attempt's prefill, on all ranks."""
+"""The task of one attempt's prefill, on all its ranks."""
 
 _CLOSE_S = 1.0
-"""For a stream to close after its last event, before its request ends."""
+"""Seconds that a request waits, after its last event, for its stream to close before it ends."""
 _STORING_S = 10.0
-"""For it to close at all: its answers are being stored."""
+"""Seconds after which a stream is dropped that has brought all tokens and whose group still stores its answers."""
 _DOUBT_S = 0.2
-"""How much later than a chain that could not push the dead group's stream may fail."""
+"""Seconds that the stream of a dead group may fail later than a chain that could not push to it."""
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
 async def first_event(stream: EventStream, chain: Chain) -> TokenEvent:
-    """The stream's first event. A chain that fails before it ends the wait with its error, unless the stream fails as
-    well: then the chain had nowhere to push to. One that never began is in no such doubt."""
+    """Return the stream's first event.
+
+    A chain that fails before that event ends the wait with its error, unless the stream fails too: then the chain had
+    no slot to push to. A chain that failed with StalePrefixError never began, so its error is raised without that
+    doubt.
+    """
     reading = asyncio.create_task(stream.read())
     try:
         await asyncio.wait({reading, chain}, return_when=asyncio.FIRST_COMPLETED)
@@ -43,7 +50,8 @@ async def first_event(stream: EventStream, chain: Chain) -> TokenEvent:
 
 
 async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit) -> None:
-    """From this event of the stream to the last of its last choice; the stream's own end is yet to come."""
+    """Pass on `event` and all later ones of the stream, up to the last event of the last choice; does not await the
+    close."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")
@@ -56,22 +64,25 @@ async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, 
 
 
 class Closings:
-    """Streams that have brought all their tokens, until they say what was stored of their answers."""
+    """Streams that have brought all their tokens, until their groups say what was stored of their answers."""
 
     def __init__(self, prefixes: PrefixIndex) -> None:
         self._prefixes = prefixes
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def add(self, stream: EventStream, store: str, held: ExitStack) -> None:
-        """Hears the stream to its end, then closes `held`, whether or not the caller is cancelled. Returns when that is
-        done, or after a moment: a prompt that goes on at once should find what was stored."""
+        """Read the stream to its end, then close `held`, even if the caller is cancelled.
+
+        Returns when that is done, or after a moment: a prompt that continues this one at once should find the stored
+        blocks.
+        """
         task = asyncio.create_task(self._hear(stream, store, held))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         await asyncio.wait({task}, timeout=_CLOSE_S)
 
     async def close(self) -> None:
-        """Gives those that are left another moment."""
+        """Wait a moment for the streams that are left, then cancel them."""
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_CLOSE_S)
             for task in late:
@@ -89,5 +100,5 @@ class Closings:
 
 
 def failure_of(chain: Chain) -> BaseException | None:
-    """What it failed with; None while it runs, and when it was cancelled."""
+    """Return the exception with which the chain failed; None while it runs, and when it succeeded or was cancelled."""
     return chain.exception() if chain.done() and not chain.cancelled() else None

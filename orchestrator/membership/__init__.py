@@ -1,1 +1,1 @@
-"""Knows the groups of workers, which of them may get work, and what prefill ranks have before them."""
+"""Knows the groups of workers, which of them may get work, and which jobs prefill ranks have before them."""

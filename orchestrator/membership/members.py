@@ -1,7 +1,7 @@
-"""Which groups there are, and what this orchestrator has given them to do (step 3 of a request's way).
+"""Knows which groups there are, and how much work this orchestrator has given them.
 
-A view of the cluster is pushed by its supervisor, whenever something changes and regularly; the orchestrator makes no
-worker and ends none. On the loop.
+The supervisor pushes a view of the cluster whenever it changes, and regularly, through `orchestrator.api.host`; the
+orchestrator makes no worker and ends none. Read by `orchestrator.placement` and `orchestrator.dispatch`. On the loop.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from orchestrator.membership.prefill_book import Backlogs
 T = TypeVar("T")
 
 _TIMER_S = 0.001
-"""After a breaker's time: the loop's timers may be early by as much as their clock is coarse."""
+"""Seconds to wait after a breaker's time, because the loop's timers may be early by as much as their clock is
+coarse."""
 
 
 class NoGroupError(UnavailableError):
-    """No group could take the request in time; that was waited for, so it is not tried again."""
+    """No group could take the request in time. Not retried, because the request has waited for it already."""
 
     retryable: ClassVar[bool] = False
 
@@ -40,46 +41,47 @@ class PrefillGroup:
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Where its ranks keep prefixes: equal for groups of either role that share one; empty: nowhere."""
+    """Name of the store in which the ranks keep prefixes; equal for groups of either role that share one; empty:
+    none."""
     layout_fingerprint: str = ""
-    """Of the KV that it makes; empty: nobody says, and all groups have the same."""
+    """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
     processors: tuple[str, ...] = ()
-    """Kinds of processor that its ranks run on, each with the kernels in use there; for people."""
+    """Kinds of processor that the ranks run on, each with the kernels in use there; for people to read."""
 
     @property
     def life(self) -> Hashable:
-        """What is another after the group was repaired."""
+        """Return an identity of this life of the group, which changes when the group is repaired."""
         return self.name, self.endpoints, self.epoch
 
 
 @dataclass(frozen=True)
 class GenerationGroup:
-    """Slots and a batch."""
+    """One engine's slots, and the batch that decodes their rows."""
 
     name: str
     endpoint: str
     layout_fingerprint: str
-    """Of the KV that it takes."""
+    """Fingerprint of the layout of the KV that the group takes."""
     num_slots: int
     max_slot_tokens: int
     """Tokens that a slot may hold, prompt and output."""
     ready: bool = True
     prefix_store: str = ""
-    """Where its slots find prefixes, and its answers are kept; likewise."""
+    """Name of the store in which the group's slots find prefixes and its answers are kept; empty: none."""
     residency: str = ""
-    """Its policy: where KV lives, and which of it is attended to."""
+    """Name of the group's residency policy, which decides where KV lives and to which part of it rows attend."""
     is_approximate: bool = False
-    """Whether its rows attend to less than all tokens."""
+    """Whether the group's rows attend to fewer than all tokens."""
     processors: tuple[str, ...] = ()
-    """The kind of processor that it runs on, with the kernels in use there; for people."""
+    """The kind of processor that the group runs on, with the kernels in use there; for people to read."""
 
     def may_serve(self, *, exact: bool) -> bool:
-        """Whether its attention is what a request wants."""
+        """Return whether the group may serve a request that, if `exact`, needs attention to all tokens."""
         return not (exact and self.is_approximate)
 
     @property
     def life(self) -> Hashable:
-        """What is another after the group was replaced."""
+        """Return an identity of this life of the group, which changes when the group is replaced."""
         return self.name, self.endpoint
 
 
@@ -89,20 +91,20 @@ G = TypeVar("G", PrefillGroup, GenerationGroup)
 
 @dataclass(frozen=True)
 class AbsentGroup:
-    """A group that is known, and has no workers now."""
+    """A group that is known and has no workers now."""
 
     name: str
     role: str
-    """prefill or generate."""
+    """The group's role: prefill or generate."""
     starts: bool = False
-    """Whether it is to have some; else it has left, as operators wanted."""
+    """Whether the group's workers are to be started; if not, it has left, as operators wanted."""
     error: str = ""
-    """Why its last start failed, in one line; it is tried again."""
+    """Why the group's last start failed, in one line; the start is retried."""
 
 
 @dataclass(frozen=True)
 class ClusterView:
-    """All groups, present and expected: one that is being repaired is in it, not ready."""
+    """All groups, present and expected. A group that is being repaired is in it, as not ready."""
 
     prefill: tuple[PrefillGroup, ...] = ()
     generation: tuple[GenerationGroup, ...] = ()
@@ -110,80 +112,83 @@ class ClusterView:
 
     @property
     def num_slots(self) -> int:
+        """Return the number of slots of all generation groups."""
         return sum(group.num_slots for group in self.generation)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Of both roles."""
+        """Return all groups with workers, of both roles."""
         return (*self.prefill, *self.generation)
 
     def chains_for(self, generation: GenerationGroup) -> "ClusterView":
-        """The same with those prefill groups alone whose KV that group can take: while models are changed, some have
-        another."""
+        """Return this view with only those prefill groups whose KV the generation group can take: while models are
+        being changed, some make KV of another layout."""
         layouts = ("", generation.layout_fingerprint)
         return replace(self, prefill=tuple(group for group in self.prefill if group.layout_fingerprint in layouts))
 
     @property
     def endpoints(self) -> frozenset[str]:
-        """Of all workers."""
+        """Return the endpoints of all workers."""
         ranks = (endpoint for group in self.prefill for endpoint in group.endpoints)
         return frozenset((*ranks, *(group.endpoint for group in self.generation)))
 
 
 @dataclass(frozen=True)
 class Orders:
-    """What operators want of groups, present or not. The orchestrator's to change; the supervisor carries them out, and
-    keeps them for the next life of either."""
+    """What operators want of groups, present or not. The orchestrator changes orders; the supervisor carries them out,
+    and keeps them for the next life of either."""
 
     drained: frozenset[str] = frozenset()
     """Names of groups that are to get no new work."""
     leaving: frozenset[str] = frozenset()
-    """Of those, the ones that are to have no workers: they had nothing left to do."""
+    """Names of drained groups that are to have no workers: they had no work left."""
     stand_ins: frozenset[str] = frozenset()
-    """Groups beyond those that are configured, for while others are away; one that has left is forgotten."""
+    """Names of groups beyond the configured ones, which serve while others are away; one that has left is forgotten."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the model that a group loads when it starts, by name; the configured one where none is named."""
+    """Folder of the model that a group loads when it starts, by the group's name; other groups load the configured
+    model."""
 
     def without(self, names: Collection[str]) -> "Orders":
-        """None for groups of these names."""
+        """Return these orders without any for the groups of these names."""
         models = {name: model for name, model in self.models.items() if name not in names}
         return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What this orchestrator has given a group."""
+    """The work that this orchestrator has given a group."""
 
     num_requests: int = 0
     num_slots: int = 0
-    """That those requests hold, or are about to."""
+    """Slots that the group's requests hold, or are about to hold."""
 
 
 class Members:
-    """The latest view, each group's load, and which groups get no work though they could: the drained, the broken."""
+    """The latest view, each group's load, and the groups that get no work though they could: drained and broken
+    ones."""
 
     def __init__(self) -> None:
         self.present = ClusterView()
-        """All groups, as the supervisor said last."""
+        """All groups, as the supervisor pushed them last."""
         self.on_update: Callable[[], None] = _ignore
-        """Called whenever `view` has other groups; set once, by the controller."""
+        """Called whenever the groups of `view` change; set once, by the controller."""
         self.breakers: Breakers | None = None
-        """Set once, by the controller. None: no group ever counts as broken."""
+        """Breakers of the groups' lives; set once, by the controller. None: no group ever counts as broken."""
         self.backlogs = Backlogs()
-        """What prefill groups have before them, by their lives. Written by whoever dispatches."""
+        """Jobs that prefill groups have before them, by the groups' lives. Written by the dispatcher."""
         self.memory: dict[str, KvLedger] = {}
-        """What generation groups said last of their KV memory, by their names. Written by the census."""
+        """KV memory of generation groups by name, as they reported it last. Written by the census."""
         self.orders = Orders()
-        """Replaced as a whole, by `keep_orders`."""
+        """Orders in force; replaced as a whole, by `keep_orders`."""
         self._loads: dict[str, Load] = {}
         self._kept: Orders | None = None
-        """Those that the supervisor has for this orchestrator's next life; None without such a one."""
+        """Orders that the supervisor keeps for this orchestrator's next life; None without a supervisor."""
         self._changed = asyncio.Event()
 
     @property
     def view(self) -> ClusterView:
-        """Where new work may go: the groups present without the drained ones. One that is being repaired, or broken,
-        is not ready."""
+        """Return the groups to which new work may go: those present, except drained ones. A group that is being
+        repaired, or kept from work by its breaker, is not ready in it."""
         if not self.orders.drained and not self.breakers:
             return self.present
         return ClusterView(
@@ -192,7 +197,7 @@ class Members:
         )
 
     def update(self, view: ClusterView) -> None:
-        """Replaces what is known. A group keeps its load for as long as its requests hold it."""
+        """Replace the view of the cluster. A group keeps its load for as long as its requests hold it."""
         self.present = view
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
@@ -202,22 +207,22 @@ class Members:
         self._tell()
 
     def drain(self, name: str) -> None:
-        """From now on the group gets no new work, in any of its lives. Raises NotFoundError when there is none of that
-        name."""
+        """Give the group no new work from now on, in any of its lives. Raises NotFoundError for an unknown name."""
         self._require(name)
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
     def dismiss(self, name: str) -> None:
-        """A drained group that has nothing left to do leaves: its workers are to end. Raises UnavailableError when
-        nobody ends workers here."""
+        """Order the supervisor to end the workers of a drained group that has no work left. Raises UnavailableError
+        where no supervisor ends workers."""
         assert name in self.orders.drained, f"{name} may get work"
         if self._kept is None:
             raise UnavailableError(f"{name} cannot leave, as no supervisor ends its workers: drain it with --keep")
         self.keep_orders(replace(self.orders, leaving=self.orders.leaving | {name}))
 
     def undrain(self, name: str, model: str = "") -> None:
-        """The group may get work again; one that has left comes back first, with the model in that folder, if one is
-        named. Raises NotFoundError as `drain`, and UnavailableError for another model while its workers are up."""
+        """Let the group get work again; one that has left is started first, with the model in folder `model`, if given.
+        Raises NotFoundError for an unknown name, and UnavailableError for another model while the group's workers are
+        up."""
         self._require(name)
         if model and self.is_present(name):
             raise UnavailableError(f"{name} has workers, which keep their model: drain it first, without --keep")
@@ -227,13 +232,13 @@ class Members:
         self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
 
     def use_model(self, name: str, model: str | None) -> None:
-        """The group loads the model in that folder when it starts; None: the configured one."""
+        """Order the group to load the model in this folder when it starts; None: the configured model."""
         others = {each: folder for each, folder in self.orders.models.items() if each != name}
         self.keep_orders(replace(self.orders, models=others if model is None else {**others, name: model}))
 
     def stand_in(self, name: str) -> str:
-        """Another group like that of this name is to be there for a while; its name. Raises NotFoundError as `drain`,
-        UnavailableError when nobody starts workers here."""
+        """Order another group like the named one to be started for a while; return its name. Raises NotFoundError for
+        an unknown name, and UnavailableError where no supervisor starts workers."""
         self._require(name)
         if self._kept is None:
             raise UnavailableError(f"nothing can stand in for {name}, as no supervisor starts workers here")
@@ -245,53 +250,57 @@ class Members:
         return made
 
     def give_up(self, name: str) -> None:
-        """A stand-in leaves, whether it is there yet or not, and is forgotten once it is away. Harmless when it is."""
+        """Order a stand-in to leave, started or not; it is forgotten once it has left. Does nothing for other
+        groups."""
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
 
     def keep_orders(self, orders: Orders) -> None:
-        """These are in force, and no others; whether their groups are present or not."""
+        """Put these orders in force and drop all others, whether their groups are present or not."""
         self.orders = orders
         self.on_update()
         self._tell()
 
     def hear_kept(self, orders: Orders) -> None:
-        """The supervisor has these orders for the orchestrator's next life."""
+        """Record that the supervisor keeps these orders for the orchestrator's next life."""
         self._kept = orders
         self._tell()
 
     def is_kept(self, name: str) -> bool:
-        """Whether it outlives this orchestrator, as far as anything does here, that the group is drained, or is not."""
+        """Return whether the supervisor has recorded the group's drain state, so that the next orchestrator will see
+        it; True without a supervisor."""
         return self._kept is None or (name in self._kept.drained) == (name in self.orders.drained)
 
     def is_present(self, name: str) -> bool:
-        """Whether the group of that name has workers."""
+        """Return whether the group of that name has workers."""
         return any(group.name == name for group in self.present.groups)
 
     def absence(self, name: str) -> AbsentGroup | None:
-        """Of the group of that name; None when it is present, or unknown."""
+        """Return what is known of the group of that name while it has no workers; None when it has some, or is
+        unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
     def is_drained(self, group: Group) -> bool:
-        """Whether it gets no new work because somebody said so."""
+        """Return whether the group gets no new work because an operator has drained it."""
         return group.name in self.orders.drained
 
     def is_broken(self, group: Group) -> bool:
-        """Whether it gets none for a while because attempts there failed again and again."""
+        """Return whether the group's breaker is not closed, because attempts there failed again and again."""
         return self.breakers is not None and self.breakers.state(group.life) is not BreakerState.CLOSED
 
     def may_have_work(self, group: Group) -> bool:
-        """Whether it is ready, and neither drained nor broken."""
+        """Return whether the group is ready, not drained, and admitted by its breaker."""
         return group.ready and not self.is_drained(group) and self._is_admitted(group)
 
     def load(self, name: str) -> Load:
-        """Of the group of that name."""
+        """Return the load of the group of that name."""
         return self._loads.get(name, Load())
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
-        """Counts a request as that group's: an attempt, which has gone well when nothing is raised within."""
+        """Count an attempt as that group's load while the context lasts. No exception within it counts as a success
+        there."""
         self._add(name, 1, num_slots)
         life = self._life_of(name)
         is_probe = self._began(life)
@@ -304,14 +313,15 @@ class Members:
             self._tell()
 
     def failed(self, life: Hashable) -> None:
-        """An attempt failed because of the group in that life."""
+        """Record that an attempt failed because of the group in that life."""
         if self.breakers is not None:
             self.breakers.failed(life)
             self._tell_later(life)
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
-        """What `choose` finds, asked now and after every change; None when that was nothing for `timeout_s` seconds.
-        Nothing else runs between the finding and this call's return: the caller may hold what was found."""
+        """Call `choose` now and after every change until it finds something, and return that; None after `timeout_s`
+        seconds. No other task runs between the finding and this call's return, so the caller may hold what was
+        found."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while (found := choose()) is None:
@@ -326,7 +336,7 @@ class Members:
         return self.breakers is None or self.breakers.admits(group.life)
 
     def _names(self) -> list[str]:
-        """Of all groups that are known."""
+        """Return the names of all known groups, sorted."""
         return sorted(group.name for group in (*self.present.groups, *self.present.absent))
 
     def _require(self, name: str) -> None:
@@ -344,7 +354,7 @@ class Members:
         return True
 
     def _tell_later(self, life: Hashable) -> None:
-        """When the breaker changes by itself, those who wait for a group look again."""
+        """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
         if self.breakers and (left_s := self.breakers.left_s(life)):
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
 
@@ -361,12 +371,13 @@ class Members:
 
 
 class JobNumbers:
-    """Numbers of prefill jobs: ascending, and above all that an earlier life of the orchestrator gave out."""
+    """Issues numbers of prefill jobs: ascending, and above all numbers of earlier lives of the orchestrator."""
 
     def __init__(self, clock: Clock) -> None:
         self._last = clock.unix_ns()
 
     def issue(self) -> JobId:
+        """Return the next number."""
         self._last += 1
         return JobId(self._last)
 

@@ -1,9 +1,10 @@
-"""The book of what prefill groups have before them: each job's predicted seconds on each of its ranks, and its turn.
+"""The book of the jobs that prefill groups have before them: predicted seconds on each rank, and each job's turn.
 
-Ranks report nothing while they work, so the book supposes that each spends its time as its sequencer does: on the job
-due first, at the predicted speed. What is left of a job never falls below nothing, and its entry goes when its run on
-that rank has ended, however it did: a wrong prediction is forgotten with its job. A group's book belongs to one life of
-its links, and survives nothing. Step 3 of a request's way (DESIGN.md, section 4). Pure; on the loop.
+Ranks do not report while they work, so the book supposes that each works as its sequencer decides: on the job due
+first, at the predicted speed. What is left of a job never falls below 0, and its entry goes when its run on that rank
+has ended, in any way: a wrong prediction is forgotten with its job. A group's book belongs to one life of its links and
+ends with it. Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.attempt`, read by
+`orchestrator.placement`. Pure; on the loop.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -15,20 +16,20 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 @dataclass(frozen=True)
 class Pending:
-    """One job in flight, as its ranks still have it before them."""
+    """One job in flight, with the work that its ranks still have to do."""
 
     due_s: float
-    """Its place in the order, in unix seconds: of two jobs that could go on, a rank serves the one due earlier."""
+    """Unix seconds that decide the order: of two jobs that could go on, a rank serves the one due earlier."""
     latest_s: float
-    """Unix seconds: a job that comes later may be served before this one only if this one is still done by then."""
+    """Unix seconds by which this job must still be done if a job that comes later is to be served before it."""
     left_s: Mapping[Rank, float]
     """Predicted seconds of computation left on each rank that has not done its part."""
     tenant: Tenant = DEFAULT_TENANT
-    """Whose it is."""
+    """The tenant that sent the job's request."""
 
 
 class Backlog:
-    """What the ranks of one group have before them. Times are unix seconds, `now_s` never far in the past."""
+    """The jobs of one group's ranks. Times are unix seconds, `now_s` never far in the past."""
 
     def __init__(self) -> None:
         self._jobs: dict[JobId, Pending] = {}
@@ -39,19 +40,20 @@ class Backlog:
         return len(self._jobs)
 
     def pending(self, now_s: float) -> tuple[Pending, ...]:
-        """All jobs, in the order in which they are served."""
+        """Return all jobs, in the order in which they are served, with the work left at `now_s`."""
         self._advance(now_s)
         return tuple(replace(job, left_s=dict(self._left_s[number])) for number, job in self._in_order())
 
     def add(self, number: JobId, job: Pending, now_s: float) -> None:
-        """From now on the job is before its ranks."""
+        """Add a job to the work of its ranks."""
         assert number not in self._jobs, f"job {number} is booked twice"
         self._advance(now_s)
         self._jobs[number] = job
         self._left_s[number] = dict(job.left_s)
 
     def release(self, number: JobId, ranks: Iterable[Rank], now_s: float) -> None:
-        """These ranks are done with the job, or will never begin it; the last one takes the job along. Idempotent."""
+        """Record that these ranks are done with the job, or will never begin it; the last one removes the job.
+        Idempotent."""
         if number not in self._jobs:
             return
         self._advance(now_s)
@@ -65,7 +67,7 @@ class Backlog:
         return sorted(self._jobs.items(), key=lambda each: (each[1].due_s, each[0]))
 
     def _advance(self, now_s: float) -> None:
-        """The ranks have worked until now."""
+        """Subtract the work that the ranks have done from the last call until `now_s`."""
         spare_s: dict[Rank, float] = {}
         for number, _ in self._in_order():
             left_s = self._left_s[number]
@@ -77,26 +79,28 @@ class Backlog:
 
 
 class Backlogs:
-    """A book for every life of a group that has jobs in flight."""
+    """The backlogs of all lives of groups that have jobs in flight."""
 
     def __init__(self) -> None:
         self._backlogs: dict[Hashable, Backlog] = {}
 
     def __len__(self) -> int:
-        """Jobs in flight, in all groups."""
+        """Return the number of jobs in flight, in all groups."""
         return sum(len(backlog) for backlog in self._backlogs.values())
 
     def pending(self, life: Hashable, now_s: float) -> tuple[Pending, ...]:
-        """As `Backlog.pending`, of the group in that life."""
+        """Return the jobs of the group in that life, in the order in which they are served, with the work left at
+        `now_s`."""
         backlog = self._backlogs.get(life)
         return () if backlog is None else backlog.pending(now_s)
 
     def add(self, life: Hashable, number: JobId, job: Pending, now_s: float) -> None:
-        """As `Backlog.add`."""
+        """Add a job to the work of its ranks, in the group in that life."""
         self._backlogs.setdefault(life, Backlog()).add(number, job, now_s)
 
     def release(self, life: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
-        """As `Backlog.release`."""
+        """Record that these ranks of the group in that life are done with the job, or will never begin it.
+        Idempotent."""
         backlog = self._backlogs.get(life)
         if backlog is not None:
             backlog.release(number, ranks, now_s)

@@ -1,6 +1,7 @@
-"""What is true of the cluster now, as metrics: made of one ClusterState at each scrape, and never kept.
+"""Exports the cluster's present state as metrics: made of one ClusterState at each scrape, and never stored.
 
-docs/metrics.md lists all names. Pure; on the thread that serves the scrape.
+Used by `orchestrator.observability.metrics_server`. docs/metrics.md lists all names. Pure; on the thread that serves
+the scrape.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,18 +13,18 @@ from prometheus_client.registry import Collector
 from baton.results import ClusterState, GroupState
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
-"""Values of labels -> value."""
+"""Pairs of a sample's label values and its value."""
 
 
 class StateCollector(Collector):
-    """A collector for a registry."""
+    """A prometheus_client collector of the cluster's present state."""
 
     def __init__(self, read: Callable[[], ClusterState]) -> None:
-        """`read` gives the state as it was seen last, on whatever thread asks."""
+        """`read` returns the state as it was last seen, and may be called on any thread."""
         self._read = read
 
     def collect(self) -> Iterator[Metric]:
-        """All families."""
+        """Yield all metric families, made of one state."""
         state = self._read()
         yield from _of_the_cluster(state)
         yield from _of_groups(state.groups)

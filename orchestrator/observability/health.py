@@ -1,7 +1,7 @@
-"""What is amiss, in words: why the orchestrator does not serve, and why it serves worse than it could.
+"""Says in words why the orchestrator does not serve, and why it serves worse than it could.
 
-Health is honest: it says NOT_SERVING when no path is left for a request, and when what the workers hold cannot be true
-or is nobody's, for then nobody knows what the next request will meet. Pure.
+Used by `orchestrator.observability.state`. Health is NOT_SERVING when no generation group can take a request, and when
+the workers' books do not balance or slots are leaked, because then no request can rely on them. Pure.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,10 @@ from orchestrator.membership.members import AbsentGroup
 
 
 def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:
-    """A line for each reason; none while it serves. Leaks do not count while an earlier life's leases may last."""
+    """Return a line for each reason why no request is served; none while requests are served.
+
+    `leaks_count` is False while leases of an earlier life of the orchestrator may last.
+    """
     reasons = []
     if not any(group.is_ready for group in groups if group.role == "generate"):
         reasons.append("no generation group is ready")
@@ -22,7 +25,7 @@ def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -
 
 
 def why_degraded(groups: Sequence[GroupState], absent: Sequence[AbsentGroup] = ()) -> tuple[str, ...]:
-    """A line for each group that gets no work, and for what follows from it; none while all do."""
+    """Return a line for each group that gets no work, and for the consequence; none while all groups get work."""
     reasons = [f"{group.name} {_absence(group)}" for group in groups if not group.is_ready]
     reasons += [f"{group.name} {_whereabouts(group)}" for group in absent]
     roles = {*(group.role for group in groups), *(group.role for group in absent)}

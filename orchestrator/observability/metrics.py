@@ -1,8 +1,8 @@
-"""What is measured of requests: observed once, at their ends, and kept for Prometheus in a registry of its own.
+"""Measures requests: observed once each, at their ends, in histograms and counters of a registry of this orchestrator.
 
-What is true now, of queue, groups and slots, is not kept but read at each scrape (`state_metrics`). docs/metrics.md
-lists all names, and what they are in OpenTelemetry's conventions, whose buckets these are. On the loop; read on any
-thread.
+Called by `orchestrator.controller`. The present state of queue, groups and slots is not stored here but read at each
+scrape (`orchestrator.observability.cluster_metrics`). docs/metrics.md lists all names, and their counterparts in
+OpenTelemetry's conventions, from which the buckets are. Written on the loop, read on any thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,11 +20,11 @@ _RATIOS = (0.25, 0.5, 0.67, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 
 
 class Metrics:
-    """Histograms and counters of all requests of this orchestrator's life."""
+    """Histograms and counters of all requests in this orchestrator's life."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        """Of this orchestrator alone: two in one process do not mix."""
+        """The registry of this orchestrator alone, so that two in one process do not mix."""
         self._first_token = self._histogram(
             "baton_time_to_first_token_seconds", "From a request's arrival to its first token", _FIRST_TOKEN_S
         )
@@ -56,15 +56,15 @@ class Metrics:
         self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
 
     def refused(self, error: BatonError) -> None:
-        """A request was not taken."""
+        """Count a request that the queue did not accept."""
         self._refused.labels(type(error).__name__).inc()
 
     def attempt_failed(self, error: BatonError) -> None:
-        """An attempt has failed; another may follow."""
+        """Count an attempt that has failed; another may follow."""
         self._failures.labels(type(error).__name__).inc()
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
-        """A request has ended."""
+        """Count a request that has ended, and its times."""
         timings, usage = finished.timings, finished.usage
         self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
         for reason in finished.reasons:
@@ -89,12 +89,12 @@ class Metrics:
             self._prefilled_locally(timings)
 
     def predicted(self, prediction: str, predicted_s: float, measured_s: float) -> None:
-        """What was predicted has been measured."""
+        """Observe the ratio of a prediction to the measured time."""
         if measured_s > 0:
             self._ratio.labels(prediction).observe(predicted_s / measured_s)
 
     def _prefilled(self, timings: Timings) -> None:
-        """What the ranks of a chain told."""
+        """Observe the times and bytes that the ranks of a chain have reported."""
         for rank in timings.ranks:
             label = str(rank.rank)
             self._ranks.labels(label).observe(max(rank.end_ns - rank.start_ns, 0) / 1e9)
@@ -107,7 +107,8 @@ class Metrics:
                 self.predicted("prefill", timings.width.predicted_s, measured_s)
 
     def _prefilled_locally(self, timings: Timings) -> None:
-        """What the generation group took, where it prefilled and somebody had predicted it."""
+        """Observe the ratio of predicted to measured time of a local prefill by the generation group, if there was a
+        prediction."""
         placement, took_ns = timings.placement, timings.first_token_ns - timings.leased_ns
         if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
             self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)
@@ -120,12 +121,13 @@ class Metrics:
 
 
 def stages(timings: Timings) -> Iterator[tuple[str, float]]:
-    """What a request's time to first token consists of, in seconds: the parts add up to it.
+    """Yield the parts of a request's time to first token, as names and seconds; the parts add up to it.
 
-    queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill, until the last
-    rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was out. Where the
-    generation group prefilled by itself there is neither transfer nor insert. Nothing where the first token is older
-    than the last attempt, or there was none. Clocks of several machines: what seems to go back in time took none.
+    The parts are: queue, until it left the queue; placement, until it had a slot, earlier attempts included; prefill,
+    until the last rank had computed; transfer, until the last byte of KV was pushed; insert, until the first token was
+    out. Where the generation group prefilled by itself there is neither transfer nor insert. Yields nothing where the
+    first token is older than the last attempt, or there was none. Times come from clocks of several machines: a part
+    whose end seems to lie before its start counts as 0.
     """
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return

@@ -1,7 +1,8 @@
-"""The metrics over HTTP, for Prometheus: /metrics on a port of its own, answered by threads of its own.
+"""Serves the metrics over HTTP, for Prometheus: /metrics on a port of its own, answered by threads of its own.
 
-Each scrape asks the loop once for the state of the cluster; all else is read where it lies. Made and stopped on the
-loop.
+Started by `orchestrator.api.frontend`. Each scrape asks the loop once for the state of the cluster
+(`orchestrator.observability.cluster_metrics`); all other metrics are read on the scrape's thread. Made and stopped on
+the loop.
 """
 
 import asyncio
@@ -17,11 +18,12 @@ from baton.results import ClusterState
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0
-"""For the loop to say how things stand; a scrape that gets no answer fails, and Prometheus shows it."""
+"""Seconds that the loop has to answer with the cluster's state; a scrape without an answer fails, as Prometheus
+shows."""
 
 
 class MetricsServer:
-    """Serves one registry. Make one with `start`, on the loop."""
+    """Serves one registry over HTTP. Make one with `start`, on the loop."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread, host: str) -> None:
         self.port: int = server.server_port
@@ -33,8 +35,10 @@ class MetricsServer:
     async def start(
         cls, registry: CollectorRegistry, read: Callable[[], ClusterState], *, host: str, port: int
     ) -> Self:
-        """Serves `registry` and what `read` gives, which is called on the loop. Port 0 takes any free one. Raises
-        ConfigError when it cannot listen there."""
+        """Serve `registry`, and the state that `read` returns, which is called on the loop. Port 0 takes any free one.
+
+        Raises ConfigError when it cannot listen there.
+        """
         loop = asyncio.get_running_loop()
 
         async def read_on_loop() -> ClusterState:
@@ -54,7 +58,7 @@ class MetricsServer:
         return cls(server, thread, host)
 
     async def stop(self) -> None:
-        """Listens no more. Idempotent."""
+        """Stop listening and wait for the server's thread to end. Idempotent."""
         await asyncio.to_thread(self._shut_down)
 
     def _shut_down(self) -> None:

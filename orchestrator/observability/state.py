@@ -1,6 +1,8 @@
-"""What operators see and ask of a running orchestrator: its state, its health, and that a group be drained.
+"""Answers operators of a running orchestrator: its state, its health, and the draining and starting of groups.
 
-On the loop. Over gRPC: `frontend` (state and health) and `admin_service` (drain).
+Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` (state and
+health) and `orchestrator.api.admin` (drain, undrain, stand in); scraped by `orchestrator.observability.metrics_server`.
+On the loop.
 """
 
 import logging
@@ -20,11 +22,12 @@ from orchestrator.workers.census import Census
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Between two looks at a group that is drained or started, unless something of it changes meanwhile."""
+"""Longest pause in seconds between two looks at a group that is being drained or started; a change ends the pause
+early."""
 
 
 class Overview:
-    """Reads what the controller's parts know; owns nothing but what is said of drains."""
+    """Reads the state of the controller's parts, and changes only the orders that operators give for groups."""
 
     def __init__(
         self,
@@ -36,7 +39,8 @@ class Overview:
         *,
         lease_ttl_s: float,
     ) -> None:
-        """For `lease_ttl_s` seconds, what an earlier life of the orchestrator left may be held, and is no leak."""
+        """Slots that an earlier life of the orchestrator left may be held for `lease_ttl_s` seconds and count as no
+        leak."""
         self._members = members
         self._census = census
         self._admission = admission
@@ -44,15 +48,15 @@ class Overview:
         self._clock = clock
         self._leaks_count_from_s = clock.now_s() + lease_ttl_s
         self.metrics_endpoint = ""
-        """host:port; set once, by whoever serves them."""
+        """host:port of the metrics; empty without them. Set once, by `orchestrator.api.frontend`."""
 
     async def state(self) -> ClusterState:
-        """Groups, queue and slots, asked for now; within a second or so."""
+        """Return the state of groups, queue and slots, after asking all workers, which takes at most about a second."""
         await self._census.ask()
         return self.last_state()
 
     def last_state(self) -> ClusterState:
-        """The same, as the workers answered when last asked."""
+        """Return the state of groups, queue and slots, as the workers answered when last asked."""
         groups = self._census.groups()
         return ClusterState(
             groups=groups,
@@ -67,14 +71,17 @@ class Overview:
         )
 
     def is_serving(self) -> bool:
-        """What health says: whether a request has a way to go, and the workers' books are in order."""
+        """Return what health says: whether a generation group can take requests, and the workers' books are in
+        order."""
         return not self._why_not_serving(self._census.groups())
 
     async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
-        """Keeps new work from the group from now on, and tells how it stands, now and whenever that changes. Ends when
-        it has nothing left to do and the supervisor knows, or, if it is to `leave`, when its workers are gone then; and
-        when it is wanted again. Raises NotFoundError when there is none of that name, UnavailableError when nobody
-        here ends workers."""
+        """Keep new work from the group from now on, and yield its state, now and whenever it changes.
+
+        Ends when the group has no work left and the supervisor has recorded the drain; if the group is to `leave`, when
+        its workers are gone after that; and when the group is undrained. Raises NotFoundError for an unknown name, and
+        UnavailableError where no supervisor ends workers and the group is to leave.
+        """
         self._members.drain(name)
         logger.info("draining group=%s", name)
         told: GroupState | None = None
@@ -92,7 +99,7 @@ class Overview:
                 yield state
                 told = state
             if state.is_drained != (name in self._members.orders.drained):
-                continue  # that changed while the state was told
+                continue  # the order changed while the state was sent
             if not state.is_drained:
                 logger.info("group=%s is wanted again", name)
                 return
@@ -104,9 +111,13 @@ class Overview:
             await self._members.until(partial(self._moved, name, state.num_requests), _POLL_S)
 
     async def undrain(self, name: str, model: str = "") -> GroupState:
-        """The group may get work again; one that has left is started first, with the model in the folder `model`, if
-        one is named. How it stands when it is there and the supervisor knows. Raises as `Members.undrain`, and
-        UnavailableError when it cannot be started: it is tried again then, with the model that it had."""
+        """Let the group get work again, and return its state.
+
+        Returns once the group has workers and the supervisor has recorded the change. A group that has left is started
+        first, with the model in the folder `model`, if given. Raises NotFoundError for an unknown name, and
+        UnavailableError for another model while its workers are up, or when the group cannot be started: the start is
+        then retried with the model that it had.
+        """
         before = self._members.orders.models.get(name)
         self._members.undrain(name, model)
         logger.info("no longer drained group=%s", name)
@@ -120,9 +131,11 @@ class Overview:
             raise
 
     async def stand_in(self, name: str) -> GroupState:
-        """Starts another group like that of this name; how it stands then. It leaves for good when it is drained.
-        Raises NotFoundError as `drain`, UnavailableError when it cannot be started: it is given up then, and so when
-        the caller is gone."""
+        """Start another group like the one of that name, and return its state; it leaves for good when it is drained.
+
+        Raises NotFoundError for an unknown name, and UnavailableError when the group cannot be started. It is given up
+        then, and when the caller is cancelled.
+        """
         made = self._members.stand_in(name)
         logger.info("group=%s is to stand in for group=%s", made, name)
         try:
@@ -132,7 +145,10 @@ class Overview:
             raise
 
     async def _until_there(self, name: str) -> GroupState:
-        """Returns when the group has workers. Raises UnavailableError when it cannot be started."""
+        """Wait until the group has workers and return its state.
+
+        Raises UnavailableError when it cannot be started, and NotFoundError when it is no longer known.
+        """
         while (state := self._census.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:
@@ -158,11 +174,13 @@ class Overview:
         return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
 
     def _is_idle(self, group: GroupState) -> bool:
-        """Whether it has nothing left to do: no request is its, and no slot or memory is held. What neither is ready
-        nor answers has no worker that could hold anything."""
-        if group.num_requests or self._members.load(group.name).num_requests:  # then, and now
+        """Return whether the group has no work left: none of its requests, slots or bytes of memory is in use.
+
+        A group that is not ready and does not answer has no worker that could hold any.
+        """
+        if group.num_requests or self._members.load(group.name).num_requests:  # when asked, and now
             return False
         if group.num_free == group.num_slots and not group.num_bytes_held:
             return True
         is_ready = any(each.name == group.name and each.ready for each in self._members.present.groups)
-        return not is_ready and group.name not in self._members.memory  # of those that answered last
+        return not is_ready and group.name not in self._members.memory  # has the groups that answered last

@@ -1,28 +1,30 @@
-"""Which ranks of a group prefill a prompt, how it is divided among them, and when its turn is.
+"""Plans a prompt's chain in a prefill group: which ranks, how the prompt is divided among them, and when its turn is.
 
-Of the widths that are worth comparing (all of them while they are few, then some of each size, and wherever the next
-rank has more to do) the one is taken that costs least, in seconds of predicted time to first token over all prompts:
+Compares several widths (all of them while they are few, then some of each size, and each width beyond which the next
+rank has more to do) and takes the one of least cost, in seconds of predicted time to first token over all prompts:
 
     own      the jobs that its ranks serve first, and then the prompt's own time on a chain of that width
     others   how much later the jobs that they serve after it are done; and, for as many more prompts as there are jobs
              in flight, what this width computes beyond the most economical one, spread over the group
 
-Without the last term every prompt of an idle moment, and so every one after it, would take all ranks, for each is done
-earlier so; but a wide chain does the same work in more rank-seconds, and under load all pay for that by waiting. As
-many prompts will come while this one is served as came before it: that is what a queue looks like.
+Without the last term every prompt that meets an idle group, and so every one after it, would take all ranks, because
+each is done earlier that way. But a wide chain does the same work in more rank-seconds, and under load all prompts wait
+longer for that. The number of jobs in flight estimates how many prompts will come while this one is served.
 
-A job's turn is `due_s`: its arrival plus what it would take alone, so that a short prompt overtakes a long one, and
-none that comes after a job should have been done alone. And no more of them than that job can bear: each is promised,
-when it comes, to be done within (1 + overtaking) times its predicted time, and who would break a promise goes behind
-the job that it was given to. So an endless stream of short prompts delays a long one by a part of its own time.
+A job's turn is `due_s`: its arrival plus the time that it would take alone, so that a short prompt overtakes a long
+one, and no later job overtakes a job that should have been done alone by then. Overtaking is bounded: each job is
+promised, when it comes, to be done within (1 + overtaking) times its predicted time, and a job that would break a
+promise goes behind the job that has it. So an endless stream of short prompts delays a long one by a part of its own
+time.
 
-Whatever is due or promised, a job gives way to one of another tenant that has less in flight, for its weight, than is
-before this job of its own tenant's: as if each tenant's jobs stood in a line of their own, and the lines were served in
-turn. A tenant's first job in flight does not give way so, and each line moves on, however many others there are.
+Whatever is due or promised, a job gives way to a job of another tenant that has less in flight, for its weight, than
+this job's own tenant has before it. The effect is as if each tenant's jobs stood in a line of their own, and the lines
+were served in turn. A tenant's first job in flight does not give way, so each line moves on, however many others there
+are.
 
 KV-Runahead (Cho, Rastegari, Naik, ICML 2024), appendix B, says when more ranks pay; docs/kv_runahead.md, how this does.
-Step 3 of a request's way (DESIGN.md, section 4). Pure: the planner predicts, `orchestrator.membership.prefill_book`
-keeps the book.
+Called by `orchestrator.placement.predictions`. `planning.planner` predicts, and `orchestrator.membership.prefill_book`
+holds the jobs in flight. Pure.
 """
 
 import math
@@ -41,35 +43,35 @@ from planning.planner import ChainPlanner
 
 @dataclass(frozen=True)
 class ChainPlan:
-    """One prompt's chain."""
+    """The plan of one prompt's chain: ranks, chunks, turn and predictions."""
 
     ranks: tuple[Rank, ...]
-    """Ascending."""
+    """Ranks of the group that compute the chain, ascending."""
     chunks: tuple[TokenRange, ...]
-    """One a rank."""
+    """Token ranges of the prompt, one per rank."""
     layer_s: float
     """Predicted seconds of the longest layer of any rank."""
     job: Pending
-    """What it puts before its ranks."""
+    """The entry for the book of jobs: the chain's turn and its predicted work on each rank."""
     choice: WidthChoice
-    """What was predicted for it, and for other widths."""
+    """The predictions for this width and for the other widths compared."""
     ttft_s: float
     """Predicted seconds of the chain on idle ranks."""
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens before the chain's first, whose KV is there."""
+        """Return the number of tokens before the chain's first token; their KV is cached."""
         return self.chunks[0].start
 
     @property
     def cost_s(self) -> float:
-        """Predicted seconds, its own and the others' together."""
+        """Return the predicted seconds of the chain and of its delay to other prompts together."""
         return min(option.cost_s for option in self.choice.options)
 
 
 @dataclass(frozen=True)
 class _Chain:
-    """A prompt on so many ranks, by the planner."""
+    """A prompt's chain of one width, as the planner predicts it on idle ranks."""
 
     chunks: tuple[TokenRange, ...]
     rank_s: tuple[float, ...]
@@ -78,19 +80,22 @@ class _Chain:
 
 @dataclass(frozen=True)
 class _Place:
-    """A chain among the jobs of a group."""
+    """A chain at a place among the jobs of a group."""
 
     chain: _Chain
     ranks: tuple[Rank, ...]
     num_ahead: int
-    """Jobs that are served before it."""
+    """Number of jobs that are served before the chain."""
     own_s: float
     others_s: float
 
 
 class WidthPolicy:
-    """Plans chains. `elastic` False: all ranks for everybody, first come first served. `overtaking`: how much longer
-    than predicted a job may take for the sake of those that come later, as a part of that time."""
+    """Plans chains under one policy.
+
+    `elastic` False gives every prompt all ranks, first come first served. `overtaking` is the extra time that a job may
+    take for the sake of later jobs, as a part of its predicted time.
+    """
 
     def __init__(self, planner: ChainPlanner, *, elastic: bool, overtaking: float) -> None:
         self.elastic = elastic
@@ -98,22 +103,26 @@ class WidthPolicy:
         self._planner = planner
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
-        """For a tenant's prompt, to be planned for any groups."""
+        """Return the chains of a tenant's prompt, to be planned for any groups."""
         return PromptChains(self, self._planner, tokens, tenant)
 
 
 class PromptChains:
-    """One prompt's chains of any width, each predicted once, however many groups are considered: that costs the planner
-    some tenths of a millisecond a width, more than all the rest."""
+    """One prompt's chains of any width, each predicted once, however many groups are considered.
+
+    A prediction costs the planner some tenths of a millisecond per width, more than all the rest.
+    """
 
     def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange, tenant: Tenant) -> None:
         self._policy, self._planner, self._tokens, self._tenant = policy, planner, tokens, tenant
         self._chains: dict[int, _Chain] = {}
-        """By width."""
+        """Chains predicted so far, by width."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
-        """The chain for a group of `num_ranks` with these jobs in flight, in the order in which they are served;
-        `now_s` in unix seconds. Deterministic."""
+        """Return the chain for a group of `num_ranks` with these jobs in flight, in the order in which they are served.
+
+        `now_s` is in unix seconds. Deterministic.
+        """
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
@@ -124,7 +133,7 @@ class PromptChains:
         chains = [self._chain(width) for width in widths]
         least_s = min(sum(chain.rank_s) for chain in chains)
         places = [group.place(chain, sum(chain.rank_s) - least_s) for chain in chains]
-        best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the one of fewest ranks
+        best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the narrowest
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
         if best.num_ahead < len(pending):  # jobs that give way may be due earlier
             due_s = min(due_s, math.nextafter(pending[best.num_ahead].due_s, -math.inf))
@@ -152,8 +161,7 @@ class PromptChains:
 
 
 class _Group:
-    """A group's jobs in flight at one moment, of which some are `yielding`, and where another would come that is due at
-    `due_s`."""
+    """A group's jobs in flight at one moment, some of them `yielding`, and the places for a new job due at `due_s`."""
 
     def __init__(
         self, num_ranks: int, pending: Sequence[Pending], yielding: Sequence[bool], now_s: float, due_s: float
@@ -166,16 +174,19 @@ class _Group:
         earlier_s = busy_s(job.left_s for job in pending[: self._num_earlier])
         all_s = busy_s(job.left_s for job in pending)
         self._ranks = sorted(map(Rank, range(num_ranks)), key=lambda rank: (earlier_s[rank], all_s[rank], rank))
-        """Those first that are free first; of equals, those with least to do."""
+        """All ranks, the one that is free first leading; of equals, the one with least to do."""
         self._busy_s = [(earlier_s[rank], all_s[rank]) for rank in self._ranks]
 
     def edges(self, most: int) -> set[int]:
-        """The numbers of ranks, up to `most`, beyond which the next one has more to do: where costs jump."""
+        """Return the widths, up to `most`, beyond which the next rank has more to do, so that costs jump there."""
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, chain: _Chain, extra_s: float) -> _Place:
-        """`extra_s`: rank-seconds that the chain takes beyond the most economical one."""
+        """Return the chain's place among the jobs, with its costs.
+
+        `extra_s` are the rank-seconds that the chain takes beyond the most economical one.
+        """
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(chain.chunks)]))
         own_left_s = dict(zip(ranks, chain.rank_s, strict=True))
         num_ahead = self._num_earlier
@@ -195,22 +206,28 @@ class _Group:
         )
 
     def _num_before(self, num_ahead: int) -> int:
-        """How many are served before one that would be behind `num_ahead`: but for the last ones that give way, and
-        with all that are due when the last of the others is."""
+        """Return how many jobs are served before a new job that would come after the first `num_ahead`.
+
+        Jobs at the end of these that give way are passed, and every job due no later than the last of the others
+        counts.
+        """
         while num_ahead and self._yielding[num_ahead - 1]:
             num_ahead -= 1
         return sum(job.due_s <= self._pending[num_ahead - 1].due_s for job in self._pending) if num_ahead else 0
 
     def _delays_s(self, own_left_s: Mapping[Rank, float], num_ahead: int) -> list[float]:
-        """How much later each job is done that is not one of the first `num_ahead`."""
+        """Return how much later each job behind the first `num_ahead` is done because of the new job, in seconds."""
         lefts_s = [job.left_s for job in self._pending]
         after_s = finishes_s([*lefts_s[:num_ahead], own_left_s, *lefts_s[num_ahead:]])[num_ahead + 1 :]
         return [after - before for after, before in zip(after_s, self._finish_s[num_ahead:], strict=True)]
 
 
 def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
-    """Whether each job lets another of `tenant` pass, whenever either is due: where its own tenant has more before it
-    than `tenant` has in flight, both in predicted seconds for the tenant's weight."""
+    """Return for each job whether it lets a new job of `tenant` pass, whenever either is due.
+
+    A job does so when its own tenant has more work before it than `tenant` has in flight, both in predicted seconds
+    divided by the tenant's weight.
+    """
     own_s = sum(sum(job.left_s.values()) for job in pending if job.tenant.name == tenant.name) / tenant.weight
     before_s: defaultdict[str, float] = defaultdict(float)
     yielding = []
@@ -222,13 +239,16 @@ def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
 
 
 def spaced_widths(most: int) -> set[int]:
-    """Numbers of ranks that are worth comparing on an idle group, `most` among them: each one while they are few, then
-    four from a power of two to the next, for there costs hardly change from one to the next."""
+    """Return the numbers of ranks that are worth comparing on an idle group, `most` among them.
+
+    These are all numbers while they are few, then four from a power of two to the next, where costs hardly change from
+    one number to the next.
+    """
     return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 
 def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
-    """Seconds until each job is done, when every rank works through its parts in this order."""
+    """Return the seconds until each job is done, when every rank works through its parts in this order."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     finishes = []
     for left_s in lefts_s:
@@ -239,7 +259,7 @@ def finishes_s(lefts_s: Iterable[Mapping[Rank, float]]) -> list[float]:
 
 
 def busy_s(lefts_s: Iterable[Mapping[Rank, float]]) -> Mapping[Rank, float]:
-    """Seconds that each rank has to do; 0 for one that has nothing."""
+    """Return the seconds of work that each rank has; 0 for a rank without any."""
     busy: defaultdict[Rank, float] = defaultdict(float)
     for left_s in lefts_s:
         for rank, seconds in left_s.items():

@@ -1,8 +1,9 @@
-"""Finds groups for a request: the best of those there are, and waits a while where there is none (step 3).
+"""Finds groups for a request: the best of those that can take it, waiting a while where there is none.
 
-The one place that knows what a choice rests on: the view and the load of the groups, the book of what prefill ranks
-have before them, who is at generation groups (`occupancy`), the index of what is cached where, and the planner.
-`prospects` predicts, `placement` compares, `widths` plans. On the loop.
+Called by `orchestrator.dispatch.attempt`. Only this module reads everything that a choice rests on: the view and the
+load of the groups, the book of prefill jobs, the attempts at generation groups
+(`orchestrator.placement.generation_book`), the index of cached prefixes, and the planner.
+`orchestrator.placement.predictions` predicts, `comparison` compares, `chain_width` plans chains. On the loop.
 """
 
 import logging
@@ -27,17 +28,18 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ASKED_LAST_S = 1e6
-"""What a request costs at a group that has no memory for it: all others are asked before it."""
+"""Cost of a request at a group that lacks memory for it: all other groups are asked before."""
 
 
 class Chooser:
-    """Changes nothing but what it counts, and its book of who is where."""
+    """Chooses groups for requests. Changes only its counts and its book of which request is at which group."""
 
     def __init__(self, members: Members, planner: ChainPlanner, clock: Clock, config: OrchestratorConfig) -> None:
         self.num_degraded = 0
-        """Attempts whose generation group prefilled because no prefill group was ready in time."""
+        """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
-        """What is cached where; written by whoever hears from ranks."""
+        """Index of the blocks that prefix stores hold; written by the dispatcher and by prefix discovery, from workers'
+        reports."""
         self._members = members
         self._planner = planner
         self._occupancy = Occupancy(planner)
@@ -47,7 +49,10 @@ class Chooser:
         self._config = config
 
     async def find_generation(self, record: RequestRecord) -> GenerationGroup:
-        """A group with room for the request. Raises NoGroupError when none has in time."""
+        """Return a generation group with room for the request, waiting for one if need be.
+
+        Raises NoGroupError when none has room in time.
+        """
         found = await self._find(self.generation(record), record, self._config.generation_wait_s)
         if found is None:
             kind = "exact generation group" if record.exact else "generation group"
@@ -58,7 +63,8 @@ class Chooser:
         return found
 
     def generation(self, record: RequestRecord) -> Choose[GenerationGroup]:
-        """The group that has room now, and where the request costs least, but for some lives."""
+        """Return a function that chooses, outside some lives, the group that has room now and where the request costs
+        least."""
         prospects_at = self._prospects_of(record)
 
         def cost_s(group: GenerationGroup) -> float:
@@ -70,15 +76,17 @@ class Chooser:
         return lambda avoid: choose_generation(members.view, members.load, record, avoid, cost_s)
 
     def blocks(self, record: RequestRecord, layout_fingerprint: str) -> PromptBlocks:
-        """Of all tokens whose KV an attempt has to make."""
+        """Return the blocks of all tokens whose KV an attempt has to make."""
         token_ids = (*record.prompt_ids, *record.output_ids)
         return PromptBlocks.of(token_ids, self._config.block_tokens, layout_fingerprint, record.prefix_salt)
 
     async def find_prefill(
         self, generation: GenerationGroup, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
     ) -> tuple[PrefillGroup, ChainPlan] | None:
-        """As `prefill`. None: the generation group is to prefill by itself. The record says why, with what was
-        predicted."""
+        """Return the prefill group and chain for the request; None when the generation group is to prefill by itself.
+
+        Waits for a prefill group if need be. The record's placement says why, with the predictions.
+        """
         prospects = Prospects(self._outlook, record, blocks, uses_cached=uses_cached, holds=True)
         local = prospects.local(generation, self._unix_s())
         found, record.placement = await self._decide(generation, record, prospects, local)
@@ -98,10 +106,10 @@ class Chooser:
             return None, Placement("no_prefill_groups", local=local)
         compares = way == "auto"
         if self._lacks_memory(generation, record):
-            local = None  # nobody knows when some will be free
+            local = None  # it is unknown when memory will be free
         wait_s = config.prefill_wait_s
         if compares and local is not None:
-            wait_s = min(wait_s, local.own_s)  # in that time, it is done
+            wait_s = min(wait_s, local.own_s)  # by then a local prefill would be done
         found = await self._find(self._chains(generation, prospects), record, wait_s)
         if found is None:
             self.num_degraded += 1
@@ -116,8 +124,11 @@ class Chooser:
     def prefill(
         self, generation: GenerationGroup, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
     ) -> Choose[tuple[PrefillGroup, ChainPlan]]:
-        """The group where the prompt costs least as things are, but for some lives, and its chain there, with its KV to
-        go to `generation`. It begins behind what is cached there of the prompt's `blocks`, if `uses_cached`."""
+        """Return a function that chooses, outside some lives, the prefill group where the prompt costs least now.
+
+        It returns the group and the prompt's chain there, with KV for `generation`. If `uses_cached`, the chain begins
+        behind the cached ones of the prompt's `blocks`.
+        """
         prospects = Prospects(self._outlook, record, blocks, uses_cached=uses_cached, holds=True)
         choose = self._chains(generation, prospects)
 
@@ -128,8 +139,10 @@ class Chooser:
         return chosen
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Seconds to the first token of a request that is placed now at the best of the ready groups that take it, of
-        those with room if any has; 0 where nothing is known."""
+        """Return the predicted seconds to the first token of a request that is placed now; 0 where nothing is known.
+
+        Predicts for the best of the ready groups that can serve the request, or of those with room, if any has room.
+        """
         groups = [
             group
             for group in self._members.view.generation
@@ -153,7 +166,8 @@ class Chooser:
         return found[2].own_s
 
     def _prospects_of(self, record: RequestRecord) -> Callable[[GenerationGroup], Prospects]:
-        """What is predicted of the request before it is at a group; made once for groups of one layout."""
+        """Return a function from a group to the request's predictions before it is placed, made once for groups of one
+        layout."""
         made: dict[str, Prospects] = {}
 
         def prospects_at(group: GenerationGroup) -> Prospects:
@@ -166,7 +180,7 @@ class Chooser:
         return prospects_at
 
     def _lacks_memory(self, group: GenerationGroup, record: RequestRecord) -> bool:
-        """Whether it said last that its free memory would not even hold the KV to be made."""
+        """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
         memory, cost = self._members.memory.get(group.name), self._planner.cost
         if memory is None or not memory.num_bytes:
             return False
@@ -181,7 +195,7 @@ class Chooser:
         return lambda avoid: choose_prefill(self._members.view.chains_for(generation), chain_for, avoid)
 
     def _note(self, record: RequestRecord, generation: GenerationGroup, local: PlacementTerms | None) -> None:
-        """The attempt is at that group; with `local`, it is prefilled there."""
+        """Record in the book that the attempt is at that group, which prefills it if `local` has its predictions."""
         assert record.placement is not None
         logger.info(
             "placed request=%s attempt=%d group=%s: %s",
@@ -198,7 +212,7 @@ class Chooser:
         return self._clock.unix_ns() / 1e9
 
     async def _find(self, choose: Choose[T], record: RequestRecord, wait_s: float) -> T | None:
-        """A group that has not failed this request, if one comes soon; else any."""
+        """Wait `avoid_s` seconds for a group that has not failed this request, then `wait_s` seconds for any group."""
         if record.avoid:
             found = await self._members.until(lambda: choose(record.avoid), self._config.avoid_s)
             if found is not None:

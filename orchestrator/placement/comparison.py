@@ -1,12 +1,11 @@
-"""Which groups a request goes to, of those that can take it, and who prefills it: one comparison, in predicted seconds.
+"""Compares the ways to serve a request: which generation group, and which workers prefill, in predicted seconds.
 
-A way to serve a request is a generation group and, to prefill it, a prefill group with a chain or the generation group
-itself. Each has its terms (`baton.results.PlacementTerms`): what is queued before it, its own prefill without what is
-cached there, the decode steps in between, the transfer of KV that the group lacks, and what it costs other prompts.
-`prospects` predicts them; here they are compared. What a local prefill costs running rows is bounded by their engine
-(`generate_workers.engine.step_bound`), and is no term.
-
-Step 3 of a request's way (DESIGN.md, section 4). Pure.
+A way to serve a request is a generation group and, to prefill it, a prefill group's chain or the generation group
+itself. The terms of a way (`baton.results.PlacementTerms`) are the work queued before it, its own prefill without what
+is cached there, the decode steps in between, the transfer of KV that the group lacks, and its cost to other prompts.
+`orchestrator.placement.predictions` predicts them; `orchestrator.placement.chooser` calls the comparisons here. The
+cost of a local prefill to running rows is bounded by their engine (`generate_workers.engine.step_bound`), and is no
+term. Pure.
 """
 
 from collections.abc import Callable, Collection
@@ -19,18 +18,18 @@ from orchestrator.requests.record import RequestRecord
 
 T = TypeVar("T")
 Choose = Callable[[Collection[object]], T | None]
-"""Lives of groups to avoid -> what is chosen as things are; None for nothing."""
+"""A function from the lives of groups to avoid to the present choice; None for no choice."""
 Chain = tuple[ChainPlan, PlacementTerms]
-"""A request's chain in a prefill group, and what is predicted of it."""
+"""A request's chain in a prefill group, and its predicted terms."""
 ChainFor = Callable[[PrefillGroup], Chain]
-"""A group -> the request's chain there, as things are."""
+"""A function from a prefill group to the request's chain there at present."""
 LoadOf = Callable[[str], Load]
-"""A group's name -> its load."""
+"""A function from a group's name to its load."""
 CostOf = Callable[[GenerationGroup], float]
-"""A group -> predicted seconds of the best way there."""
+"""A function from a group to the predicted seconds of the best way there."""
 
 _ALIKE_S = 1e-3
-"""Predictions that differ by less are alike: then the group with the most room is taken."""
+"""Costs are compared in units of this many seconds; of groups with equal costs the one with the most room is chosen."""
 
 
 def choose_generation(
@@ -40,8 +39,11 @@ def choose_generation(
     avoid: Collection[object],
     cost_of: CostOf = lambda group: 0.0,
 ) -> GenerationGroup | None:
-    """Of the ready groups that may serve it, with enough free slots, and large enough ones, that where it costs least;
-    of those alike the one with the most free slots, of equals the first. None: nobody has room now."""
+    """Return the ready generation group where the request costs least; None when no group has room now.
+
+    Considers groups that may serve the request, have enough free slots and large enough ones, and are not in `avoid`.
+    Of groups with nearly equal costs, takes the one with the most free slots; of equals, the first.
+    """
     groups = [
         group
         for group in view.generation
@@ -59,15 +61,17 @@ def choose_generation(
 def choose_prefill(
     view: ClusterView, chain_for: ChainFor, avoid: Collection[object]
 ) -> tuple[PrefillGroup, ChainPlan, PlacementTerms] | None:
-    """The ready group where the prompt costs least, its own predicted seconds and the others' together, and its chain
-    there; the first of equals."""
+    """Return the ready prefill group where the prompt costs least, and its chain there; the first of equals.
+
+    The cost is the predicted seconds of the chain and of its delay to other prompts together.
+    """
     groups = [group for group in view.prefill if group.ready and group.life not in avoid]
     plans = [(group, *chain_for(group)) for group in groups]
     return min(plans, key=lambda each: each[2].cost_s, default=None)
 
 
 def compare(chain: PlacementTerms, local: PlacementTerms | None) -> Placement:
-    """Who prefills, where both could: the chain, unless the generation group is faster."""
+    """Return the decision whether the chain or the generation group prefills: the chain, unless the group is faster."""
     if local is None:
         return Placement("not_predicted", chain)
     return Placement("local_faster" if local.cost_s < chain.cost_s else "chain_faster", chain, local)

@@ -1,8 +1,8 @@
-"""Who is at which generation group: the rows that it decodes, and the prompts that it has yet to prefill by itself.
+"""The book of attempts at generation groups: the rows that each group decodes, and the prompts that it still prefills.
 
-The book reads the records of the requests: an entry counts for as long as its attempt runs, and as one that is to be
-prefilled until it has a token. So nobody needs to take it out. What a local prefill took is told to the planner, once,
-when that is seen. Step 3 of a request's way (DESIGN.md, section 4). On the loop.
+It reads the records of the requests: an entry counts for as long as its attempt runs, and as waiting for its prefill
+until it has a token. So no caller removes entries. The time that a local prefill took is reported to the planner, once,
+when it is seen. Written by `orchestrator.placement.chooser`, read by `orchestrator.placement.predictions`. On the loop.
 """
 
 from collections.abc import Hashable, Iterator
@@ -13,61 +13,66 @@ from orchestrator.requests.record import RequestRecord, RequestState
 from planning.planner import ChainPlanner
 
 _LEAST_LEFT = 0.25
-"""Of a local prefill, what is taken to be left as long as it has no token: one that is overdue is not done."""
+"""Part of a local prefill that is taken to be left for as long as it has no token: one that is overdue is not done."""
 
 
 @dataclass(frozen=True)
 class _Guest:
-    """One attempt."""
+    """One attempt at a generation group."""
 
     record: RequestRecord
     attempt: int
     life: Hashable
-    """Of its group."""
+    """The life of the group at which the attempt is."""
     ends_s: float | None = None
-    """When its local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
+    """Time when the attempt's local prefill is predicted to be done, in unix seconds; None when a chain prefills."""
     nominal_s: float = 0.0
-    """What that was predicted to take by itself, unscaled by what others took."""
+    """Predicted seconds of the attempt's local prefill alone, not scaled by the durations of earlier ones."""
     queued_s: float | None = None
-    """What those before it were predicted to take, likewise; None when it waits for something else, too."""
+    """Predicted seconds of the local prefills before the attempt's, not scaled either; None when it also waits for
+    slots or memory."""
 
     @property
     def is_there(self) -> bool:
+        """Return whether this attempt is still its request's present one."""
         return self.attempt == self.record.attempt and self.record.state is not RequestState.FINISHED
 
     @property
     def took_s(self) -> float | None:
-        """Seconds from its slots to the request's first token, by one clock; None when another attempt brought that."""
+        """Return the seconds from the attempt's slots to the request's first token, by one clock; None if another
+        attempt brought that token."""
         took_ns = self.record.first_seen_ns - self.record.leased_ns
         return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
 
     @property
     def has_token(self) -> bool:
-        """Whether this attempt has."""
+        """Return whether this attempt has brought a token."""
         return self.record.state is RequestState.STREAMING or self.took_s is not None
 
 
 class Occupancy:
-    """Of all generation groups, by their lives."""
+    """The attempts at all generation groups, by the groups' lives."""
 
     def __init__(self, planner: ChainPlanner) -> None:
         self._planner = planner
         self._guests: dict[int, _Guest] = {}
-        """By the identity of their records, which they keep alive."""
+        """Attempts by the identity of their records, which they keep alive."""
 
     def __len__(self) -> int:
-        """Attempts that run."""
+        """Return the number of attempts that run."""
         return sum(1 for _ in self._present())
 
     def place(self, record: RequestRecord, life: Hashable) -> None:
-        """The request's attempt is at that group, and a chain prefills it."""
+        """Record that the request's attempt is at that group, and that a chain prefills it."""
         self._guests[id(record)] = _Guest(record, record.attempt, life)
 
     def place_local(
         self, record: RequestRecord, life: Hashable, terms: PlacementTerms, now_s: float, *, has_room: bool
     ) -> None:
-        """The request's attempt is at that group, which prefills it, as `terms` have just predicted. With `has_room` it
-        waits for others' prefills alone, and what it took is told to the planner."""
+        """Record that the request's attempt is at that group, which prefills it, as `terms` have just predicted.
+
+        With `has_room` it waits only for other local prefills, and its duration will be reported to the planner.
+        """
         factor = self._planner.local_factor
         nominal_s = (terms.prefill_s + terms.steps_s) / factor
         queued_s = terms.queue_s / factor if has_room else None
@@ -75,25 +80,25 @@ class Occupancy:
         self._guests[id(record)] = guest
 
     def context_tokens(self, life: Hashable) -> float | None:
-        """Tokens that a row of the group has, in the mean; None when there is none."""
+        """Return the mean number of tokens of a row of the group; None when it has no row."""
         held = [guest.record.num_tokens for guest in self._present() if guest.life == life]
         return sum(held) / len(held) if held else None
 
     def queue_s(self, life: Hashable, now_s: float) -> float:
-        """Predicted seconds until the group has prefilled all that it has yet to prefill by itself."""
+        """Return the predicted seconds until the group has done all local prefills that it has before it."""
         left_s, factor = 0.0, self._planner.local_factor
         for ends_s, nominal_s in sorted((guest.ends_s or 0.0, guest.nominal_s) for guest in self._waiting(life)):
-            share = 1.0 if left_s else _LEAST_LEFT  # whoever is behind another has not begun
+            share = 1.0 if left_s else _LEAST_LEFT  # an attempt behind another has not begun
             left_s = max(ends_s - now_s, left_s + share * factor * nominal_s)
         return left_s
 
     def _waiting(self, life: Hashable) -> list[_Guest]:
-        """Those that the group has yet to prefill by itself."""
+        """Return the attempts that the group still has to prefill by itself."""
         present = [guest for guest in self._present() if guest.life == life and not guest.has_token]
         return [guest for guest in present if guest.ends_s is not None]
 
     def _present(self) -> Iterator[_Guest]:
-        """Those whose attempts run; forgets the others."""
+        """Yield the attempts that run, and forget the others; report finished local prefills to the planner."""
         for key, guest in list(self._guests.items()):
             if guest.ends_s is not None and guest.has_token:
                 if guest.queued_s is not None and guest.attempt == 1 and guest.took_s is not None:

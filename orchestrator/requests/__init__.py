@@ -1,1 +1,1 @@
-"""Defines what a request is to the orchestrator, from admission to its one terminal event."""
+"""Defines a request as the orchestrator sees it, from admission to its one terminal event."""

@@ -1,4 +1,4 @@
-"""What the orchestrator takes on, and how long it waits for what; validated once, where it is made."""
+"""The orchestrator's configuration: what it accepts and how long it waits. Validated once, where it is made."""
 
 import math
 from dataclasses import dataclass, field, fields
@@ -14,48 +14,49 @@ DISAGGREGATION: tuple[Disaggregation, ...] = get_args(Disaggregation)
 
 @dataclass(frozen=True)
 class OrchestratorConfig:
-    """Raises ConfigError on a bad field."""
+    """Limits, waits and policies of one orchestrator. Raises ConfigError on a bad field."""
 
     max_queued: int = 256
-    """Requests that may wait for a slot; beyond, those with the least claim are refused."""
+    """Largest number of requests that may wait for a slot; beyond it, those with the least claim are refused."""
     max_queued_tokens: int = 262_144
-    """Prompt tokens that may wait, over all waiting requests."""
+    """Largest number of prompt tokens that may wait, over all waiting requests."""
     max_running: int = 1024
-    """Choices of requests that may run at once; the generation groups' slots, where these are fewer."""
+    """Largest number of choices that may run at once; the generation groups' slots, where these are fewer."""
     tenants: Tenants = field(default_factory=Tenants)
-    """Who shares the queue, and how."""
+    """The tenants that share the queue: their keys, weights and bounds."""
     max_attempts: int = 3
     """Attempts at one request, the first included, before its error is reported."""
     lease_ttl_s: float = 30.0
-    """Seconds that a slot is kept for a prefill from which nothing is heard; renewed while the chain runs."""
+    """Seconds for which a slot is kept without a sign of life from its prefill; renewed while the chain runs."""
     generation_wait_s: float = 30.0
     """Seconds that a request waits for a generation group before it ends with UNAVAILABLE."""
     prefill_wait_s: float = 10.0
     """Seconds that a request waits for a prefill group before its generation group prefills by itself."""
     avoid_s: float = 2.0
-    """Seconds that a request waits for another group, or a new life of the same, before it returns to one that
-    failed it."""
+    """Seconds that a request waits for another group, or a new life of the same group, before it returns to a group
+    that failed it."""
     report_wait_s: float = 1.0
     """Seconds that a finished request waits for the timings of its prefill ranks."""
     poll_s: float = 0.5
-    """Seconds between two looks at what the workers hold."""
+    """Seconds between two polls of what the workers hold."""
     elastic: bool = True
-    """Whether each prompt gets as many of a group's ranks, and its turn, as costs all prompts least; else all ranks,
-    first come first served."""
+    """Whether each prompt gets the number of a group's ranks, and the turn, that cost all prompts least; if not, every
+    prompt gets all ranks, first come first served."""
     overtaking: float = 0.15
-    """How much longer than was predicted when it came a prompt may take because shorter ones that came later are
-    served first, as a part of that time. More is better for short prompts, less for long ones."""
+    """Extra time that a prompt may take because shorter prompts that came later are served first, as a part of the time
+    that was predicted when it came. A larger value favours short prompts, a smaller one long prompts."""
     disaggregation: Disaggregation = "auto"
-    """Who prefills, where both could. auto: a prefill group's chain, or the generation group by itself between its
-    decode steps, whichever is predicted to be sooner; always: a chain; never: the generation group."""
+    """Which workers prefill, where both kinds could. auto: a prefill group's chain, or the generation group by itself
+    between its decode steps, whichever is predicted to be faster; always: a chain; never: the generation group."""
     block_tokens: int = 128
-    """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
+    """Tokens of a block, the unit in which prompts that begin alike share KV: with smaller blocks prompts share more
+    tokens, at a higher cost."""
     prefix_isolation: bool = False
-    """Whether prompts share KV only with those of the same tenant: else the time that a prompt takes can tell one
-    tenant that another has sent it, too."""
+    """Whether prompts share KV only with prompts of the same tenant. If not, the time that a prompt takes can tell one
+    tenant that another tenant has sent it too."""
 
     model_folders: tuple[Path, ...] | None = None
-    """Folders below which the model must be that operators name for a group; None: it may be anywhere."""
+    """Folders below which a model must lie that an operator names for a group; None: it may lie anywhere."""
 
     def __post_init__(self) -> None:
         for name in (each.name for each in fields(self)):

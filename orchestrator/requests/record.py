@@ -1,11 +1,11 @@
-"""A request's life: states, one transition table, its record, and what its stream says.
+"""A request's life: its states, one transition table, its record, and its stream's events.
 
     QUEUED -> PLACING -> PREFILLING -> STREAMING -> FINISHED
                  ^           |             |
                  +-----------+-------------+      an attempt failed, the next begins
-    every state before FINISHED may go there at once, and nothing leads out of it: one end, exactly
+    every state before FINISHED may move there at once, and no move leaves FINISHED: each request ends exactly once
 
-Steps 2 to 9 of a request's way (DESIGN.md, section 4), as the orchestrator sees them. Pure.
+Made by `orchestrator.controller`; changed by it and `orchestrator.dispatch`; read by `orchestrator.placement`. Pure.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,19 +23,19 @@ from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 
 class RequestState(Enum):
-    """Where a request is."""
+    """The stage that a request has reached."""
 
     QUEUED = "queued"
     PLACING = "placing"
-    """Has left the queue; gets its groups and its slot."""
+    """Has left the queue; its groups and its slot are being chosen."""
     PREFILLING = "prefilling"
-    """Has a generation group; this attempt has made no token yet."""
+    """Has a generation group; the present attempt has made no token yet."""
     STREAMING = "streaming"
     FINISHED = "finished"
 
 
 class RequestMove(Enum):
-    """What happens to a request."""
+    """An event that moves a request to another state."""
 
     ADMIT = "admit"
     PLACE = "place"
@@ -59,42 +59,45 @@ TRANSITIONS: Mapping[tuple[RequestState, RequestMove], RequestState] = MappingPr
         (RequestState.STREAMING, RequestMove.FINISH): RequestState.FINISHED,
     }
 )
-"""Every move that may be made; any other is a bug of ours."""
+"""The state after every allowed move, by state and move; any other move is a bug in the orchestrator."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """A stream's first event: the request was taken."""
+    """A stream's first event: the request was accepted."""
 
     request_id: RequestId
     num_prompt_tokens: int
     seed: int
     exact: bool = True
-    """Whether only groups may serve it that attend to all tokens."""
+    """Whether only generation groups that attend to all tokens may serve the request."""
 
 
 @dataclass(frozen=True)
 class Finished:
-    """A stream's one last event."""
+    """A stream's last event; every stream has exactly one."""
 
     reasons: tuple[FinishReason, ...]
-    """Why each choice ended, those included that an error ended."""
+    """The reason why each choice ended, including choices that an error ended."""
     usage: Usage
     timings: Timings
     error: BatonError | None = None
-    """Why the request ended before all of its choices had; None when they have."""
+    """The error that ended the request before all of its choices had ended; None when all of them ended by
+    themselves."""
 
 
 Event = Started | TokenEvent | Finished
-"""What a stream says: one Started, any number of tokens, one Finished. A choice's last token says that it is that."""
+"""An event of a stream: one Started, any number of token events, one Finished. A choice's last token event carries the
+reason of its end."""
 
 
 class Blamed(set[object]):
-    """Lives of groups that failed a request, and which of them did so last."""
+    """Lives of groups that failed a request; `latest` is the one added last."""
 
     latest: object | None = None
 
     def add(self, life: object) -> None:
+        """Add a life of a group, and remember it as the latest."""
         super().add(life)
         self.latest = life
 
@@ -105,61 +108,65 @@ class Choice:
 
     index: int
     params: SamplingParams
-    """Of this choice alone."""
+    """Sampling parameters of this choice alone."""
     output_ids: list[int]
-    """Tokens that the client has, or will have: what the next attempt goes on after."""
+    """Tokens that the client has, or will have; the next attempt continues after them."""
     finish: FinishReason | None = None
 
     def end(self, reason: FinishReason, now_ns: int) -> TokenEvent:
-        """Ends it without another token; the event that says so."""
+        """End the choice without another token, and return the event that reports it."""
         self.finish = reason
         return TokenEvent(len(self.output_ids), None, "", now_ns, reason, choice=self.index)
 
 
 @dataclass
 class RequestRecord:
-    """All that is known of a request that was taken. Owned by the request's task.
+    """Everything known about a request that was accepted. Owned by the request's task.
 
-    Its choices share an attempt, and so the prompt's prefill, as long as none of them has a token. What fails later is
-    tried again choice by choice, as `branches`.
+    Its choices share an attempt, and so the prompt's prefill, as long as none of them has a token. A later failure is
+    retried choice by choice, as `branches`.
     """
 
     request_id: RequestId
     prompt_ids: tuple[int, ...]
     params: SamplingParams
-    """Of all choices."""
+    """Sampling parameters of the whole request."""
     choices: tuple[Choice, ...]
     received_ns: int
     resumed: bool = False
-    """Whether an earlier orchestrator had it, so that a generation group may still run it."""
+    """Whether the client resumes a stream of an earlier orchestrator, which a generation group may still run."""
     num_given: int = 0
-    """Output tokens, of all choices, that the client had when it came."""
+    """Number of output tokens, over all choices, that the client had when the request came."""
     forecast_s: float = 0.0
-    """Seconds that were predicted from its turn to its first token, when it came; 0 when nobody asked, or knew."""
+    """Seconds from leaving the queue to the first token, as predicted when the request came; 0 when there was no
+    prediction."""
     first_seen_ns: int = 0
-    """When its first token was passed on, by the orchestrator's own clock."""
+    """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
     admitted_ns: int = 0
     leased_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
     ranks: tuple[RankTiming, ...] = ()
-    """Empty when the generation group prefilled by itself."""
+    """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
     width: WidthChoice | None = None
-    """Why this attempt's prefill has the ranks that it has; likewise None."""
+    """The choice of this attempt's number of prefill ranks; None when the generation group prefills by itself."""
     placement: Placement | None = None
-    """Who prefills in this attempt, and why; None before that is decided."""
+    """Which workers prefill in this attempt, and why; None before that is decided."""
     by_chain: bool = False
-    """Whether a chain is to prefill, if there is one, whoever is faster."""
+    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
+    faster."""
     exact: bool = False
-    """Whether only groups may serve it that attend to all tokens: its client asked for that, or was told so."""
+    """Whether only generation groups that attend to all tokens may serve the request: its client asked for that, or was
+    told that it is so."""
     residency: str = ""
-    """The policy of this attempt's generation group."""
+    """Name of the residency policy of this attempt's generation group; empty before the attempt has a group."""
     tenant: Tenant = DEFAULT_TENANT
-    """Whose it is."""
+    """The tenant that sent the request."""
     prefix_salt: str = ""
-    """Shares cached prefixes with requests of the same salt only."""
+    """Salt in the names of the prompt's blocks: the request shares cached prefixes only with requests of the same
+    salt."""
     num_cached_tokens: int = 0
-    """Tokens that this attempt's chain begins behind, as their KV was there."""
+    """Number of first tokens whose KV was cached, so that this attempt's prefill begins behind them."""
     attempt: int = 1
     state: RequestState = RequestState.QUEUED
     avoid: Blamed = field(default_factory=Blamed)
@@ -175,7 +182,7 @@ class RequestRecord:
         *,
         outputs: Sequence[Sequence[int]] = (),
     ) -> Self:
-        """A request whose client has `outputs`, one list a choice; none for a new one."""
+        """Return the record of a request whose client has `outputs`, one list per choice; empty for a new request."""
         lists = outputs or [()] * params.n
         choices = tuple(Choice(index, params.of_choice(index), list(ids)) for index, ids in enumerate(lists))
         num_given = sum(len(ids) for ids in lists)
@@ -183,72 +190,77 @@ class RequestRecord:
 
     @property
     def output_ids(self) -> list[int]:
-        """What all choices of an attempt go on after: with several, nothing."""
+        """Return the tokens after which all choices of an attempt continue; none when there are several choices."""
         return self.choices[0].output_ids if len(self.choices) == 1 else []
 
     @property
     def num_slots(self) -> int:
-        """Slots that an attempt needs: one a choice."""
+        """Return the number of slots that an attempt needs: one per choice."""
         return len(self.choices)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV an attempt that starts now has to make."""
+        """Return the number of tokens whose KV an attempt that starts now has to make."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        """Of all choices."""
+        """Return the number of output tokens over all choices."""
         return sum(len(choice.output_ids) for choice in self.choices)
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that each of the request's slots must hold at its end."""
+        """Return the number of tokens that each of the request's slots must hold at its end."""
         return len(self.prompt_ids) + self.params.max_tokens
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Whether whoever prefills has to score the prompt, too: the scores come with the first token."""
+        """Return whether the prefill must also score the prompt's tokens; the scores come with the first token."""
         return self.params.prompt_logprobs is not None and not self.choices[0].output_ids
 
     @property
     def is_complete(self) -> bool:
-        """Whether all choices have ended."""
+        """Return whether all choices have ended."""
         return all(choice.finish is not None for choice in self.choices)
 
     @property
     def is_apart(self) -> bool:
-        """Whether the choices no longer have only the prompt in common."""
+        """Return whether one of several choices has tokens or has ended, so that a retry must serve each choice by
+        itself."""
         return len(self.choices) > 1 and any(choice.output_ids or choice.finish for choice in self.choices)
 
     def advance(self, move: RequestMove) -> None:
-        """Makes a move of the table."""
+        """Move to the state that TRANSITIONS gives for this move, which must be allowed."""
         after = TRANSITIONS.get((self.state, move))
         assert after is not None, f"request {self.request_id}: no {move.value} in state {self.state.value}"
         self.state = after
 
     def admit(self, now_ns: int) -> None:
-        """The request has left the queue."""
+        """Record that the request has left the queue."""
         self.advance(RequestMove.ADMIT)
         self.admitted_ns = now_ns
 
     def place(self, now_ns: int, residency: str = "") -> None:
-        """The request has a generation group, of that policy, and, if it is prefilled elsewhere, its slots."""
+        """Record that the attempt has a generation group of this residency policy and, if a chain prefills, its
+        slots."""
         self.advance(RequestMove.PLACE)
         self.leased_ns, self.residency = now_ns, residency
 
     def retry(self) -> None:
-        """The attempt has failed; the next begins."""
+        """Record that the attempt has failed and the next begins."""
         self.advance(RequestMove.RETRY)
         self.attempt += 1
 
     def replan(self) -> None:
-        """The attempt begins anew, because of what nobody is to blame for: it is not counted."""
+        """Begin the attempt anew without counting another, because no worker and no request caused the failure."""
         self.advance(RequestMove.RETRY)
 
     def accept(self, event: TokenEvent) -> TokenEvent | None:
-        """Takes an attempt's event into the record; returns it as the client is to see it, None for what it knows.
-        Raises BatonError when it is not the choice's next one."""
+        """Take an attempt's event into the record, and return it as the client sees it.
+
+        Returns None when the event's choice has already ended. Raises BatonError when the event is not its choice's
+        next one.
+        """
         if event.choice >= len(self.choices):
             raise BatonError(f"a worker sent choice {event.choice} of {len(self.choices)}: restart it")
         choice = self.choices[event.choice]
@@ -257,7 +269,7 @@ class RequestRecord:
         if event.index != len(choice.output_ids):
             raise BatonError(f"a worker sent token {event.index} where {len(choice.output_ids)} is due: restart it")
         if event.token is not None:
-            if self.state is not RequestState.STREAMING:  # as every token but the first finds it
+            if self.state is not RequestState.STREAMING:  # false for every token but the first
                 self.advance(RequestMove.TOKEN)
             choice.output_ids.append(event.token.token_id)
             self.first_token_ns = self.first_token_ns or event.unix_ns
@@ -266,7 +278,7 @@ class RequestRecord:
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def branches(self) -> "list[RequestRecord]":
-        """A record for each choice that has not ended, on its own from here on."""
+        """Return a record for each choice that has not ended; from now on each is retried by itself."""
         return [
             replace(
                 self,
@@ -280,7 +292,8 @@ class RequestRecord:
         ]
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
-        """Takes what its branches have learnt."""
+        """Take over the number of attempts, the residency and the token times from the records that `branches`
+        returned."""
         self.attempt = max(branch.attempt for branch in branches)
         self.residency = branches[-1].residency or self.residency
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
@@ -288,7 +301,10 @@ class RequestRecord:
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
 
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
-        """The request's one end; `reason` and `error`: why it came before that of all choices."""
+        """End the request and return its last event.
+
+        `reason` is the end of choices that have not ended by themselves, and `error` the failure that ended them.
+        """
         self.advance(RequestMove.FINISH)
         num_cached = min(self.num_cached_tokens, len(self.prompt_ids))
         usage = Usage(len(self.prompt_ids), self.num_output_tokens, self.attempt, num_cached)

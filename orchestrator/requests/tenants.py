@@ -1,9 +1,10 @@
-"""Who a call belongs to, and what each tenant may have: keys, a weight, bounds.
+"""Finds the tenant that a call belongs to, and says what each tenant may have: keys, a weight, bounds.
 
-A call says who it is in its gRPC metadata: by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`), or, where
-a gateway in front has asked already and is trusted, by the tenant's name (`baton-tenant: NAME`). Step 1 of a request's
-way (DESIGN.md, section 4). Operators, who may change what a cluster does, have keys of their own
-(`orchestrator.api.access` says for what). Keys are known here by their hashes alone. Pure, read-only after it is made.
+A call says who sends it in its gRPC metadata: by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`), or,
+where a trusted gateway in front has checked already, by the tenant's name (`baton-tenant: NAME`). Operators, who may
+change the cluster, have keys of their own (`orchestrator.api.access` says for which methods). Only the hashes of keys
+are held here. Used by `orchestrator.api`; `orchestrator.admission` applies weights and bounds. Pure; read-only once
+made.
 """
 
 import hashlib
@@ -26,19 +27,19 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whoever shares the queue with others. Raises ConfigError on a bad field."""
+    """One of the users that share the queue. Raises ConfigError on a bad field."""
 
     name: str
     weight: float = 1.0
-    """Prompt tokens that it is served while others wait, beside a tenant of weight 1."""
+    """Prompt tokens that are served for this tenant while others wait, per prompt token of a tenant of weight 1."""
     max_queued: int = 0
-    """Requests that it may have waiting; 0: as many as the queue holds."""
+    """Largest number of the tenant's requests that may wait; 0: as many as the queue holds."""
     max_queued_tokens: int = 0
-    """Prompt tokens that it may have waiting; 0: likewise."""
+    """Largest number of the tenant's prompt tokens that may wait; 0: as many as the queue holds."""
     max_running: int = 0
-    """Choices of its requests that may run at once; 0: as many as there are slots."""
+    """Largest number of choices of the tenant's requests that may run at once; 0: as many as there are slots."""
     key_hashes: tuple[str, ...] = ()
-    """SHA-256 of its API keys, in hexadecimal; with any, it is reached by these keys only."""
+    """SHA-256 of the tenant's API keys, in hexadecimal; a tenant with any is reached by these keys only."""
 
     def __post_init__(self) -> None:
         self._require(_NAME.fullmatch(self.name) is not None, "name", "use 1 to 40 letters, digits, - and _")
@@ -46,7 +47,7 @@ class Tenant:
         self._require(within, "weight", f"use a number from {_LEAST_WEIGHT:g} to {_MOST_WEIGHT:g}")
         for bound in ("max_queued", "max_queued_tokens", "max_running"):
             self._require(getattr(self, bound) >= 0, bound, "use 0 (no bound of its own) or more")
-        if not all(_HASH.fullmatch(key_hash) for key_hash in self.key_hashes):  # what is none may be a key: not shown
+        if not all(_HASH.fullmatch(key_hash) for key_hash in self.key_hashes):  # it may be a key: not shown
             raise ConfigError(f"tenant {self.name!r}: key_hashes: use 64 hexadecimal digits each, as sha256sum prints")
 
     def _require(self, holds: bool, name: str, remedy: str) -> None:
@@ -55,11 +56,11 @@ class Tenant:
 
 
 DEFAULT_TENANT = Tenant("default")
-"""Of calls that do not say who they are."""
+"""The tenant of calls that do not say who sends them."""
 
 
 def hash_key(api_key: str) -> str:
-    """As in `Tenant.key_hashes`."""
+    """Return the SHA-256 of an API key in hexadecimal, as `Tenant.key_hashes` holds it."""
     return hashlib.sha256(api_key.encode()).hexdigest()
 
 
@@ -69,7 +70,7 @@ def values_of(metadata: Metadata) -> dict[str, str]:
 
 
 class Tenants:
-    """Finds a call's tenant."""
+    """Finds the tenant of a call by its metadata, and tells operators apart."""
 
     def __init__(
         self,
@@ -79,9 +80,12 @@ class Tenants:
         require_key: bool = False,
         operator_hashes: Sequence[str] = (),
     ) -> None:
-        """`trust_metadata`: whether a call without a key may name its tenant. `require_key`: whether one is refused
-        that has neither a key nor such a name. `operator_hashes`: SHA-256 of operators' keys, in hexadecimal. Raises
-        ConfigError for tenants that cannot be told apart, and for keys that are required of nobody."""
+        """Index the tenants and the operators' keys.
+
+        `trust_metadata`: whether a call without a key may name its tenant. `require_key`: whether a call that has
+        neither a key nor such a name is refused. `operator_hashes`: SHA-256 of operators' keys, in hexadecimal. Raises
+        ConfigError for tenants that cannot be told apart, and for required keys where no tenant or operator has one.
+        """
         self._by_name = {tenant.name: tenant for tenant in (DEFAULT_TENANT, *tenants)}
         self._by_hash = {key_hash.encode(): tenant for tenant in tenants for key_hash in tenant.key_hashes}
         self._operator_hashes = tuple(each.encode() for each in operator_hashes)
@@ -101,23 +105,29 @@ class Tenants:
 
     @property
     def requires_key(self) -> bool:
-        """Whether each call must say whose it is."""
+        """Return whether each call must name its tenant, by a key or by a trusted name."""
         return self._require_key
 
     @property
     def has_operators(self) -> bool:
-        """Whether there are keys of operators."""
+        """Return whether there are operators' keys."""
         return bool(self._operator_hashes)
 
     @property
     def goes_by_keys(self) -> bool:
-        """Whether an operator is known by a key alone, and not by calling from this machine: where there are keys of
-        operators, where calls must have one, and behind a gateway whose word on the tenant is taken."""
+        """Return whether only a key identifies an operator, and a call from this machine does not.
+
+        This holds where operators have keys, where calls must have a key, and behind a gateway that is trusted with
+        names.
+        """
         return self.has_operators or self._require_key or self._trust_metadata
 
     def is_operator(self, metadata: Metadata) -> bool:
-        """Return whether a call with this metadata has an operator's key. Raises PermissionDeniedError for a tenant's
-        key, and UnauthenticatedError for one that is unknown; False without a key, and where nobody has one."""
+        """Return whether a call with this metadata has an operator's key.
+
+        Returns False without a key, and where no key is configured. Raises PermissionDeniedError for a tenant's key,
+        and UnauthenticatedError for an unknown key.
+        """
         key = _key_of(values_of(metadata))
         if key is None or not (self._by_hash or self._operator_hashes):
             return False
@@ -127,9 +137,11 @@ class Tenants:
         raise PermissionDeniedError(f"the API key is tenant {tenant.name}'s: use an operator's key for this")
 
     def of(self, metadata: Metadata) -> Tenant:
-        """The tenant of a call with this metadata; an operator's calls are the default tenant's. Raises
-        UnauthenticatedError for a key that is unknown, or missing where one is required, and InvalidArgumentError for
-        what is no name."""
+        """Return the tenant of a call with this metadata; an operator's calls belong to the default tenant.
+
+        Raises UnauthenticatedError for a key that is unknown, or missing where one is required, and
+        InvalidArgumentError for a malformed name.
+        """
         values = values_of(metadata)
         key = _key_of(values)
         if key is not None and self._is_operators(key):
@@ -144,13 +156,13 @@ class Tenants:
         return self._by_name[DEFAULT_TENANT.name]
 
     def _is_operators(self, key: str) -> bool:
-        """Compares with every hash, in a time that depends on none of them."""
+        """Return whether a key is an operator's. Compares with every hash, in a time that depends on none of them."""
         presented = hash_key(key).encode()
         matches = [hmac.compare_digest(known, presented) for known in self._operator_hashes]
         return True in matches
 
     def _of_key(self, key: str) -> Tenant:
-        """Compares with every hash, in a time that depends on none of them."""
+        """Return a key's tenant. Compares with every hash, in a time that depends on none of them."""
         presented, found = hash_key(key).encode(), None
         for known, tenant in self._by_hash.items():
             if hmac.compare_digest(known, presented):
@@ -160,7 +172,7 @@ class Tenants:
         return found
 
     def _of_name(self, name: str) -> Tenant:
-        """One that is not configured has weight 1 and no bounds of its own."""
+        """Return the tenant of this name; a name that is not configured gets weight 1 and no bounds of its own."""
         if _NAME.fullmatch(name) is None:
             raise InvalidArgumentError(
                 f"metadata {TENANT_KEY} = {name[:60]!r} is no name: use 1 to 40 letters, digits, - and _"

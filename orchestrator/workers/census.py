@@ -1,9 +1,9 @@
-"""What the workers hold, and what of it nobody here knows: the orchestrator's eye for leaks, and for books that do not
-balance.
+"""Asks all workers what they hold, and finds leaks and books that do not balance.
 
-Leaked are slots or jobs that were held, without pause, for over 2 s by no request of this orchestrator, and not kept
-for one to come back to. A slot that is only leased ends by its ttl, when its lease was of a Reserve whose answer was
-lost: it counts as leaked when it has not ended by then. Asks all workers now and then, on the loop.
+A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
+kept for a client to resume. A slot that is only leased ends by its ttl if its lease was of a Reserve whose answer was
+lost: it counts as a leak when it has not ended by then. Run by `orchestrator.controller`; read by
+`orchestrator.observability.state`; calls workers through `orchestrator.workers.client`. On the loop.
 """
 
 import asyncio
@@ -22,58 +22,59 @@ from orchestrator.workers.client import Clients, GenerationHoldings, StepSample
 logger = logging.getLogger(__name__)
 
 LEAK_S = 2.0
-"""Seconds after which what nobody knows is leaked: until then it is on its way to be freed."""
+"""Seconds after which a slot or job of no known request is a leak: until then it may be on its way to be freed."""
 _TIMEOUT_S = 1.0
 _MOST_PAUSE_S = 5.0
-"""After failures that were not foreseen, until the workers are asked again."""
+"""Longest pause in seconds after an unforeseen failure, until the workers are asked again."""
 
 
 class Excess:
-    """How much of one worker's holdings was unknown, over the last LEAK_S seconds, or another time. Pure."""
+    """How much of one worker's holdings was unknown over the last `window_s` seconds. Pure."""
 
     def __init__(self, window_s: float = LEAK_S) -> None:
         self._window_s = window_s
         self._seen: deque[tuple[float, int]] = deque()
 
     def observe(self, now_s: float, num_unknown: int) -> None:
-        """So much was unknown now."""
+        """Record how many slots or jobs of the worker belong to no known request now."""
         self._seen.append((now_s, num_unknown))
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
-            self._seen.popleft()  # the first one kept is as old as the window, or all there is
+            self._seen.popleft()  # the oldest one kept spans the window, if any does
 
     def forget(self) -> None:
-        """The worker did not answer: what it holds is its supervisor's business."""
+        """Forget all observations, because the worker did not answer: its supervisor deals with what it holds."""
         self._seen.clear()
 
     @property
     def num_leaked(self) -> int:
-        """What was unknown all the time."""
+        """Return how many slots or jobs were unknown during the whole window; 0 until the window is full."""
         if not self._seen or self._seen[-1][0] - self._seen[0][0] < self._window_s:
             return 0
         return max(0, min(unknown for _, unknown in self._seen))
 
 
 class Leaks:
-    """What of one worker's holdings is leaked: for sure after LEAK_S seconds; what may be no more than leases, when
-    their ttl is over, too. Pure."""
+    """Leaks of one worker: slots or jobs that are unknown for LEAK_S seconds, slots that may be merely leased for a
+    lease's ttl longer. Pure."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._beyond_leases = Excess()
         self._all = Excess(LEAK_S + lease_ttl_s)
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """So much was unknown now; so many slots were leased, and not active yet, whether known or not."""
+        """Record how many slots or jobs belong to no known request now, and how many slots, known or not, are merely
+        leased."""
         self._beyond_leases.observe(now_s, num_unknown - num_leased)
         self._all.observe(now_s, num_unknown)
 
     def forget(self) -> None:
-        """The worker did not answer: what it holds is its supervisor's business."""
+        """Forget all observations, because the worker did not answer: its supervisor deals with what it holds."""
         self._beyond_leases.forget()
         self._all.forget()
 
     @property
     def num_leaked(self) -> int:
-        """Slots or jobs."""
+        """Return the number of leaked slots or jobs."""
         return max(self._beyond_leases.num_leaked, self._all.num_leaked)
 
 
@@ -89,20 +90,21 @@ class Census:
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` hears of forwards of generation groups, no two times of the same. `lease_ttl_s`: of leases."""
+        """`on_step` is called with forward passes of generation groups, at most once for each. `lease_ttl_s` is the
+        leases' ttl."""
         self._members = members
         self._clients = clients
         self._clock = clock
         self._lease_ttl_s = lease_ttl_s
         self._leaks: dict[str, Leaks] = {}
-        """By endpoint."""
+        """Leaks of each worker, by endpoint."""
         self._holdings: dict[str, GenerationHoldings] = {}
         self._prefixes: dict[str, PrefixHoldings] = {}
-        """By a rank's endpoint, those of its node."""
+        """Holdings of the prefix stores of ranks' nodes, by a rank's endpoint."""
         self._on_step = on_step
 
     async def run(self, period_s: float) -> None:
-        """Ask again and again until this task is cancelled, also after a failure that was not foreseen."""
+        """Ask all workers every `period_s` seconds until this task is cancelled, also after an unforeseen failure."""
 
         async def ask() -> None:
             await self.ask()
@@ -111,14 +113,16 @@ class Census:
         await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
 
     async def ask(self) -> None:
-        """Asks every worker once; at most a second. Lets go of workers that are no longer present. May be called while
-        another call waits for answers."""
+        """Ask every worker once, which takes at most a second, and forget workers that are no longer present.
+
+        May be called while another call waits for answers.
+        """
         view = self._members.present
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
-        present = self._members.present.endpoints  # others may have come, and others asked, meanwhile
+        present = self._members.present.endpoints  # other workers may have come, or been asked, meanwhile
         for endpoint in (self._leaks.keys() | self._holdings.keys() | self._prefixes.keys()) - present:
             self._leaks.pop(endpoint, None)
             self._holdings.pop(endpoint, None)
@@ -126,7 +130,7 @@ class Census:
         await self._clients.prune(present)
 
     def groups(self) -> tuple[GroupState, ...]:
-        """All groups, as they were when last asked."""
+        """Return the states of all groups, as their workers answered last."""
         view = self._members.present
         return (
             *(self._prefill_state(group) for group in view.prefill),
@@ -134,7 +138,7 @@ class Census:
         )
 
     def group(self, name: str) -> GroupState | None:
-        """The group of that name; None when there is none."""
+        """Return the state of the group of that name; None when there is none."""
         return next((group for group in self.groups() if group.name == name), None)
 
     async def _ask_generation(self, group: GenerationGroup) -> None:
@@ -228,7 +232,7 @@ class Census:
 
 
 def imbalance(held: GenerationHoldings) -> str:
-    """What does not balance, for people: in the group's own books, or in what it says it holds; empty when all does."""
+    """Return, for people, why the group's own books or its reported slots do not balance; empty when all do."""
     num_taken = held.num_leased + held.num_active + held.num_quarantined
     if held.imbalance:
         return held.imbalance

@@ -1,7 +1,8 @@
-"""Talks to workers: their verbs in Baton's values, over channels that are shared and closed when a worker is gone.
+"""Calls workers: their methods in Baton's values, over shared channels that are closed when a worker is gone.
 
-Steps 3 to 9 of a request's way, as calls. Nobody but the caller ends a call, and only the orchestrator sets its time:
-so a call that a worker cancelled, or that took too long, raises UnavailableError. On the loop.
+Used by `orchestrator.dispatch`, `orchestrator.workers.census` and `orchestrator.workers.prefix_discovery`. Only the
+caller ends a call, and only the orchestrator sets its timeout. So a call that a worker cancelled, or that took too
+long, raises UnavailableError. On the loop.
 """
 
 import asyncio
@@ -39,25 +40,25 @@ from transport.proto_types import (
 from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
-"""For calls that a healthy worker answers at once."""
+"""Timeout of calls that a healthy worker answers at once, in seconds."""
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """One attempt's prefill: the same for all ranks."""
+    """One attempt's prefill, equal for all ranks."""
 
     record: RequestRecord
     epoch: Epoch
     number: JobId
     chain: ChainPlan
     blocks: PromptBlocks
-    """The prompt's; the chain begins behind some of them."""
+    """The prompt's blocks; the chain begins behind the cached ones."""
     lease: Lease
 
     @cached_property
     def job(self) -> prefill_pb2.PrefillJob:
-        """What every rank is sent: made once, from the record as it is then. Raises InvalidArgumentError when it fits
-        into no message."""
+        """Return the message that every rank is sent, made once, from the record as it is then. Raises
+        InvalidArgumentError when it is too large to send."""
         record, chain = self.record, self.chain
         job = prefill_pb2.PrefillJob(
             epoch=self.epoch,
@@ -80,61 +81,61 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank did."""
+    """One rank's report of a finished job."""
 
     timing: RankTiming
     stored: tuple[str, ...]
-    """Blocks that its prefix store holds now, of those that were to be kept: the first ones."""
+    """Names of blocks that the node's prefix store holds now, of those that were to be kept: the first ones."""
     evicted: tuple[str, ...]
-    """Blocks that had to go for them."""
+    """Names of blocks that were evicted to make room for the stored ones."""
 
 
 @dataclass(frozen=True)
 class PrefillHoldings:
-    """What a prefill rank says it holds."""
+    """The jobs and cached prefixes that a prefill rank reports."""
 
     num_jobs: int
-    """In flight."""
+    """Number of jobs in flight."""
     prefixes: PrefixHoldings
-    """Of its node."""
+    """Holdings of the prefix store of the rank's node."""
 
 
 @dataclass(frozen=True)
 class StepSample:
-    """One forward of a generation group's batch."""
+    """One forward pass of a generation group's batch."""
 
     num_rows: int
-    """That got a token."""
+    """Number of rows that got a token."""
     num_prefill_tokens: int
-    """Of local prefill beside them."""
+    """Number of tokens of local prefill computed in the same step."""
     context_tokens: float
-    """That a row attended to, in the mean."""
+    """Mean number of tokens to which a row attended."""
     duration_s: float
 
 
 @dataclass(frozen=True)
 class GenerationHoldings:
-    """What a generation group says it holds."""
+    """The slots, memory and cached prefixes that a generation group reports."""
 
     num_slots: int
     num_free: int
     num_bytes: int
     num_kept: int = 0
-    """Slots of streams that an earlier life of the orchestrator left."""
+    """Number of slots of streams that an earlier life of the orchestrator left."""
     kept: frozenset[RequestId] = frozenset()
-    """The requests that those streams are of."""
+    """Requests of the streams that an earlier life of the orchestrator left."""
     num_leased: int = 0
     num_active: int = 0
     num_quarantined: int = 0
     kv: KvLedger = field(default_factory=KvLedger)
     num_preemptions: int = 0
     imbalance: str = ""
-    """What does not balance in the group's own books; empty when they do."""
+    """Why the group's own books do not balance; empty when they do."""
     num_steps: int = 0
     step: StepSample | None = None
-    """The latest of them."""
+    """The latest step; None before the first."""
     prefixes: PrefixHoldings = field(default_factory=PrefixHoldings)
-    """Of its node."""
+    """Holdings of the prefix store of the group's node."""
 
 
 class EventStream:
@@ -142,14 +143,14 @@ class EventStream:
 
     def __init__(self, call: SharedCall, endpoint: str) -> None:
         self.stored: tuple[str, ...] = ()
-        """Blocks of the answers that the group's prefix store holds; known once the stream is closed."""
+        """Names of the answers' blocks that the group's prefix store holds; known once the stream is closed."""
         self.evicted: tuple[str, ...] = ()
-        """Blocks that had to go for them."""
+        """Names of blocks that were evicted to make room for the stored ones."""
         self._call = call
         self._endpoint = endpoint
 
     async def read(self) -> TokenEvent:
-        """The next event; not to be called after the last. A cancelled read ends the stream."""
+        """Return the next event; must not be called after the last. A cancelled read ends the stream."""
         try:
             message = await self._call.read()
         except (RequestCancelledError, DeadlineExceededError) as error:
@@ -159,21 +160,21 @@ class EventStream:
         return event_from_proto(message)
 
     async def closed(self, timeout_s: float) -> None:
-        """Returns when the group has closed the stream, after its last event and the word on what it stored; or after
-        `timeout_s` seconds."""
-        with contextlib.suppress(TimeoutError, BatonError):  # all that counts has come
+        """Wait until the group has closed the stream, after its last event and its report of stored blocks, or until
+        `timeout_s` seconds have passed. Raises nothing."""
+        with contextlib.suppress(TimeoutError, BatonError):  # all tokens have come
             async with asyncio.timeout(timeout_s):
                 while (message := await self._call.read()) is not None:
                     self.stored += tuple(message.stored.stored)
                     self.evicted += tuple(message.stored.evicted)
 
     def cancel(self) -> None:
-        """Stops reading; the stream goes on for as long as it is kept. Idempotent."""
+        """Stop reading; the group keeps the stream running for its ttl. Idempotent."""
         self._call.cancel()
 
 
 class WorkerClient:
-    """One worker, of either role."""
+    """Calls one worker, of either role."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         self._endpoint = endpoint
@@ -183,7 +184,7 @@ class WorkerClient:
         self._streams = SharedStreams(channel)
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
-        """Claims a slot; raises ResourceExhaustedError when none is free."""
+        """Lease a slot. Raises ResourceExhaustedError when none is free."""
         request = kv_pb2.ReserveRequest(
             request_id=spec.request_id,
             attempt=spec.attempt,
@@ -201,46 +202,50 @@ class WorkerClient:
             return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
 
     async def renew(self, lease: Lease) -> None:
-        """Keeps the slot for another ttl."""
+        """Extend the lease by another ttl."""
         request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(lease.ref), ttl_s=lease.ttl_s)
         with _worker_errors(self._endpoint):
             await self._kv.Renew(request, timeout=VERB_TIMEOUT_S)
 
     async def abort(self, ref: LeaseRef) -> None:
-        """Frees the slot if the lease still holds it; idempotent."""
+        """End the lease and free its slot, if the lease still holds it; idempotent."""
         with _worker_errors(self._endpoint):
             await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
-        """Undoes the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
+        """Undo the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
         with _worker_errors(self._endpoint):
             await self._kv.Abort(kv_pb2.AbortRequest(number=number), timeout=VERB_TIMEOUT_S)
 
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
     ) -> EventStream:
-        """Opens the attempt's stream, which outlives this process by a lease's ttl, and whose answers are stored in
-        blocks; without a lease the group prefills by itself."""
+        """Open the attempt's stream, which outlives this process by a lease's ttl; its answers are stored in blocks.
+        Without a lease the group prefills by itself."""
         request = stream_request(record, number, config, lease)
         return EventStream(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
-        """Goes on with a stream that the group has kept; reading it raises NotFoundError when it has not."""
+        """Open a stream that the group has kept, and continue it; reading it raises NotFoundError when the group has
+        not."""
         return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
-        """Before the channel is closed; once no stream is read."""
+        """End all streams; to be called once none is read, before the channel is closed."""
         await self._streams.close()
 
     async def cancel(self, number: StreamNumber) -> None:
-        """Ends the stream of that number; idempotent."""
+        """End the stream of that number; idempotent."""
         request = generate_pb2.CancelRequest(number=number)
         with _worker_errors(self._endpoint):
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
     async def run(self, plan: PrefillPlan) -> RankReport:
-        """Runs this rank's chunk; returns when that is computed, passed on, pushed and, by the last rank, kept. Raises
-        StalePrefixError when what the chain begins behind is not cached."""
+        """Run this rank's chunk and return its report.
+
+        Returns when the chunk is computed, passed on, pushed and, on the last rank, stored. Raises StalePrefixError
+        when the blocks behind which the chain begins are not cached.
+        """
         with _worker_errors(self._endpoint):
             report = await self._prefill.Run(plan.job)
         chain = plan.chain
@@ -248,7 +253,7 @@ class WorkerClient:
         return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
 
     async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
-        """What this generation group holds now."""
+        """Return what this generation group holds now."""
         with _worker_errors(self._endpoint):
             status = await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
         return GenerationHoldings(
@@ -276,14 +281,14 @@ class WorkerClient:
         )
 
     async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
-        """Blocks in the prefix store of this worker's node, those first that were used longest ago."""
+        """Return the names of the blocks in the prefix store of this worker's node, the least recently used first."""
         ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
         with _worker_errors(self._endpoint):
             reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
 
     async def prefill_holdings(self, timeout_s: float) -> PrefillHoldings:
-        """What this prefill rank holds now."""
+        """Return what this prefill rank holds now."""
         with _worker_errors(self._endpoint):
             status = await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
         return PrefillHoldings(
@@ -300,14 +305,14 @@ class _Connection:
 
 
 class Clients:
-    """A client for each endpoint, made at first use. Closing a channel ends its calls: those in use are kept."""
+    """A client for each endpoint, made at first use. Closing a channel ends its calls, so channels in use are kept."""
 
     def __init__(self) -> None:
         self._connections: dict[str, _Connection] = {}
 
     @contextlib.contextmanager
     def use(self, endpoint: str) -> Iterator[WorkerClient]:
-        """The worker at host:port, connected to at the first call."""
+        """Return a context with the client of the worker at host:port, which connects at its first call."""
         connection = self._connections.get(endpoint)
         if connection is None:
             channel = make_channel(endpoint)
@@ -319,7 +324,7 @@ class Clients:
             connection.num_users -= 1
 
     async def prune(self, present: Collection[str]) -> None:
-        """Closes what is neither present nor in use."""
+        """Close the clients of endpoints that are neither present nor in use."""
         gone = [each for each, held in self._connections.items() if each not in present and not held.num_users]
         for connection in [self._connections.pop(endpoint) for endpoint in gone]:
             await connection.client.close()
@@ -329,7 +334,7 @@ class Clients:
 def stream_request(
     record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
 ) -> generate_pb2.StreamRequest:
-    """What a generation group is asked for an attempt."""
+    """Return the message that asks a generation group for an attempt's stream."""
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
         history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
@@ -341,7 +346,7 @@ def stream_request(
 
 
 def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
-    """What a generation group is asked that may have kept the request's stream."""
+    """Return the message that asks a generation group for a stream that it may have kept."""
     outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
@@ -353,7 +358,8 @@ def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb
 
 @contextlib.contextmanager
 def _worker_errors(endpoint: str) -> Iterator[None]:
-    """Errors of a call to a worker, as its caller should see them."""
+    """Translate the errors of a call to a worker: a call that it cancelled or left unanswered raises
+    UnavailableError."""
     try:
         with translate_rpc_errors():
             yield
@@ -363,7 +369,7 @@ def _worker_errors(endpoint: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # so grpc.aio reports it
+        raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # grpc.aio's report of it
 
 
 def _step(message: generate_pb2.StepSample) -> StepSample:

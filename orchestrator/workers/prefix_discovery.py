@@ -1,7 +1,7 @@
-"""Asks each prefix store that comes into view what it holds, once: what an earlier orchestrator's prompts left is used.
+"""Asks each prefix store that comes into view for its blocks, once, so that earlier orchestrators' prompts stay of use.
 
-Nobody waits for the answer: until it is there, prompts are computed. Step 3 of a request's way (DESIGN.md, section 4).
-On the loop.
+Called by `orchestrator.dispatch.attempt`; fills `orchestrator.placement.prefix_index`. No request waits for the answer:
+until it is there, prompts are computed. On the loop.
 """
 
 import asyncio
@@ -16,17 +16,18 @@ logger = logging.getLogger(__name__)
 
 
 class PrefixStores:
-    """Fills the index, and takes stores out of it that are gone."""
+    """Adds the blocks of new prefix stores to the index, and removes stores that are gone from it."""
 
     def __init__(self, members: Members, clients: Clients, index: PrefixIndex) -> None:
         self._members = members
         self._clients = clients
         self._index = index
         self._asked: dict[str, asyncio.Task[None]] = {}
-        """By store."""
+        """Tasks that ask for a store's blocks, by store; kept when done, so that each store is asked once."""
 
     def look(self) -> None:
-        """At the view as it is now; to be called for every request."""
+        """Ask the stores that are new in the view, in tasks, and forget those that are gone. To be called for every
+        request."""
         groups = [group for group in self._members.view.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
@@ -37,13 +38,14 @@ class PrefixStores:
                 self._asked[group.prefix_store] = asyncio.create_task(self._ask(group))
 
     async def close(self) -> None:
-        """Asks no more."""
+        """Cancel all tasks that still ask, and wait for their end."""
         for asking in self._asked.values():
             asking.cancel()
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
     async def _ask(self, group: Group) -> None:
-        """Any of those who share it knows."""
+        """Add a store's blocks to the index, asking this group; any group that shares the store would give the same
+        answer."""
         is_prefill = isinstance(group, PrefillGroup)
         try:
             with self._clients.use(group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint) as worker:

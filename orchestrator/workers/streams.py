@@ -1,9 +1,9 @@
-"""All streams of one generation group on one call, which is open while there are any.
+"""Multiplexes all streams of one generation group over one gRPC call, which is open while there are any.
 
-Steps 8 and 9 of a request's way. A message brings what a step of the group made for all of them; each stream has its
-part of it in a queue of its own, so none waits for another's reader. The queue's bound is the request's: an event for
-each token that it asked for. When the call breaks, all its streams fail, as each would have with a call of its own; the
-next stream opens another. On the loop.
+Used by `orchestrator.workers.client`. One message has what a step of the group made for all streams. Each stream has
+its part of it in a queue of its own, so none waits for another's reader. A queue is bounded by its request: an event
+for each token that it asked for. When the call breaks, all its streams fail, as each would have with a call of its own;
+the next stream opens another call. On the loop.
 """
 
 import asyncio
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Bytes of what one message tells a worker of a request. gRPC ends a whole call, here with the streams of many
-requests, for a message above its limit."""
+"""Largest message, in bytes, that tells a worker about a request. For a message above its own limit, gRPC ends the
+whole call, here with the streams of many requests."""
 
 
 class SharedCall:
-    """One stream's part of the call; read as a call of its own would be."""
+    """One stream's part of the shared call; read as a call of its own would be."""
 
     def __init__(self, number: int, leave: Callable[[int], None]) -> None:
-        """`leave` is called with the stream's number when its reader goes before its end."""
+        """`leave` is called with the stream's number when its reader cancels it before its end."""
         self.number = number
         self._leave = leave
         self._events: deque[pb.TokenEvent] = deque()
@@ -46,7 +46,10 @@ class SharedCall:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> pb.TokenEvent | None:
-        """The next event, or None after the last; raises what the stream ended with. By one task at a time."""
+        """Return the next event, or None after the last; raise the error with which the stream ended.
+
+        To be called by one task at a time.
+        """
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -57,13 +60,13 @@ class SharedCall:
         return self._events.popleft()
 
     def cancel(self) -> None:
-        """The group may forget about this reader. Idempotent; without effect once the stream has ended."""
+        """Tell the group that this stream is no longer read. Idempotent; does nothing once the stream has ended."""
         if not self._ended:
             self._leave(self.number)
             self.end(UnavailableError(f"stream {self.number} was left by its reader"))
 
     def take(self, event: pb.StreamEvent) -> None:
-        """What came for this stream."""
+        """Take a message of this stream: an event, the stream's end, or both."""
         if event.HasField("event"):
             self._events.append(event.event)
         if event.HasField("end"):
@@ -72,7 +75,7 @@ class SharedCall:
             self._wake()
 
     def end(self, error: BatonError | None) -> None:
-        """Nothing more will come."""
+        """End the stream, with an error or without; no event will come after this."""
         self._ended, self._error = True, error
         self._wake()
 
@@ -82,7 +85,7 @@ class SharedCall:
 
 
 class _Life:
-    """One call, from its first stream to its last."""
+    """One gRPC call, from its first stream to its last."""
 
     def __init__(self, stub: "GenerationGroupAsyncStub") -> None:
         self.calls: dict[int, SharedCall] = {}
@@ -116,7 +119,7 @@ class _Life:
             yield command
 
     async def _read(self, stub: "GenerationGroupAsyncStub") -> None:
-        """Hands out what comes, until the call ends; then nothing comes any more, for nobody."""
+        """Dispatch incoming messages to their streams until the call ends, then fail every open stream."""
         failure: BatonError = UnavailableError("the call that the stream shares with others has ended")
         call = None
         try:
@@ -129,13 +132,13 @@ class _Life:
             self.is_over = True
             if call is not None:
                 call.cancel()
-            self._commands.put_nowait(None)  # grpc waits for them, even of a call that has ended
+            self._commands.put_nowait(None)  # grpc waits for the end of commands, even after the call's end
             for reader in self.calls.values():
-                reader.end(type(failure)(str(failure)))  # each raises one of its own
+                reader.end(type(failure)(str(failure)))  # a separate error for each reader to raise
             self.calls.clear()
 
     async def _hand_out(self, call: "StreamsCall") -> BatonError | None:
-        """To the end of the call; what it failed with."""
+        """Dispatch messages to the end of the call; return the error with which it ended, or None."""
         sent = SentStatus(call)
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
@@ -152,7 +155,7 @@ class _Life:
 
 
 class SharedStreams:
-    """Opens streams of one group. Owned by whoever owns the channel."""
+    """Opens streams of one generation group. Owned by the client that owns the channel."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
@@ -160,8 +163,11 @@ class SharedStreams:
         self._latest: _Life | None = None
 
     def open(self, request: pb.StreamRequest) -> SharedCall:
-        """Opens the stream of that number, or takes it over; what fails is raised when it is read. A request that fits
-        into no message fails with InvalidArgumentError, and the call that streams share never sees it."""
+        """Open the stream of that number, or take it over; failures are raised when the stream is read.
+
+        A request that fits into no message fails with InvalidArgumentError, without reaching the call that streams
+        share.
+        """
         command = pb.StreamCommand(open=request)
         try:
             check_size(request.request_id, command.ByteSize())
@@ -176,12 +182,12 @@ class SharedStreams:
         return self._latest.open(request.number, command)
 
     async def close(self) -> None:
-        """Ends all calls, which nobody reads by now; before their channel is closed."""
+        """End all calls; to be called when no stream is read any more, before the channel is closed."""
         await asyncio.gather(*(life.close() for life in self._lives))
 
 
 def check_size(request_id: str, num_bytes: int) -> None:
-    """Raise InvalidArgumentError when what workers are to be told of a request fits into no message."""
+    """Raise InvalidArgumentError when the message that tells workers about a request is too large to send."""
     if num_bytes > MAX_COMMAND_BYTES:
         raise InvalidArgumentError(
             f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "

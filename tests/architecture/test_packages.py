@@ -89,6 +89,6 @@ def test_a_folder_can_be_taken_in_at_a_glance() -> None:
 
 
 def is_excepted(folder: Path) -> bool:
-    """The root, generated stubs, tests of units, the commands of benchmarks, and their results."""
-    excepted = (".", "baton/v1", "benchmarks", "benchmarks/results")
+    """The root, generated stubs, tests of units, and the commands of benchmarks."""
+    excepted = (".", "baton/v1", "benchmarks")
     return str(folder) in excepted or folder.is_relative_to("tests/unit")

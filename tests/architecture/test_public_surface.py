@@ -32,8 +32,9 @@ from baton.results import (
 from deploy.cli import build_parser
 
 NAMES = """
-    AsyncClient AsyncStream BatonError Choice Client Completion FinishReason Reconnect SampledToken SamplingParams
-    Stream Timings TokenEvent Usage __version__
+    AsyncClient AsyncStream BatonError Choice Client ClusterState Completion FinishReason GroupState KvLedger
+    ModelInfo Placement PlacementTerms PrefixHoldings RankTiming Reconnect SampledToken SamplingParams Stream
+    Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {

@@ -49,7 +49,7 @@ def check(report: Report) -> None:
     assert report.num_by_chains and report.num_cached_tokens, "no chain, or no prefix, was used"
 
 
-@pytest.mark.parametrize("seed", SEEDS + FOUND)
+@pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.ci) for seed in SEEDS[1:] + FOUND)])
 async def test_a_schedule_leaves_exact_streams_and_nothing_held(tmp_path: Path, seed: int) -> None:
     check(await run(tmp_path, seed))
 

@@ -20,6 +20,7 @@ def rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines()[1:]]
 
 
+@pytest.mark.ci
 def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path) -> None:
     model = str(write_letter_model(tmp_path))
     log = tmp_path / "chaos.log"

@@ -100,6 +100,7 @@ async def strike(made: DoomedCluster, blows: Sequence[Blow], rng: random.Random)
     return outcomes
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 async def test_requests_survive_a_rank_that_ends_at_any_step(tmp_path: Path) -> None:
     rng = random.Random(1)

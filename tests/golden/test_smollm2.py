@@ -125,6 +125,7 @@ def test_kv_of_chunks_equals_kv_of_the_whole(decoder: Decoder, smollm2: Path) ->
         torch.testing.assert_close(got, expected, atol=1e-5 * float(expected.abs().max()), rtol=0)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 @torch.inference_mode()
 def test_bf16_in_chunks_or_steps_errs_no_more_than_bf16_at_once(decoder: Decoder, smollm2: Path) -> None:

@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention.h"
+#include "attention/common.h"
 
 namespace {
 

@@ -21,7 +21,7 @@
 #include <utility>
 #include <vector>
 
-#include "attention.h"
+#include "attention/common.h"
 
 namespace {
 

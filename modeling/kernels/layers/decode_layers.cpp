@@ -23,7 +23,7 @@
 #include <vector>
 
 #include "attention/decode_tasks.h"
-#include "linear_weights.h"
+#include "linear/weights.h"
 #include "layers/meeting.h"
 #include "layers/rotary.h"
 

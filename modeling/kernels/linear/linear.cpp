@@ -25,7 +25,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "linear_weights.h"
+#include "linear/weights.h"
 
 namespace {
 

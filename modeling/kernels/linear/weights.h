@@ -8,7 +8,7 @@
 #include <optional>
 #include <string_view>
 
-#include "linear.h"
+#include "linear/panels.h"
 
 namespace {
 

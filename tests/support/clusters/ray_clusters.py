@@ -21,7 +21,8 @@ from baton.paths import cache_folder
 from baton.results import ClusterState
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from deploy.commands.record import process_start
+from deploy.commands.record import process_start, store_name
+from modeling.prefix_store.folder import node_folder
 from tests.support.folders import ROOT
 
 START_S = 90.0
@@ -109,6 +110,12 @@ def recorded_folder(cache: Path) -> str:
     """Of the Ray that was started for the cluster; empty when it joined one."""
     record = json.loads((cache / "baton" / "clusters" / "baton.json").read_text())
     return str(record["ray_folder"])
+
+
+def shared_files(cache: Path) -> list[Path]:
+    """What the workers of clusters that are recorded in that cache share in this machine's memory."""
+    of_cache = store_name(cache / "baton" / "clusters" / "any.json").removeprefix("any")
+    return [path for path in node_folder("").parent.iterdir() if path.name.endswith(of_cache)]
 
 
 def listener(endpoint: str) -> int:

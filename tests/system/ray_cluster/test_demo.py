@@ -14,7 +14,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from deploy.demo.show import QUESTIONS
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import processes_of, share_kernels
+from tests.support.clusters.ray_clusters import processes_of, share_kernels, shared_files
 from tests.support.folders import ROOT
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
@@ -37,7 +37,6 @@ def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subproce
     command += [part for each in ("model.dtype=float32", *assignments) for part in ("--set", each)]
     environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "COLUMNS": "120", "PYTHONUNBUFFERED": "1"}
     share_kernels(cache)
-    shm = set(Path("/dev/shm").iterdir())
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=ROOT, env=environment, text=True, stdout=pipe, stderr=pipe)
     try:
@@ -46,10 +45,11 @@ def running(cache: Path, passage: Path, *assignments: str) -> Iterator["subproce
         process.terminate()
         process.communicate(timeout=WITHIN_S)
     assert not _processes_with(f"XDG_CACHE_HOME={cache}")
-    assert set(Path("/dev/shm").iterdir()) <= shm
+    assert not shared_files(cache)
     assert not list((cache / "baton" / "clusters").glob("*"))
 
 
+@pytest.mark.ci
 def test_demo_shows_it_all_and_leaves_nothing(smollm2: Path, tmp_path: Path, passage: Path) -> None:
     with running(tmp_path, passage, f"model.name={smollm2}") as process:
         shown = _shown_until(process, lambda line: "starting 3 workers" in line)

@@ -128,6 +128,7 @@ def test_a_group_leaves_under_streams_stays_away_over_restarts_and_comes_back(
     assert _names(client) == ["prefill-0", "generate-0", "generate-1"]
 
 
+@pytest.mark.ci
 def test_a_reload_under_streams_loses_nothing_though_the_supervisor_dies_in_the_middle(
     cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:

@@ -24,6 +24,7 @@ def head() -> Iterator[RayHead]:
         yield running
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["interrupt", pytest.param("kill the launcher, then stop", marks=pytest.mark.soak)])
 def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
     head: RayHead, smollm2: Path, tmp_path: Path, how: str

@@ -36,6 +36,7 @@ SETTINGS = ("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3", "orches
 Answers = dict[tuple[int, ...], tuple[list[int], str]]
 """By prompt: tokens and text."""
 LOSSES = (signal.SIGKILL, signal.SIGSTOP)
+LOSS_PARAMS = (LOSSES[0], pytest.param(LOSSES[1], marks=pytest.mark.ci))
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +123,7 @@ def test_a_stream_survives_a_lost_worker(
     assert re.search(told, cluster.stderr[num_told:], re.MULTILINE)
 
 
-@pytest.mark.parametrize("with_signal", LOSSES)
+@pytest.mark.parametrize("with_signal", LOSS_PARAMS)
 def test_streams_survive_a_lost_supervisor(
     cluster: ServedCluster, client: Client, answers: Answers, with_signal: signal.Signals
 ) -> None:
@@ -137,7 +138,7 @@ def test_streams_survive_a_lost_supervisor(
     assert endpoints(client.cluster_state(), "prefill") == workers
 
 
-@pytest.mark.parametrize("with_signal", LOSSES)
+@pytest.mark.parametrize("with_signal", LOSS_PARAMS)
 def test_streams_survive_a_lost_orchestrator(
     cluster: ServedCluster, client: Client, answers: Answers, with_signal: signal.Signals
 ) -> None:

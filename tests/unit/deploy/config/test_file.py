@@ -137,12 +137,12 @@ TENANTS = """
 [orchestrator]
 trust_tenant_metadata = true
 
-[orchestrator.requests.tenants.acme]
+[orchestrator.tenants.acme]
 weight = 3
 max_queued_requests = 4
 api_keys = ["env:ACME_KEY", "sha256:%s"]
 
-[orchestrator.requests.tenants.other]
+[orchestrator.tenants.other]
 max_running = 2
 """
 
@@ -151,7 +151,7 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("ACME_KEY", "k-1")
     path = tmp_path / "cluster.toml"
     path.write_text(TENANTS % hash_key("k-2"))
-    config = load_config(path, ["orchestrator.requests.tenants.other.weight=0.5"])
+    config = load_config(path, ["orchestrator.tenants.other.weight=0.5"])
     tenants = config.orchestrator.tenancy()
     acme = Tenant("acme", weight=3.0, max_queued=4, key_hashes=(hash_key("k-1"), hash_key("k-2")))
     assert [tenants.of((("x-api-key", key),)) for key in ("k-1", "k-2")] == [acme, acme]
@@ -167,27 +167,27 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
     ("assignment", "text"),
     [
         (
-            "orchestrator.requests.tenants.acme.wieght=3",
-            "orchestrator.requests.tenants.acme.wieght is no key: use one of weight, max_",
+            "orchestrator.tenants.acme.wieght=3",
+            "orchestrator.tenants.acme.wieght is no key: use one of weight, max_",
         ),
         (
-            "orchestrator.requests.tenants.acme.weight=0",
-            "orchestrator.requests.tenants.acme.weight = 0 is wrong: input should be greater",
+            "orchestrator.tenants.acme.weight=0",
+            "orchestrator.tenants.acme.weight = 0 is wrong: input should be greater",
         ),
         (
-            "orchestrator.requests.tenants.acme=3",
-            "orchestrator.requests.tenants.acme = 3 is wrong: orchestrator.requests.tenants.acme is a section",
+            "orchestrator.tenants.acme=3",
+            "orchestrator.tenants.acme = 3 is wrong: orchestrator.tenants.acme is a section",
         ),
         (
-            'orchestrator.requests.tenants.acme.api_keys=["s3cret"]',
+            'orchestrator.tenants.acme.api_keys=["s3cret"]',
             "acme.api_keys.0: is no key: write env:NAME, or sha256: and",
         ),
         (
-            'orchestrator.requests.tenants.acme.api_keys=["sha256:ab"]',
+            'orchestrator.tenants.acme.api_keys=["sha256:ab"]',
             "acme.api_keys.0: is no key: write env:NAME, or sha256:",
         ),
         (
-            'orchestrator.requests.tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
+            'orchestrator.tenants.acme.api_keys=["env:BATON_NO_SUCH_KEY"]',
             "acme.api_keys.0: environment variable BATON_NO_SUCH_KEY is not set: export it",
         ),
         ("orchestrator.require_api_key=true", "orchestrator: require_api_key = True, and no tenant has a key"),

@@ -15,8 +15,8 @@ def test_bounds_and_tenants_reach_the_orchestrator() -> None:
     assignments = [
         "orchestrator.max_queued_requests=7",
         "orchestrator.trust_tenant_metadata=true",
-        "orchestrator.requests.tenants.acme.max_running=3",
-        f'orchestrator.requests.tenants.keyed.api_keys=["{key}"]',
+        "orchestrator.tenants.acme.max_running=3",
+        f'orchestrator.tenants.keyed.api_keys=["{key}"]',
     ]
     limits = OrchestratorPlan(load_config(None, assignments), Path("model"), MODEL, ()).limits
     assert limits.max_queued == 7

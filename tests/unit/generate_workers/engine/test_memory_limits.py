@@ -7,13 +7,18 @@ import torch
 
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
+from baton.types import KernelChoice
 from generate_workers.engine.core import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.linear import PanelLinear, has_panel_linear
+from modeling.kernels import native
+from modeling.kernels.products import KERNELS, WIDENED
 from tests.support.engines.generation import eos_decoder
+from tests.support.kernels.paths import require
+from tests.support.models.tiny_models import random_decoder
 
 DECODER = eos_decoder()
 WEIGHTS = weight_bytes(DECODER.weights)
@@ -83,3 +88,15 @@ def test_limits_name_the_one_that_is_exceeded() -> None:
     assert both.exceeded_by(KvBytes(101, 51)).startswith("kv_memory_bytes = 100")
     assert both.exceeded_by(KvBytes(100, 51)).startswith("device_memory_bytes leaves 50")
     assert MemoryLimits(100).exceeded_by(KvBytes(100, 1 << 40)) == ""
+
+
+def test_weights_that_are_kept_twice_take_memory_twice_and_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("linear", native.NATIVE)
+    sizes = {}
+    for torch_rows in (None, 32):
+        monkeypatch.setattr(KERNELS, "_choice", KernelChoice("this", WIDENED, WIDENED, torch_rows))
+        weights = random_decoder(dtype="bfloat16").weights
+        sizes[torch_rows] = (bytes_per_step(weights), weight_bytes(weights))
+    (read, kept), (read_of_two, kept_of_two) = sizes[None], sizes[32]
+    assert read_of_two == read
+    assert kept < kept_of_two

@@ -115,6 +115,7 @@ def picks_of(rows: list[list[set[int]]]) -> Picks:
     return Picks(torch.tensor(lists, dtype=torch.int32), torch.tensor(counts, dtype=torch.int32))
 
 
+@pytest.mark.ci
 @settings(max_examples=200, deadline=None)
 @given(limits, st.tuples(st.integers(0, 30), st.integers(0, 30)), st.integers(1, 40), st.randoms(use_true_random=False))
 def test_a_random_trace_is_that_of_lists(

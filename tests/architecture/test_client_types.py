@@ -1,0 +1,75 @@
+"""What the client returns has a type that a user's type checker knows, under the names that `baton` exports."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.support.folders import ROOT
+
+PROGRAM = """
+from collections.abc import Iterator
+from typing import assert_type
+
+import baton
+
+
+def texts(client: baton.Client) -> Iterator[str]:
+    with client.generate(prompt="Once", max_tokens=4, temperature=0.5) as stream:
+        assert_type(stream, baton.Stream)
+        for event in stream:
+            assert_type(event, baton.TokenEvent)
+            yield event.text
+        assert_type(stream.usage, baton.Usage | None)
+        assert_type(stream.timings, baton.Timings | None)
+
+
+def choices(client: baton.Client) -> list[baton.Choice]:
+    completion = client.generate(prompt="Once", n=2).collect()
+    assert_type(completion, baton.Completion)
+    for choice in completion.choices:
+        for token in choice.tokens:
+            assert_type(token, baton.SampledToken)
+    return list(completion.choices)
+
+
+def groups(client: baton.Client) -> tuple[baton.GroupState, ...]:
+    model = client.model()
+    assert_type(model, baton.ModelInfo)
+    state = client.cluster_state()
+    assert_type(state, baton.ClusterState)
+    for group in state.groups:
+        assert_type(group.kv, baton.KvLedger)
+        assert_type(group.prefixes, baton.PrefixHoldings)
+    return state.groups
+
+
+def ranks(timings: baton.Timings) -> tuple[baton.RankTiming, ...]:
+    assert_type(timings.width, baton.WidthChoice | None)
+    assert_type(timings.placement, baton.Placement | None)
+    return timings.ranks
+
+
+async def collected(client: baton.AsyncClient) -> baton.Completion:
+    stream = client.generate(messages=[{"role": "user", "content": "hi"}])
+    assert_type(stream, baton.AsyncStream)
+    return await stream.collect()
+"""
+
+
+def check(program: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    path = folder / "program.py"
+    path.write_text(program)
+    options = ("--strict", "--config-file", "", "--cache-dir", str(folder / "cache"))
+    # As of an installed package, what is amiss in `baton` itself is not told.
+    command = [sys.executable, "-m", "mypy", *options, "--follow-imports", "silent", str(path)]
+    return subprocess.run(command, cwd=ROOT, text=True, capture_output=True, timeout=110)
+
+
+def test_a_client_program_type_checks(tmp_path: Path) -> None:
+    run = check(PROGRAM, tmp_path)
+    assert run.returncode == 0, run.stdout
+
+
+def test_a_wrong_type_is_found(tmp_path: Path) -> None:
+    run = check(PROGRAM.replace("assert_type(model, baton.ModelInfo)", "assert_type(model, baton.Usage)"), tmp_path)
+    assert run.returncode == 1 and "ModelInfo" in run.stdout
