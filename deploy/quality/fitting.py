@@ -2,7 +2,7 @@
 
 passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
 passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
- others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
+others    -> read through the policy         -> perplexity and bytes         -> the selection that reads least
 """
 
 import argparse
