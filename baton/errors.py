@@ -49,7 +49,7 @@ class RequestCancelledError(BatonError):
 
 
 class DeadlineExceededError(BatonError):
-    """The request's deadline passed."""
+    """The request's deadline passed before its end."""
 
 
 class NotFoundError(BatonError):

@@ -78,7 +78,7 @@ class WidthChoice:
     num_ahead: int
     """Jobs of the group in flight that were to be served before this one."""
     num_jobs: int
-    """Jobs of the group in flight."""
+    """All jobs of the prefill group that were in flight."""
     options: tuple[WidthOption, ...]
     """All widths that were compared, the chosen one included."""
 

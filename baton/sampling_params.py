@@ -26,27 +26,27 @@ class SamplingParams:
     """How one request's tokens are chosen and when its stream ends. Raises InvalidArgumentError on a bad field."""
 
     max_tokens: int = 256
-    """Output tokens at most (>= 1)."""
+    """Output tokens, at most (>= 1)."""
     min_tokens: int = 0
     """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled."""
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it (<= 100)."""
+    """Number that logits are divided by before sampling (<= 100); 0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """How many of the most likely tokens are kept; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
+    """Keep the smallest set of most likely tokens whose probability together reaches this; in (0, 1]."""
     min_p: float = 0.0
-    """Keep tokens at least this times as likely as the most likely one; in [0, 1]."""
+    """Keep tokens that are at least this times as likely as the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output; > 0."""
+    """Penalty for tokens seen in prompt or output: divides their positive logits and multiplies negative ones; > 0."""
     presence_penalty: float = 0.0
-    """Subtracted once from logits of tokens seen in the output; in [-2, 2]."""
+    """Amount subtracted once from the logits of tokens seen in the output; in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence from logits of tokens seen in the output; in [-2, 2]."""
+    """Amount subtracted, for each occurrence, from the logits of tokens seen in the output; in [-2, 2]."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Values in [-100, 100] to add to the logits of these token ids; at most 1,024 entries."""
     seed: int = 0
-    """Unsigned 64 bits: the noise is a function of (seed, output position, token id) alone."""
+    """Unsigned 64 bits. The sampling noise is a function of (seed, output position, token id) alone."""
     stop: tuple[str, ...] = ()
     """Strings that end the stream; they are not part of its text. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class SamplingParams:
     """How many of the most likely tokens are reported with the logprob of each prompt token but the first (0 to 20),
     from the model's own distribution, without penalties and bias; None: no logprobs."""
     n: int = 1
-    """Choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
+    """Number of choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))

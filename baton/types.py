@@ -1,5 +1,4 @@
-"""Values that several parts exchange: token ranges, the KV layout, leases, sampled tokens, finish reasons, and the
-kernels that a kind of processor runs.
+"""Values that several parts exchange: token ranges, KV layout, leases, sampled tokens, finish reasons, kernel choices.
 
 All are frozen, hold no tensors, and are safe to share between threads.
 """

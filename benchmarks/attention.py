@@ -1,5 +1,4 @@
-"""How fast is prefill attention on one core? Our native kernel beside torch's SDPA, and the decoder's bf16 linear
-layers.
+"""How fast is prefill attention on one core? Our native kernel beside torch's SDPA and the bf16 linear layers.
 
 One thread. For each number of keys: a causal square (as many queries as keys, of which only the visible pairs count)
 and a dense rectangle of `--queries` queries. All sides are measured in turn. `matmul` is the rate of the linear layers

@@ -1,5 +1,4 @@
-"""Does the cost model predict how long a prompt takes, at lengths that it was not calibrated on? And does KVR-P lose
-much?
+"""Does the cost model predict times at prompt lengths without calibration? And does KVR-P lose much?
 
 Each round calibrates the model, with all ranks busy, and then runs every length, so that a machine that has become
 slower is compared with itself. KVR-S searches each length's chunks; KVR-P interpolates them between knots, as served

@@ -1,2 +1,1 @@
-"""Decisions by calculation: costs, partitions and calibrations (layer 1: stdlib and numpy; never torch, grpc or
-ray)."""
+"""Decisions by calculation: costs, partitions, calibrations (layer 1: stdlib and numpy; never torch, grpc, ray)."""

@@ -1,5 +1,4 @@
-"""A calibration file: what was measured of one model on one kind of machine, the cost model fitted to it, and its
-origin.
+"""A calibration file: measurements of one model on one kind of machine, and the cost model fitted to them.
 
   {"kind": "baton-calibration", "schema": 1,
    "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",

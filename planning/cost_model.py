@@ -1,5 +1,4 @@
-"""The cost model: what a layer of prefill costs one rank and a message a link. All predictions are made of these
-numbers.
+"""The cost model: what a layer of prefill costs one rank and a message a link. All predictions are made of it.
 
   linear_s   a token through a layer's matrices            fixed_s   a layer, whatever the chunk (adds)
   pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the

@@ -1,5 +1,4 @@
-"""Kinds of rank by the rates that they reach, and a model's costs derived from its FLOPs and bytes at these rates.
-Pure."""
+"""Kinds of rank by the rates that they reach, and a model's costs derived from its FLOPs and bytes. Pure."""
 
 import dataclasses
 import math

@@ -1,5 +1,4 @@
-"""Predictions for every request: how a chain divides a prompt and how long that takes, and what a generation step
-takes.
+"""Predictions for every request: how a chain divides a prompt, how long that takes, and how long generation steps take.
 
 Every part that needs a prediction in service asks the planner: for the division and width of a chain, the order of
 jobs, and the bound after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are

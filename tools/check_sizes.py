@@ -1,5 +1,4 @@
-"""House limits on size: lines of a file, lines of a function, positional parameters. Prints each breach, and p50 and
-p90.
+"""House limits on size: lines of a file, lines of a function, positional parameters. Prints breaches, p50 and p90.
 
 `python tools/check_sizes.py [ROOT]` exits with status 1 when a limit is broken. Generated stubs are not counted.
 """

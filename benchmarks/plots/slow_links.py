@@ -1,5 +1,4 @@
-"""The plot of `benchmarks.slow_links`: time to the first token over bandwidth, a panel for each prompt length; measured
-points over the model's lines."""
+"""The plot of `benchmarks.slow_links`: measured times to first token and the model's lines, over bandwidth."""
 
 import statistics
 from collections.abc import Mapping, Sequence

@@ -32,7 +32,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How the engine is made: as the cluster's generation group is."""
+    """How the engine is made: in the same way as a cluster's generation group."""
 
     folder: Path
     dtype: str

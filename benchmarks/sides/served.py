@@ -1,5 +1,4 @@
-"""The served side of a comparison: a cluster on Ray, called over gRPC as clients call it. Runs on the benchmark's
-loop."""
+"""The served side of a comparison: a cluster on Ray, called over gRPC. Runs on the benchmark's loop."""
 
 import asyncio
 from time import time_ns

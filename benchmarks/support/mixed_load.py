@@ -1,5 +1,4 @@
-"""Streams that run all along, and prompts that come meanwhile: the gaps between the streams' tokens, and the prompts'
-times to first token.
+"""Running streams and prompts that come meanwhile: gaps between tokens, and times to first token.
 
 Drives a controller in this process, on its loop. Times of tokens are those of the engine that made them.
 """
@@ -42,7 +41,7 @@ class Asked:
     num_tokens: int
     ttft_s: float
     reason: str
-    """Why it was prefilled where it was."""
+    """Why the prompt was prefilled where it was."""
 
 
 @dataclass

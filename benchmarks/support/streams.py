@@ -1,5 +1,4 @@
-"""Measurements of several concurrent streams of one side: when each was asked for, and when each of its tokens was
-made.
+"""Measurements of concurrent streams of one side: when each was asked for, and when its tokens were made.
 
 Throughput is measured over the window in which all streams generate: from the last stream's first token to the first
 stream's last. There every row of the batch is full, on every side.

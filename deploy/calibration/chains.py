@@ -1,5 +1,4 @@
-"""Measures a prefill chain in service: sends prompts of several lengths through the public client and reads their
-timings.
+"""Measures a prefill chain in service, by prompts of several lengths through the public client.
 
 A rank's computation is the time between its first and last layer, less its waits for earlier ranks' KV. It is measured
 while all ranks of the chain compute, push and send, as they do in service. Blocks; one prompt at a time.

@@ -1,5 +1,4 @@
-"""`baton chaos`: the command line of the seeded chaos test (deploy.chaos.session), on a cluster of child processes of
-its own."""
+"""`baton chaos`: the command line of the seeded chaos test (deploy.chaos.session) on child processes."""
 
 import argparse
 from pathlib import Path

@@ -53,7 +53,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
         self._thawed.set()
         self._closing = False
         self._inside: set[asyncio.Task[Any]] = set()
-        """Calls that have not ended."""
+        """Forwarded calls that have not ended."""
         self._server = make_server()
         self._channel: grpc.aio.Channel | None = None
 

@@ -1,5 +1,4 @@
-"""`baton generate`: sends one prompt to a running server; prints text to standard output, everything else to standard
-error."""
+"""`baton generate`: sends one prompt to a running server; text goes to standard output, all else to standard error."""
 
 import argparse
 import os

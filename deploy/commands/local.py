@@ -1,5 +1,4 @@
-"""`baton local`: the command line that runs one prompt through the whole relay (deploy.commands.session), in one
-process tree."""
+"""`baton local`: runs one prompt through a relay in one process tree (deploy.commands.session). Its command line."""
 
 import argparse
 from pathlib import Path

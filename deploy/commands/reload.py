@@ -1,5 +1,4 @@
-"""`baton reload`: gives the groups of a running cluster new workers, one group after another, while the others
-serve."""
+"""`baton reload`: gives the groups of a running cluster new workers, one group at a time, while the others serve."""
 
 import argparse
 import sys

@@ -56,7 +56,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 class _Launch:
-    """One supervisor, from its making to its end."""
+    """One supervisor actor, from its making to its end."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class _Launch:
 
 
 class _Failed(BatonError):
-    """The supervisor gave up; the text is its reason."""
+    """The supervisor gave up; the error's text is the supervisor's reason."""
 
 
 @contextlib.contextmanager

@@ -1,5 +1,4 @@
-"""One prompt through a relay of its own: resolves the model, tokenizes, starts the workers, streams, draws the
-timeline.
+"""One prompt through a relay of its own: load the model, tokenize, start the workers, stream, draw the timeline.
 
 The answer goes to standard output, everything else to standard error. Runs on the launcher's loop.
 """

@@ -1,5 +1,4 @@
-"""`make demo`: starts a cluster of its own, streams a chat, a long passage and eight answers at once, and shuts it
-down.
+"""`make demo`: shows a cluster of its own that streams a chat, a long passage and eight answers at once.
 
 Run as `python -m deploy.demo.show PASSAGE`. The show goes to standard output, which need not be a terminal; the reason
 of a failure, one line, to standard error. Ctrl-C ends it at any point, with all that it started. Runs on a loop of its

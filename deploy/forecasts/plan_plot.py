@@ -1,5 +1,4 @@
-"""The plot of `baton plan`: step time and tokens a second, against context for each batch, and against batch for each
-context."""
+"""The plot of `baton plan`: step time and tokens a second, against context for each batch, and the reverse."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

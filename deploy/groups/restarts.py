@@ -1,5 +1,4 @@
-"""When a worker that ended may be started again: at once after a long life, after growing pauses in a row of short
-ones. Pure."""
+"""When a worker that ended may start again: at once after a long life, after growing pauses if they are short."""
 
 from dataclasses import dataclass
 
@@ -13,7 +12,7 @@ class Backoff:
     first_s: float = 1.0
     """Seconds before the second start in a row; doubles with each further one. The first is made at once."""
     most_s: float = 30.0
-    """Seconds before a start, at most."""
+    """Longest pause before a start, in seconds."""
     healthy_s: float = 60.0
     """Seconds of life after which a worker's earlier ends no longer count."""
 

@@ -13,7 +13,7 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
 
 class Worker:
-    """One life of one worker; its replacement is another Worker."""
+    """One life of one worker, with its connection; its replacement is another Worker."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle

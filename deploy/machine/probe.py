@@ -1,5 +1,4 @@
-"""Measures in a few seconds the rates of this machine that bound a generation step (`baton plan --hardware here`,
-`baton doctor`).
+"""Measures the rates of this machine that bound a generation step (`baton plan --hardware here`, `baton doctor`).
 
 It measures the decoder itself: one of the model's shape with random weights, and just enough layers to exceed the
 caches. The rates that `planning.study.roofline` predicts other steps from follow from a few of its steps; no rate is

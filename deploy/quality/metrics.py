@@ -1,5 +1,4 @@
-"""Numbers that a reading of text (`deploy.quality.passages`) gives of a policy: perplexity, agreement, and the keys
-that the policy picks.
+"""Numbers that a reading of text (`deploy.quality.passages`) gives of a policy: perplexity, agreement, picked keys.
 
 Legend: B rows, M steps, L layers, N heads, G kv heads, J = N / G query heads a kv head, H head dim, S keys of a row, K
 picks at most.

@@ -1,5 +1,4 @@
-"""Measures the quality of a residency policy: natural text is read through policy and decoder as a generation step runs
-them.
+"""Measures the quality of a residency policy by reading natural text through it, as generation steps do.
 
 A row is a passage: a context, and the text that truly follows it. Full attention makes the context's KV, which is
 pushed into the policy's memory, the same bytes for every policy. The text behind it is fed one token a step, all rows

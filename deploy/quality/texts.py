@@ -1,5 +1,4 @@
-"""The texts of `baton evaluate`: passages of natural text, and passages in which a fact is told early and asked for
-late.
+"""The texts of `baton evaluate`: natural passages, and passages in which a fact is told early and asked for late.
 
 Rows are independent samples: texts take turns, and each row has a part of its text to itself. Only the facts are
 random, by a fixed seed.

@@ -1,5 +1,4 @@
-"""Predicted time to first token of the schemes that a chain is compared with: tensor/sequence parallel, zigzag context
-parallel, one process.
+"""Predicted times to first token of what a chain is compared with: tensor/sequence parallel, zigzag, one process.
 
 All divide the prompt evenly and hold a cached prefix on every rank. An all-gather is n - 1 ring steps, each a message
 of its own, and nothing hides it; the ring hides a step's message under its attention. KV-Runahead (Cho, Rastegari,
