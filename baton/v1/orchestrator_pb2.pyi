@@ -74,7 +74,7 @@ class GenerateRequest(_message.Message):
     deadline_ms: _builtins.int
     """Milliseconds from arrival until the request ends by itself; 0 for no deadline of its own."""
     echo: _builtins.bool
-    """The text of each choice begins with the prompt's."""
+    """Whether the text of each choice begins with the prompt's."""
     priority: Global___Priority.ValueType
     """A waiting request is served only when no more urgent one can be. Unset: PRIORITY_STANDARD."""
     exact: _builtins.bool
@@ -406,15 +406,15 @@ class PlacementTerms(_message.Message):
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     OTHERS_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
-    """Others are served before the request."""
+    """Seconds in which others are served before the request."""
     prefill_s: _builtins.float
-    """The request's own prompt is computed."""
+    """Seconds of computing the request's own prompt, without its cached tokens."""
     steps_s: _builtins.float
-    """The generation group takes decode steps meanwhile."""
+    """Seconds in which the generation group takes decode steps meanwhile."""
     transfer_s: _builtins.float
-    """KV is transferred, beyond what overlaps with computing."""
+    """Seconds of KV transfer, beyond what overlaps with computing."""
     others_s: _builtins.float
-    """Delay of other prompts, in sum; no part of the request's own time."""
+    """Seconds of delay of other prompts, in sum; no part of the request's own time."""
     def __init__(
         self,
         *,

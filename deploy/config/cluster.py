@@ -183,7 +183,7 @@ class TenantSection(Section):
     max_running: Annotated[int, Field(ge=0)] = Tenant.max_running
     """Choices of the tenant's requests that may run at once; 0: as many as there are slots."""
     api_keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
-    """API keys of the tenant, env:NAME or sha256:HEX; if there are any, only calls with a key are the tenant's."""
+    """API keys of the tenant, env:NAME or sha256:HEX; if there are any, only calls with one are the tenant's."""
 
     def tenant(self, name: str) -> Tenant:
         """Return the tenant of that name, as the orchestrator takes it."""
