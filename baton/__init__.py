@@ -1,6 +1,6 @@
-"""Baton: what a user imports, and the words that all parts share (layer 0: stdlib, grpc, protobuf).
+"""Baton's public names: what a user imports, and the vocabulary that all parts share (layer 0: stdlib, grpc, protobuf).
 
-The names below are loaded when they are first asked for: parts that know no grpc import this package too.
+The names below are loaded at their first use, so that parts that must not import grpc can import this package.
 """
 
 import importlib

@@ -1,10 +1,12 @@
-"""Clients of a Baton server (`baton serve`): streams of tokens, for threads and for asyncio.
+"""Clients of a Baton server (`baton serve`), synchronous and asyncio: they send requests and return streams of tokens.
 
-from baton import Client
+Example:
 
-with Client("127.0.0.1:50051") as client:
-    for event in client.generate("Once upon a time", max_tokens=64):
-        print(event.text, end="", flush=True)
+    from baton import Client
+
+    with Client("127.0.0.1:50051") as client:
+        for event in client.generate("Once upon a time", max_tokens=64):
+            print(event.text, end="", flush=True)
 """
 
 import asyncio
@@ -34,7 +36,7 @@ from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 class Client:
     """A connection to a server, for threads: any number may share it, and any number of streams may run at once.
 
-    Connects at the first call, and again by itself. Use it as a context manager, or `close` it.
+    Connects at the first call and reconnects by itself. Use it as a context manager, or call `close`.
     """
 
     def __init__(
@@ -46,16 +48,17 @@ class Client:
         reconnect: Reconnect | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`target` is the server's host:port. `api_key` says who asks, to servers that have keys (in clear text, as all
-        that is sent is); `tenant` does, to servers that trust their callers. Raises InvalidArgumentError for what
-        neither can be."""
+        """Make a client of the server at `target`, host:port; nothing is sent yet. `api_key` identifies the caller to
+        servers that have keys; it is sent in clear text, as is everything else. `tenant` identifies the caller to
+        servers that trust their callers. Raises InvalidArgumentError for a key or tenant that is not printable ASCII.
+        """
         self._caller = call_metadata(api_key, tenant)
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
         self._channel = grpc.insecure_channel(target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
-        self._lock = threading.Lock()  # between `close` and a new stream
+        self._lock = threading.Lock()  # guards against `close` while a stream is being made
         self._is_closed = False
         self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
 
@@ -75,19 +78,19 @@ class Client:
         exact: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> Stream:
-        """Sends a request and returns its stream, which runs from now on; does not block.
+        """Send a request and return its stream, which runs from now on; does not block.
 
         Give one of: `prompt`, text; `messages`, a chat as mappings with `role` and `content`; `token_ids`. Sampling
-        comes as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is 0;
-        without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset, one
-        is made. `model` must be the served model's name, if given. With `echo`, each choice's text begins with the
-        prompt's. `deadline_s` seconds from now the request ends by itself; a server that expects the first token later
-        refuses it. `priority` is interactive, standard or batch: of those that wait, less urgent ones are served when
-        no more urgent one can be. `metadata` goes along as gRPC metadata. With `exact`, only groups that attend to all
-        tokens may serve it (`stream.output.exact`); where there is none, it is refused.
+        parameters come as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is
+        0. Without a seed the server draws one (`stream.output.seed`). `request_id` names the request in logs; unset,
+        one is made. `model`, if given, must be the served model's name. With `echo`, each choice's text begins with the
+        prompt's. The request ends by itself after `deadline_s` seconds from now; a server that expects the first token
+        later refuses it. `priority` is interactive, standard or batch: a waiting request is served only when no more
+        urgent one can be. `metadata` is sent as gRPC metadata. With `exact`, only groups that attend to all tokens may
+        serve the request (`stream.output.exact`); where there is none, it is refused.
 
-        Raises InvalidArgumentError for what cannot be sent, RequestCancelledError after `close`; what the server
-        refuses is raised by the stream.
+        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. What the
+        server refuses is raised by the stream.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(
@@ -107,20 +110,22 @@ class Client:
         return stream
 
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
-        """The model that is served. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
+        """Return the served model. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
         with self._errors():
             request = orchestrator_pb2.GetModelRequest()
             return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """Groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
+        """Return the state of groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without
+        an answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
             state = self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
             return cluster_state_from_proto(state)
 
     def close(self) -> None:
-        """Cancels what still runs, or waits to reconnect, and closes the connection. May be called twice."""
+        """Cancel all running streams, those that wait to reconnect included, and close the connection. May be called
+        twice."""
         with self._lock:
             self._is_closed = True
             for stream in list(self._streams):
@@ -140,7 +145,7 @@ class Client:
         try:
             with translate_rpc_errors():
                 yield
-        except ValueError as error:  # so grpc refuses a call on a closed channel
+        except ValueError as error:  # raised by grpc for a call on a closed channel
             if not self._is_closed:
                 raise
             raise _closed_error(self._server) from error
@@ -150,7 +155,7 @@ class Client:
 
 
 class AsyncClient:
-    """A connection to a server, for one asyncio loop: make and use it there. Otherwise as Client."""
+    """A connection to a server, for one asyncio loop: make and use it there. Otherwise it behaves like Client."""
 
     def __init__(
         self,
@@ -161,7 +166,7 @@ class AsyncClient:
         reconnect: Reconnect | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """As Client."""
+        """Make a client of the server at `target`, on the running loop. Arguments and errors are those of Client."""
         self._caller = call_metadata(api_key, tenant)
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
@@ -186,7 +191,8 @@ class AsyncClient:
         exact: bool = False,
         **sampling: Unpack[SamplingOptions],
     ) -> AsyncStream:
-        """As Client.generate: sends the request and returns its stream at once; nothing is to be awaited."""
+        """Send a request and return its stream at once; nothing is to be awaited. Arguments and errors are those of
+        Client.generate."""
         source = Source(prompt, messages, token_ids)
         request = make_request(
             *(source, params, sampling),
@@ -205,20 +211,22 @@ class AsyncClient:
         return stream
 
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:
-        """As Client.model."""
+        """Return the model that is served. Raises UnavailableError or DeadlineExceededError without an answer."""
         with self._errors():
             request = orchestrator_pb2.GetModelRequest()
             return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """As Client.cluster_state."""
+        """Return the state of groups, queue and slots. Raises UnavailableError or DeadlineExceededError without an
+        answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
             state = await self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
             return cluster_state_from_proto(state)
 
     async def close(self) -> None:
-        """As Client.close."""
+        """Cancel all running streams, those that wait to reconnect included, and close the connection. May be called
+        twice."""
         for stream in list(self._streams):
             client_closed(stream)
         await self._channel.close()
@@ -236,11 +244,11 @@ class AsyncClient:
         try:
             with translate_rpc_errors():
                 yield
-        except asyncio.CancelledError as error:  # so grpc ends a call whose channel is closed
+        except asyncio.CancelledError as error:  # raised by grpc for a call whose channel is closed
             if is_task_cancelled():
                 raise
             raise _closed_error(self._server) from error
-        except grpc.aio.UsageError as error:  # so it refuses a call on a closed channel
+        except grpc.aio.UsageError as error:  # raised by grpc for a call on a closed channel
             raise _closed_error(self._server) from error
 
     def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> AsyncCall:

@@ -1,23 +1,24 @@
-"""Time as a dependency: whoever decides by the clock is handed one, so that tests can move it."""
+"""Time as a dependency: every component that decides by time is given a clock, so that tests can advance it."""
 
 import time
 from typing import Protocol
 
 
 class Clock(Protocol):
-    """Where a component gets its time from."""
+    """The clock that a component reads: monotonic seconds and wall-clock nanoseconds."""
 
     def now_s(self) -> float:
-        """Seconds on a monotonic clock: for durations, deadlines and leases; compared within one process only."""
+        """Return the seconds of a monotonic clock, for durations, deadlines and leases. Comparable within one process
+        only."""
         ...
 
     def unix_ns(self) -> int:
-        """Nanoseconds of wall-clock time: for timestamps that leave the process."""
+        """Return wall-clock time in unix nanoseconds, for timestamps that leave the process."""
         ...
 
 
 class SystemClock:
-    """The machine's clocks."""
+    """The clock of the machine that this process runs on."""
 
     def now_s(self) -> float:
         return time.monotonic()
@@ -27,7 +28,7 @@ class SystemClock:
 
 
 class ManualClock:
-    """A clock that moves only when told to: both readings advance together."""
+    """A clock for tests that moves only by `advance`; both readings advance together."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -39,6 +40,6 @@ class ManualClock:
         return int(self._now_s * 1e9)
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward; `seconds` must not be negative."""
+        """Move time forward by `seconds`, which must not be negative."""
         assert seconds >= 0
         self._now_s += seconds

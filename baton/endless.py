@@ -1,6 +1,7 @@
-"""Loops that must not end while their owner lives: supervision, heartbeats, and what else watches other processes.
+"""Loops that must not end while their owner lives: supervision, heartbeats, and other watches over processes.
 
-A turn of such a loop that fails is logged and reported, and the next one follows after a pause. On the owner's loop.
+When a turn of such a loop fails, the failure is logged and reported, and the next turn follows after a pause. Runs on
+the owner's loop.
 """
 
 import asyncio
@@ -14,26 +15,27 @@ from baton.errors import BatonError
 logger = logging.getLogger(__name__)
 
 Report = Callable[[str], None]
-"""Takes one line for the user."""
+"""A callable that shows one line of text to the user."""
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """How long a loop waits after turns that failed: twice as long after each further one in a row."""
+    """How long a loop waits after failed turns: `first_s`, doubled after each further failure in a row, at most
+    `most_s`."""
 
     first_s: float
     most_s: float
 
     def after(self, num_failures: int) -> float:
-        """Seconds to wait after so many failures in a row, at least one."""
+        """Return the seconds to wait after `num_failures` (>= 1) failures in a row."""
         return float(min(self.first_s * 2.0 ** min(num_failures - 1, 30), self.most_s))
 
 
 async def repeat(
     what: str, turn: Callable[[], Awaitable[None]], pauses: Pauses, report: Report | None = None
 ) -> NoReturn:
-    """Run `turn` again and again until this task is cancelled. A turn that raises is logged, with a traceback unless it
-    is a BatonError, reported in one line that names `what`, and followed by a pause."""
+    """Run `turn` again and again until this task is cancelled. A failed turn is logged, with a traceback unless it
+    raised a BatonError, reported in one line that names `what`, and followed by a pause."""
     num_failures = 0
     while True:
         try:
@@ -43,8 +45,8 @@ async def repeat(
         except asyncio.CancelledError as error:
             if _is_asked_to_end():
                 raise
-            failure: BaseException = error  # as grpc.aio raises it for a call whose channel was closed
-        except Exception as error:  # noqa: BLE001 - told below, with its traceback
+            failure: BaseException = error  # grpc.aio raises it for a call whose channel was closed
+        except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
             failure = error
         num_failures += 1
         pause_s = pauses.after(num_failures)
@@ -53,7 +55,7 @@ async def repeat(
 
 
 def tell_failure(what: str, error: BaseException | None, report: Report | None = None) -> None:
-    """Log a failure as it is, with its traceback unless it is a BatonError, and report it in one line. Never raises."""
+    """Log a failure, with its traceback unless it is a BatonError, and report it in one line. Never raises."""
     is_foreseen = isinstance(error, BatonError)
     text = what if error is None else f"{what} ({describe(error)})"
     logger.log(logging.WARNING if is_foreseen else logging.ERROR, "%s", text, exc_info=None if is_foreseen else error)
@@ -66,12 +68,12 @@ def tell_failure(what: str, error: BaseException | None, report: Report | None =
 
 
 def describe(error: BaseException) -> str:
-    """Say in one line what a BatonError says, and of any other exception its class as well."""
+    """Return an error as one line: its text, preceded by its class unless it is a BatonError."""
     return str(error) if isinstance(error, BatonError) else f"{type(error).__name__}: {error}"
 
 
 def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[Any]], None]:
-    """Make a done-callback for a task that should not have ended: it logs and reports how the task did."""
+    """Return a done-callback for a task that should never end: it logs and reports the task's error."""
 
     def tell(task: asyncio.Task[Any]) -> None:
         error = asyncio.CancelledError() if task.cancelled() else task.exception()

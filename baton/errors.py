@@ -1,7 +1,7 @@
 """The one exception tree. `retryable` says whether the same request may succeed as a new attempt, unchanged.
 
-Raised for what the outside world did; our own bugs are asserts. `baton.status` maps the tree to gRPC status codes in
-one table and rebuilds the same class on the other side.
+These errors are raised for what the outside world did; our own bugs are asserts. `baton.status` maps the tree to gRPC
+status codes in one table, and rebuilds the same class on the other side.
 """
 
 from typing import ClassVar
@@ -26,38 +26,38 @@ class ModelError(BatonError):
 
 
 class ResourceExhaustedError(BatonError):
-    """No room now: a full queue, no free slot."""
+    """There is no room now: a queue is full, or no slot is free."""
 
     retryable = True
 
     def __init__(self, text: str, retry_after_s: float | None = None) -> None:
         super().__init__(text)
         self.retry_after_s = retry_after_s
-        """Seconds after which there may be room; None: nobody knows. Crosses the wire as google.rpc.RetryInfo."""
+        """Seconds after which there may be room; None if unknown. Crosses the wire as google.rpc.RetryInfo."""
 
 
 class UnauthenticatedError(BatonError):
-    """The call does not say who it belongs to, or by a key that is unknown."""
+    """The call does not identify its caller, or does so by an unknown key."""
 
 
 class PermissionDeniedError(BatonError):
-    """The call says who it belongs to, and that one may not ask for this."""
+    """The call identifies its caller, and that caller may not ask for this."""
 
 
 class RequestCancelledError(BatonError):
-    """The client, or the controller on its behalf, gave the request up."""
+    """The request was cancelled, by the client or by the controller on its behalf."""
 
 
 class DeadlineExceededError(BatonError):
-    """The request's deadline passed."""
+    """The request's deadline passed before its end."""
 
 
 class NotFoundError(BatonError):
-    """Nothing of that name is here."""
+    """The thing that a call names does not exist on this server."""
 
 
 class StalePrefixError(NotFoundError):
-    """A job was to begin behind cached tokens that are no longer there: it may be tried without them."""
+    """A job was to begin after cached tokens that are no longer in the store; it may be tried without them."""
 
 
 class UnavailableError(BatonError):
@@ -71,11 +71,11 @@ class VersionMismatchError(BatonError):
 
 
 class LeaseError(BatonError):
-    """A claim on a slot does not hold."""
+    """A claim on a slot does not hold (any more)."""
 
 
 class StaleStampError(LeaseError):
-    """The slot has been leased anew, or freed, since this stamp was given; nothing was changed."""
+    """The slot was freed or leased again after this stamp was given; nothing was changed."""
 
 
 class LeaseExpiredError(LeaseError):
@@ -85,7 +85,7 @@ class LeaseExpiredError(LeaseError):
 
 
 class TransferError(BatonError):
-    """A piece of KV was refused; the slot holds what it held before."""
+    """A piece of KV was refused; the contents of the slot are unchanged."""
 
     retryable = True
 
@@ -111,7 +111,7 @@ class RangeError(TransferError):
 
 
 class IncompletePushError(TransferError):
-    """Commit was asked for, and bytes are missing; the text names the first missing range."""
+    """A commit was asked for while bytes are missing; the text names the first missing range."""
 
 
 class ChainError(BatonError):
@@ -125,12 +125,12 @@ class LinkBrokenError(ChainError):
 
 
 class LinkStalledError(ChainError):
-    """No progress within the bound; the epoch is over."""
+    """A link made no progress within its bound; the epoch is over."""
 
 
 class EpochEndedError(ChainError):
-    """The job belongs to links that are no more."""
+    """The job belongs to an epoch whose links have ended."""
 
 
 class JobAbortedError(ChainError):
-    """An earlier rank aborted the job, in band."""
+    """An earlier rank aborted the job, by a message on the chain's link."""

@@ -3,28 +3,29 @@
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""A client's request, for its whole life, over all attempts."""
+"""Names a client's request for its whole life, over all attempts."""
 
 JobId = NewType("JobId", int)
-"""One attempt at prefilling one request: the number that the group's sequencer gave it, ascending."""
+"""Names one attempt at prefilling one request: a number that the group's sequencer gives out, ascending."""
 
 StreamNumber = NewType("StreamNumber", int)
-"""One claim of an orchestrator to a generation group's stream, unique over all its lives."""
+"""Names one stream that an orchestrator opens at a generation group; unique over all lives of the orchestrator."""
 
 ReserveNumber = NewType("ReserveNumber", int)
-"""One Reserve of an orchestrator, unique over all its lives, by which it can be undone when its answer was lost."""
+"""Names one Reserve call of an orchestrator, so that it can be undone when its answer is lost; unique over all lives of
+the orchestrator."""
 
 SlotId = NewType("SlotId", int)
-"""A row of a generation group's batch."""
+"""Names a slot: a row of a generation group's batch."""
 
 Stamp = NewType("Stamp", int)
 """A slot's generation: grows with every lease of that slot, so that a late writer can be told apart."""
 
 Epoch = NewType("Epoch", int)
-"""One life of a prefill group's links."""
+"""Numbers the lives of a prefill group's links."""
 
 MAX_EPOCH = Epoch(2**48 - 1)
 """The highest epoch that a rank joins: far beyond what links ever reach, and well within the field's 64 bits."""
 
 Rank = NewType("Rank", int)
-"""A place in a group."""
+"""A worker's place in its group, from 0."""

@@ -1,10 +1,11 @@
-"""Where Baton keeps what it can make again."""
+"""Where Baton keeps files that it can make again."""
 
 import os
 from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """The user's cache folder (XDG_CACHE_HOME, else ~/.cache), `baton` below it."""
+    """Return Baton's folder below the user's cache folder: $XDG_CACHE_HOME/baton, else ~/.cache/baton. The folder may
+    not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "baton"

@@ -1,11 +1,12 @@
-"""Blocks of prompts by name: a name says which tokens a block holds, and all that come before them.
+"""Names of prompt blocks: a name stands for the tokens of a block and for all tokens before it.
 
-The name of a prompt's block is the hash of the block's token ids and of the name before it, so that two prompts have as
-many names in common as they have whole blocks, and no two others. The first name comes from how KV is stored (other
-weights make other KV) and from a salt: who has another salt shares nothing. Names are equal in all processes and lives.
+The name of a prompt's block is the hash of the block's token ids and of the previous block's name. Two prompts
+therefore share exactly the names of the whole blocks at which both begin alike. The first name depends on how KV is
+stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names are equal in all
+processes and after restarts.
 
-The orchestrator names a prompt's blocks (step 3 of a request's way), a generation group those of its answers (step 9;
-DESIGN.md, sections 4 and 5). Pure.
+The orchestrator names a prompt's blocks (step 3 of a request's way), and a generation group names those of its answers
+(step 9; DESIGN.md, sections 4 and 5). Pure.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ _NAME_BYTES = 16
 
 @dataclass(frozen=True)
 class BlockNaming:
-    """What names rest on, beside tokens and how their KV is stored."""
+    """What the names of blocks depend on, besides the tokens and the layout of KV."""
 
     block_tokens: int
     salt: str = ""
@@ -26,17 +27,17 @@ class BlockNaming:
 
 @dataclass(frozen=True)
 class PromptBlocks:
-    """The whole blocks of one prompt."""
+    """The whole blocks of one prompt, by name."""
 
     names: tuple[str, ...]
     block_tokens: int
     num_tokens: int
-    """Of the prompt, those behind the last whole block included."""
+    """Tokens of the prompt, those behind the last whole block included."""
 
     @classmethod
     def of(cls, token_ids: Sequence[int], block_tokens: int, layout_fingerprint: str, salt: str = "") -> "PromptBlocks":
-        """A prompt's, in a cluster that stores KV in that layout. Takes tenths of a millisecond for thousands of
-        tokens."""
+        """Return the blocks of the prompt `token_ids`, in a cluster whose KV layout has this fingerprint. Takes tenths
+        of a millisecond for thousands of tokens."""
         name = hashlib.blake2b(f"{layout_fingerprint}\0{salt}".encode(), digest_size=_NAME_BYTES).digest()
         names = []
         for start in range(0, len(token_ids) - block_tokens + 1, block_tokens):
@@ -46,16 +47,16 @@ class PromptBlocks:
         return cls(tuple(names), block_tokens, len(token_ids))
 
     def cached_tokens(self, num_blocks: int) -> int:
-        """Tokens that need not be computed where the first `num_blocks` blocks are cached: the first token of the
-        output comes from the last one of the prompt, which somebody computes."""
+        """Return how many tokens need no computing when the first `num_blocks` blocks are cached. The prompt's last
+        token is always computed, because it yields the first output token."""
         most = (self.num_tokens - 1) // self.block_tokens
         return min(num_blocks, most) * self.block_tokens
 
     def cached(self, num_tokens: int) -> tuple[str, ...]:
-        """The names of the blocks that are those first tokens."""
+        """Return the names of the blocks that hold the first `num_tokens` tokens, a whole number of blocks."""
         assert num_tokens % self.block_tokens == 0, f"{num_tokens} tokens are no whole blocks of {self.block_tokens}"
         return self.names[: num_tokens // self.block_tokens]
 
     def kept(self, num_tokens: int) -> tuple[str, ...]:
-        """The names of the blocks after them."""
+        """Return the names of the blocks behind the first `num_tokens` tokens, a whole number of blocks."""
         return self.names[len(self.cached(num_tokens)) :]

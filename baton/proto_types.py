@@ -1,6 +1,6 @@
-"""Baton's values to and from their messages (proto/baton/v1): those that users' clients speak. Pure.
+"""Converts the values that users' clients exchange to and from their messages (proto/baton/v1). Pure.
 
-`x_from_proto` trusts nothing: what a hostile or newer peer may send raises InvalidArgumentError or
+No `x_from_proto` trusts its message: what a hostile or newer peer may send raises InvalidArgumentError or
 VersionMismatchError, never an assert.
 """
 
@@ -30,19 +30,19 @@ from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
 
 def range_to_proto(tokens: TokenRange) -> common_pb2.TokenRange:
-    """The range as a message."""
+    """Return the token range as a message."""
     return common_pb2.TokenRange(start=tokens.start, end=tokens.end)
 
 
 def range_from_proto(message: common_pb2.TokenRange) -> TokenRange:
-    """Raises InvalidArgumentError when the range is reversed."""
+    """Return the message's token range. Raises InvalidArgumentError when it is reversed."""
     if message.start > message.end:
         raise InvalidArgumentError(f"token range [{message.start}, {message.end}) is reversed: start must not be after")
     return TokenRange(message.start, message.end)
 
 
 def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
-    """Logprobs are single precision on the wire."""
+    """Return the sampled token as a message. Logprobs are single precision on the wire."""
     if token.logprob is None and not token.top:  # nearly all tokens; each is converted several times
         return common_pb2.SampledToken(token_id=token.token_id)
     return common_pb2.SampledToken(
@@ -53,7 +53,7 @@ def sampled_to_proto(token: SampledToken) -> common_pb2.SampledToken:
 
 
 def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
-    """The sampled token; logprobs only if the message has them."""
+    """Return the message's sampled token, with logprobs only if the message has them."""
     return SampledToken(
         token_id=message.token_id,
         logprob=message.logprob if message.HasField("logprob") else None,
@@ -62,7 +62,7 @@ def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
 
 
 def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
-    """All fields, set explicitly."""
+    """Return the sampling parameters as a message with all fields set explicitly."""
     return common_pb2.SamplingParams(
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
@@ -85,7 +85,7 @@ def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Raises InvalidArgumentError when a field is out of its limits; a list that is too long is not looked at first."""
+    """Return the message's parameters. Raises InvalidArgumentError; a list that is too long is refused uncopied."""
     check_list_lengths(len(message.stop), len(message.stop_token_ids), len(message.logit_bias))
     return SamplingParams(
         max_tokens=message.max_tokens,
@@ -109,12 +109,12 @@ def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
 
 def priority_to_proto(priority: Priority) -> orchestrator_pb2.Priority.ValueType:
-    """The numbers are the same."""
+    """Return the priority as its number on the wire, which is the same."""
     return orchestrator_pb2.Priority.ValueType(priority)
 
 
 def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:
-    """STANDARD for UNSPECIFIED. Raises InvalidArgumentError for one that this version does not know."""
+    """Return the priority, STANDARD for UNSPECIFIED. Raises InvalidArgumentError for an unknown number."""
     if value == orchestrator_pb2.PRIORITY_UNSPECIFIED:
         return Priority.STANDARD
     try:
@@ -137,12 +137,12 @@ _FINISH_FROM_PROTO = MappingProxyType({value: reason for reason, value in _FINIS
 
 
 def finish_to_proto(finish: FinishReason | None) -> generate_pb2.FinishReason.ValueType:
-    """UNSPECIFIED for None: the stream goes on."""
+    """Return the finish reason's number on the wire: UNSPECIFIED for None, which means that the stream goes on."""
     return generate_pb2.FINISH_REASON_UNSPECIFIED if finish is None else _FINISH_TO_PROTO[finish]
 
 
 def finish_from_proto(value: generate_pb2.FinishReason.ValueType) -> FinishReason | None:
-    """Raises VersionMismatchError for a reason that this version does not know."""
+    """Return the finish reason, None for UNSPECIFIED. Raises VersionMismatchError for an unknown number."""
     if value == generate_pb2.FINISH_REASON_UNSPECIFIED:
         return None
     reason = _FINISH_FROM_PROTO.get(value)
@@ -152,7 +152,7 @@ def finish_from_proto(value: generate_pb2.FinishReason.ValueType) -> FinishReaso
 
 
 def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
-    """The event as a message."""
+    """Return the token event as a message."""
     return generate_pb2.TokenEvent(
         index=event.index,
         token=None if event.token is None else sampled_to_proto(event.token),
@@ -166,7 +166,7 @@ def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
 
 
 def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
-    """Raises VersionMismatchError for a finish reason that this version does not know."""
+    """Return the message's event. Raises VersionMismatchError for a finish reason that this version does not know."""
     return TokenEvent(
         index=message.index,
         token=sampled_from_proto(message.token) if message.HasField("token") else None,
@@ -180,7 +180,7 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
 
 
 def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
-    """What a request took."""
+    """Return the message's usage: tokens and attempts of a request."""
     return Usage(
         num_prompt_tokens=message.num_prompt_tokens,
         num_output_tokens=message.num_output_tokens,
@@ -190,11 +190,11 @@ def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
 
 
 _ALIKE_TIMINGS = ("received_ns", "admitted_ns", "leased_ns", "first_token_ns", "finished_ns", "residency")
-"""Fields of timings that their message has by the same name and type."""
+"""Fields of Timings that its message has under the same name and with the same type."""
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
-    """When a request's stages began and ended."""
+    """Return the times at which a request's stages began and ended, as a message."""
     ranks = [
         orchestrator_pb2.RankTiming(
             rank=rank.rank,
@@ -223,7 +223,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
 
 
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
-    """When a request's stages began and ended. Raises InvalidArgumentError for a rank's reversed token range."""
+    """Return the message's timings of a request. Raises InvalidArgumentError for a rank's reversed token range."""
     return Timings(
         **{name: getattr(message, name) for name in _ALIKE_TIMINGS},
         ranks=tuple(
@@ -292,7 +292,7 @@ def _terms_from_proto(message: orchestrator_pb2.PlacementTerms) -> PlacementTerm
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
-    """The served model and its limits."""
+    """Return the served model and its limits."""
     return ModelInfo(
         name=message.name,
         max_tokens=message.max_tokens,
@@ -304,7 +304,7 @@ def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
 
 
 def cluster_state_from_proto(message: orchestrator_pb2.ClusterState) -> ClusterState:
-    """Groups, queue and slots."""
+    """Return the message's state of groups, queue and slots."""
     return ClusterState(
         groups=tuple(group_state_from_proto(group) for group in message.groups),
         num_queued=message.num_queued,
@@ -319,7 +319,7 @@ def cluster_state_from_proto(message: orchestrator_pb2.ClusterState) -> ClusterS
 
 
 def cluster_state_to_proto(state: ClusterState) -> orchestrator_pb2.ClusterState:
-    """Groups, queue and slots."""
+    """Return the state of groups, queue and slots as a message."""
     return orchestrator_pb2.ClusterState(
         groups=[group_state_to_proto(group) for group in state.groups],
         num_queued=state.num_queued,
@@ -338,11 +338,11 @@ _ALIKE = (
     *("num_leased", "num_active", "num_quarantined", "num_preemptions", "imbalance", "is_drained", "is_broken"),
     *("residency", "is_approximate"),
 )
-"""Fields of a group's state that its message has by the same name and type."""
+"""Fields of GroupState that its message has under the same name and with the same type."""
 
 
 def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
-    """One group."""
+    """Return the message's state of one group."""
     alike = {name: getattr(message, name) for name in _ALIKE}
     return GroupState(
         endpoints=tuple(message.endpoints),
@@ -361,7 +361,7 @@ def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
 
 
 def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
-    """One group."""
+    """Return the state of one group as a message."""
     alike = {name: getattr(group, name) for name in _ALIKE}
     return orchestrator_pb2.GroupState(
         endpoints=group.endpoints,
@@ -378,7 +378,7 @@ def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
 
 
 def kv_ledger_from_proto(message: generate_pb2.KvLedger) -> KvLedger:
-    """A generation group's memory; all 0 from a group that tells nothing of it."""
+    """Return the message's account of a generation group's KV memory; all 0 when the group reports none."""
     return KvLedger(
         num_bytes=message.num_bytes,
         num_bytes_free=message.num_bytes_free,
@@ -389,7 +389,7 @@ def kv_ledger_from_proto(message: generate_pb2.KvLedger) -> KvLedger:
 
 
 def kv_ledger_to_proto(kv: KvLedger) -> generate_pb2.KvLedger:
-    """A generation group's memory; an overdrawn one has nothing free, and so does not balance."""
+    """Return the KV memory's account as a message. Negative free bytes are sent as 0, so that it does not balance."""
     return generate_pb2.KvLedger(
         num_bytes=kv.num_bytes,
         num_bytes_free=max(kv.num_bytes_free, 0),

@@ -1,6 +1,6 @@
-"""A user's call as a message (proto/baton/v1/orchestrator.proto). Pure.
+"""Builds the message of a user's call (proto/baton/v1/orchestrator.proto). Pure.
 
-Checked here is only what the message could not carry; the server checks everything else, against its model.
+Only what the message could not carry is checked here; the server checks everything else, against its model.
 """
 
 import math
@@ -17,19 +17,20 @@ from baton.v1 import orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
-"""Metadata of a call that a chain is to prefill, if there is one, whoever is faster: for measuring chains."""
+"""Metadata of a call whose prompt a chain is to prefill wherever there is one, even if the generation group would be
+faster: for measuring chains."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What to go on from: exactly one of three."""
+    """A request's input: exactly one of text, chat and token ids."""
 
     prompt: str | bytes | None = None
-    """Text; as bytes, UTF-8."""
+    """Prompt as text; bytes must be UTF-8."""
     messages: Sequence[Mapping[str, str]] | None = None
-    """A chat: mappings with `role` and `content`, rendered with the model's template."""
+    """Chat as mappings with `role` and `content`, rendered with the model's chat template."""
     token_ids: Sequence[int] | None = None
-    """A prompt that is tokenized already."""
+    """Prompt that is already tokenized."""
 
     def __post_init__(self) -> None:
         given = [name for name, value in vars(self).items() if value is not None]
@@ -50,7 +51,8 @@ def make_request(
     priority: str = "standard",
     exact: bool = False,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Raises InvalidArgumentError for what cannot be sent, TypeError for a sampling option that does not exist."""
+    """Return the message of a request. Raises InvalidArgumentError for what cannot be sent, and TypeError for a
+    sampling option that does not exist."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(
@@ -74,13 +76,14 @@ def make_request(
 
 
 def check_deadline(deadline_s: float | None) -> None:
-    """Raises InvalidArgumentError for a deadline that is none, or that the message cannot carry."""
+    """Raise InvalidArgumentError for a deadline that is not positive and finite, or that the message cannot carry."""
     if deadline_s is not None and not (0 < deadline_s <= MAX_DEADLINE_S and math.isfinite(deadline_s)):
         raise InvalidArgumentError(f"deadline_s = {deadline_s!r} is out of range: use seconds above 0, below 4 million")
 
 
 def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """By which a server knows whose a call is. Raises InvalidArgumentError for what metadata cannot carry."""
+    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError for a value that
+    metadata cannot carry."""
     values = {"api_key": api_key, "tenant": tenant}
     for name, value in values.items():
         if value is not None and not (value and value.isascii() and value.isprintable()):
@@ -100,7 +103,7 @@ def _add_source(request: orchestrator_pb2.GenerateRequest, source: Source) -> No
     if source.prompt is not None:
         request.prompt = _encoded(source.prompt)
     elif source.messages is not None:
-        request.chat.SetInParent()  # an empty chat is the server's to refuse
+        request.chat.SetInParent()  # an empty chat is sent, and refused by the server
         for index, message in enumerate(source.messages):
             request.chat.messages.add(**_chat_fields(index, message))
     else:

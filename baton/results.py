@@ -1,4 +1,4 @@
-"""What a client gets back besides tokens, as values. All are frozen and safe to share between threads."""
+"""What a client receives besides tokens, as values. All are frozen and safe to share between threads."""
 
 from dataclasses import dataclass
 
@@ -7,15 +7,16 @@ from baton.types import FinishReason, SampledToken, TokenRange
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took."""
+    """The tokens and attempts that a request took."""
 
     num_prompt_tokens: int
     num_output_tokens: int
-    """All of the stream's tokens, of all choices, those before a resumption included."""
+    """Output tokens of all choices, those before a resumption included."""
     num_attempts: int
-    """Attempts of the server at the request, since it last took it up."""
+    """Attempts of the server at the request, since it last took the request up."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the last attempt did not compute, as an earlier prompt that begins alike had left their KV."""
+    """Prompt tokens that the last attempt did not compute, because the KV of an earlier prompt with the same beginning
+    was cached."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class RankTiming:
-    """One prefill rank's part of a request; instants as in Timings."""
+    """One prefill rank's part of a request; instants in unix nanoseconds."""
 
     rank: int
     tokens: TokenRange
@@ -36,50 +37,50 @@ class RankTiming:
     start_ns: int
     end_ns: int
     wait_s: float
-    """Seconds between the two spent waiting for earlier ranks' KV."""
+    """Seconds between `start_ns` and `end_ns` that were spent waiting for earlier ranks' KV."""
     push_start_ns: int
     push_end_ns: int
     num_bytes_pushed: int
-    """KV sent to the generation group."""
+    """Bytes of KV sent to the generation group."""
     num_bytes_sent: int
-    """KV passed on to the next rank."""
+    """Bytes of KV passed on to the next rank."""
     layers: tuple[Interval, ...]
-    """One a layer: compute, waits included."""
+    """When each layer was computed, waits included."""
     num_messages_sent: int = 0
-    """That these bytes went in."""
+    """Messages in which the bytes for the next rank were sent."""
     send_s: float = 0.0
-    """Seconds in which they were on their way; 0 on the last rank."""
+    """Seconds during which bytes for the next rank were on their way; 0 on the last rank."""
 
 
 @dataclass(frozen=True)
 class WidthOption:
-    """A number of ranks that a request could have had, with what was predicted for it when it was placed."""
+    """A number of ranks that a request could have had, and what was predicted for it when the request was placed."""
 
     width: int
     own_s: float
-    """Seconds to the prompt's end, those included in which its ranks serve others first."""
+    """Seconds to the prompt's end, including the time in which its ranks serve other requests first."""
     others_s: float
-    """Seconds that it would cost other prompts, in sum: those in flight, and as many yet to come."""
+    """Seconds that this width would cost other prompts, in sum: those in flight, and as many yet to come."""
 
     @property
     def cost_s(self) -> float:
-        """What is to be least."""
+        """The predicted cost in seconds, own and others': the chosen width has the least."""
         return self.own_s + self.others_s
 
 
 @dataclass(frozen=True)
 class WidthChoice:
-    """How many ranks a request got, and why: of `options`, the one that costs least."""
+    """How many ranks a request got, and why: of `options`, the one with the least `cost_s`."""
 
     width: int
     num_ranks: int
-    """Of the group."""
+    """Ranks of the prefill group."""
     num_ahead: int
-    """Jobs of the group that were to be served first, of those in flight."""
+    """Jobs of the group in flight that were to be served before this one."""
     num_jobs: int
-    """Jobs of the group in flight."""
+    """All jobs of the prefill group that were in flight."""
     options: tuple[WidthOption, ...]
-    """The chosen one included."""
+    """All widths that were compared, the chosen one included."""
 
     @property
     def predicted_s(self) -> float | None:
@@ -88,7 +89,7 @@ class WidthChoice:
 
     @property
     def reason(self) -> str:
-        """One line for people."""
+        """The choice and its predictions in one line for people."""
         options = ", ".join(f"{each.width}: {each.own_s:.3f} + {each.others_s:.3f}" for each in self.options)
         place = f"{self.width} of {self.num_ranks} ranks behind {self.num_ahead} of {self.num_jobs} jobs"
         return f"{place}; predicted seconds, own + others', by width: {options}"
@@ -96,27 +97,27 @@ class WidthChoice:
 
 @dataclass(frozen=True)
 class PlacementTerms:
-    """What was predicted of one way to prefill a request, in seconds to its first token from when it was placed."""
+    """Predicted parts of the time to a request's first token, for one way to prefill it. Seconds from its placement."""
 
     queue_s: float
-    """Others are served before it."""
+    """Seconds in which others are served before this request."""
     prefill_s: float
-    """Its own prompt, without what is cached of it."""
+    """Seconds of computing the request's own prompt, without its cached tokens."""
     steps_s: float
-    """The generation group decodes in between."""
+    """Seconds in which the generation group takes decode steps meanwhile."""
     transfer_s: float
-    """KV is on its way, beyond what overlaps with computing it."""
+    """Seconds of KV transfer, beyond what overlaps with computing."""
     others_s: float
-    """What it costs other prompts, in sum."""
+    """Seconds that this way costs other prompts, in sum."""
 
     @property
     def own_s(self) -> float:
-        """Seconds to the first token."""
+        """Predicted seconds from placement to the first token."""
         return self.queue_s + self.prefill_s + self.steps_s + self.transfer_s
 
     @property
     def cost_s(self) -> float:
-        """What is to be least."""
+        """The predicted cost in seconds, own and others': the chosen way has the least."""
         return self.own_s + self.others_s
 
     def __str__(self) -> str:
@@ -131,43 +132,43 @@ class Placement:
     """Where a request was prefilled, by a chain or by its generation group itself, and why."""
 
     reason: str
-    """By a chain: chain_faster, always (as configured), not_predicted (nobody knows what the group would take). By the
-    group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
+    """Why, in one word. By a chain: chain_faster, always (as configured), not_predicted (no prediction for the group).
+    By the group: local_faster, never (as configured), prompt_scores, no_prefill_groups, none_ready."""
     chain: PlacementTerms | None = None
-    """None where it was not asked."""
+    """What was predicted for a chain; None if nothing was predicted."""
     local: PlacementTerms | None = None
-    """Likewise, of the generation group."""
+    """What was predicted for the generation group's own prefill; None if nothing was predicted."""
 
     @property
     def is_local(self) -> bool:
-        """Whether the generation group prefilled."""
+        """Whether the generation group itself prefilled the request."""
         return self.reason not in ("chain_faster", "always", "not_predicted")
 
     @property
     def text(self) -> str:
-        """One line for people."""
+        """The reason and the predictions in one line for people."""
         ways = [f"{name} {terms}" for name, terms in (("chain", self.chain), ("local", self.local)) if terms]
         return f"{self.reason}; predicted seconds: {', '.join(ways)}" if ways else self.reason
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Wall-clock instants on the server, of its last attempt, in unix nanoseconds; 0 for what did not happen."""
+    """Instants of the request's last attempt, by the server's clock, in unix nanoseconds; 0 for a stage not reached."""
 
     received_ns: int
     admitted_ns: int
-    """Left the queue."""
+    """When the request left the queue."""
     leased_ns: int
-    """Got a slot."""
+    """When the request got a slot."""
     first_token_ns: int
     finished_ns: int
     ranks: tuple[RankTiming, ...]
     width: WidthChoice | None = None
-    """Why it was these ranks; None when the generation group prefilled by itself."""
+    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
     placement: Placement | None = None
-    """Where it was prefilled; None when it was not placed."""
+    """Where the request was prefilled, and why; None when it was not placed."""
     residency: str = ""
-    """The residency policy of the generation group: which KV is attended to; empty when it had none."""
+    """Residency policy of the generation group, which says what KV is attended to; empty when it had none."""
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -177,47 +178,49 @@ class Timings:
 
 @dataclass(frozen=True)
 class Choice:
-    """One of a request's outputs: all of it after its end, so far before."""
+    """One of a request's outputs: complete after its end, partial before."""
 
     index: int
     text: str
     tokens: tuple[SampledToken, ...]
     finish: FinishReason | None
-    """Why it ended; None while it runs."""
+    """Why the choice ended; None while it runs."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A stream's output: all of it after the end, so far before."""
+    """A stream's output: complete after the stream's end, partial before."""
 
     request_id: str
     choices: tuple[Choice, ...]
     prompt: tuple[SampledToken, ...]
-    """The prompt's tokens with their logprobs, if these were asked for."""
+    """The prompt's tokens with their logprobs; empty unless the request asked for them."""
     model: str
-    """The model's name; empty before the server took the request."""
+    """Name of the served model; empty before the server took the request."""
     seed: int | None
-    """What, with prompt and parameters, gives the same tokens again; None before the server took the request."""
+    """Seed that gives the same tokens again with the same prompt and parameters; None before the server took the
+    request."""
     exact: bool | None
-    """True: full attention and coupled sampling all the way. False: some tokens may be an approximate policy's
+    """True: full attention and coupled sampling all the way. False: some tokens may come from an approximate policy
     (`timings.residency`). None before the server took the request."""
     num_prompt_tokens: int | None
-    """None before the server took the request."""
+    """Tokens of the prompt; None before the server took the request."""
     usage: Usage | None
-    """From the server's last message: None before it, and in streams that end without one."""
+    """Tokens and attempts, from the server's last message; None before it, and in streams that end without it."""
     timings: Timings | None
-    """Likewise."""
+    """When the request's stages began and ended, from the server's last message; None before it, and in streams that
+    end without it."""
     num_resumes: int
     """How often the client took the stream up again after losing the server."""
 
     @property
     def text(self) -> str:
-        """The first choice's."""
+        """The text of the first choice."""
         return self.choices[0].text
 
     @property
     def tokens(self) -> tuple[SampledToken, ...]:
-        """The first choice's."""
+        """The tokens of the first choice."""
         return self.choices[0].tokens
 
     @property
@@ -232,37 +235,37 @@ class ModelInfo:
 
     name: str
     max_tokens: int
-    """Prompt and output together, at most."""
+    """Tokens of prompt and output together, at most."""
     vocab_size: int
     dtype: str
     has_chat_template: bool
     layout_fingerprint: str
-    """Equal where KV is stored alike (KvLayout.fingerprint)."""
+    """Fingerprint of the KV layout: equal for groups that store KV alike (KvLayout.fingerprint)."""
 
 
 @dataclass(frozen=True)
 class KvLedger:
-    """A generation group's KV memory at home, by the state of the slots that it is promised to."""
+    """A generation group's KV memory, by the state of the slots that it is promised to."""
 
     num_bytes: int = 0
-    """The capacity; 0: unknown."""
+    """Bytes in all; 0 if unknown."""
     num_bytes_free: int = 0
-    """Promised to no slot."""
+    """Bytes that are promised to no slot."""
     num_bytes_leased: int = 0
-    """Where KV is pushed, or waits for its row."""
+    """Bytes of slots into which KV is pushed, or whose KV waits for its row to join the batch."""
     num_bytes_active: int = 0
-    """Of rows of the batch."""
+    """Bytes of slots that are rows of the batch."""
     num_bytes_quarantined: int = 0
-    """Of slots that were freed while a writer was inside."""
+    """Bytes of slots that were freed while a writer was inside."""
 
     @property
     def num_bytes_taken(self) -> int:
-        """Promised to some slot."""
+        """Bytes that are promised to slots, whatever their state."""
         return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
 
     @property
     def imbalance(self) -> str:
-        """What does not balance, for people; empty when the parts are the whole."""
+        """Why free and taken bytes do not add up, in one line for people; empty when they do."""
         free, taken = self.num_bytes_free, self.num_bytes_taken
         if free >= 0 and free + taken == self.num_bytes:
             return ""
@@ -271,18 +274,18 @@ class KvLedger:
 
 @dataclass(frozen=True)
 class PrefixHoldings:
-    """What the prefix store of a group's node holds: groups of one node, of either role, share one."""
+    """What the prefix store of a group's node holds. Groups of one node, of either role, share one store."""
 
     num_blocks: int = 0
     num_bytes: int = 0
     max_bytes: int = 0
-    """That it may hold; 0: there is none."""
+    """Bytes that the store may hold; 0 if there is no store."""
     num_bytes_read: int = 0
-    """That the generation group's slots got from there, since its worker began."""
+    """Bytes that the generation group's slots got from the store, since its worker began."""
     num_disk_bytes_read: int = 0
-    """Of these, from disk."""
+    """Bytes that the generation group's slots got from the store's files on disk, since its worker began."""
     num_bytes_stored: int = 0
-    """That its answers brought there."""
+    """Bytes that the generation group's answers added to the store, since its worker began."""
 
 
 @dataclass(frozen=True)
@@ -291,40 +294,40 @@ class GroupState:
 
     name: str
     role: str
-    """prefill or generate."""
+    """Role of the group: prefill or generate."""
     endpoints: tuple[str, ...]
-    """host:port of each rank."""
+    """Address of each rank, host:port."""
     epoch: int
     is_ready: bool
     num_slots: int
     num_free: int
     num_bytes_held: int
     num_leaked: int
-    """Slots or jobs held by no request that the orchestrator knows, for over 2 s."""
+    """Slots or jobs held for over 2 s by no request that the orchestrator knows."""
     num_requests: int
     """Requests of this orchestrator that the group serves."""
     num_leased: int = 0
-    """Slots that are claimed and not yet rows of the batch."""
+    """Slots that are leased and not yet rows of the batch."""
     num_active: int = 0
-    """Slots that are rows."""
+    """Slots that are rows of the batch."""
     num_quarantined: int = 0
     """Slots that were freed while a writer was inside."""
     kv: KvLedger = KvLedger()
     num_preemptions: int = 0
     """Rows so far that gave their memory to older ones, and were prefilled again."""
     imbalance: str = ""
-    """What of slots and bytes does not balance, for people; empty when all does."""
+    """Why slots or bytes do not add up, in one line for people; empty when they do."""
     is_drained: bool = False
-    """Whether it gets no new work because somebody said so."""
+    """Whether the group gets no new work because an operator drained it."""
     is_broken: bool = False
-    """Whether it gets none for a while because attempts there failed again and again."""
+    """Whether the group gets no new work for a while, because attempts there failed again and again."""
     prefixes: PrefixHoldings = PrefixHoldings()
     residency: str = ""
-    """Of a generation group: its residency policy."""
+    """Residency policy of a generation group; empty for a prefill group."""
     is_approximate: bool = False
-    """Whether that attends to less than all tokens."""
+    """Whether the residency policy attends to less than all tokens."""
     processors: tuple[str, ...] = ()
-    """Kinds of processor that its workers run on, each with the kernels in use there."""
+    """Kinds of processor that the group's workers run on, each with the kernels in use there."""
 
 
 @dataclass(frozen=True)
@@ -340,8 +343,8 @@ class ClusterState:
     num_queued_tokens: int = 0
     """Prompt tokens of the requests that wait."""
     why_not_serving: tuple[str, ...] = ()
-    """Why health says NOT_SERVING, a line each; empty while it serves."""
+    """Why the health service says NOT_SERVING, one line a reason; empty while it says SERVING."""
     why_degraded: tuple[str, ...] = ()
-    """Why it serves worse than it could, likewise."""
+    """Why the cluster serves worse than it could, one line a reason; empty while it does not."""
     metrics_endpoint: str = ""
-    """host:port at which Prometheus finds /metrics; empty when there is none."""
+    """Address, host:port, at which Prometheus finds /metrics; empty when there is none."""

@@ -1,8 +1,8 @@
-"""One request's stream as its client knows it, whatever carries it: what came, what to ask next, when to give up.
+"""The state of one request's stream at its client: what came, what to send next, and when to give up.
 
-The stream's state needs nothing hidden: prompt, parameters, seed and the tokens so far are all that a server needs to
-go on, so a lost connection costs a pause. Shared by the synchronous and the asyncio stream (baton.streams). Does no
-input or output and never blocks.
+Nothing in it is hidden: prompt, parameters, seed and the tokens so far are all that a server needs to go on, so a lost
+connection costs a pause and no tokens. The synchronous and the asyncio stream (baton.streams) share it. Does no input
+or output and never blocks.
 """
 
 import random
@@ -23,16 +23,15 @@ from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
 
 DEADLINE_GRACE_S = 1.0
-"""Seconds past the deadline that a client listens: the server enforces it, so that usage still arrives."""
+"""Seconds past the deadline that a client keeps listening: the server enforces the deadline, and then sends usage."""
 
 
 @dataclass(frozen=True)
 class Reconnect:
-    """How long a client tries to reach a server that is away."""
+    """How long a client tries to reach a server that does not answer."""
 
     num_connects: int = 3
-    """Attempts to get a request taken, by a server that never answered this client, before its error is raised
-    (>= 1)."""
+    """Attempts to send a request to a server that never answered this client, before its error is raised (>= 1)."""
     num_resumes: int = 20
     """Attempts in a row, without a new token, to take up a stream that was lost, or a request that was not yet taken by
     a server that has answered before (>= 0)."""
@@ -42,13 +41,14 @@ class Reconnect:
     """Seconds between two attempts, at most."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
-        """Seconds to wait after the `num_failed`-th failure in a row; a fraction in [0, 1) spreads clients out."""
+        """Return the seconds to wait after the `num_failed`-th failure in a row. `fraction`, in [0, 1), spreads clients
+        out."""
         return min(self.first_delay_s * 2.0 ** min(num_failed - 1, 30), self.max_delay_s) * (0.5 + fraction / 2)
 
 
 @dataclass
 class _Output:
-    """What is here of one choice."""
+    """What has been received of one choice."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
@@ -60,13 +60,15 @@ class Server:
     """A server as one client knows it; shared by the client's streams."""
 
     target: str
-    """host:port."""
+    """Address of the server, host:port."""
     was_reached: bool = False
-    """It answered a request: one that cannot be reached now is away and comes back, and is no wrong address."""
+    """Whether the server has ever answered a request: if so, its address is right, and a server that cannot be reached
+    is expected to come back."""
 
 
 class StreamState:
-    """Owner: the stream that reads the calls, in one thread; only `fail` may be called from others."""
+    """A stream's received tokens and remaining attempts. The stream that reads the calls owns it, in one thread; only
+    `fail` may be called from other threads."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class StreamState:
         *,
         deadline_s: float | None = None,
     ) -> None:
-        """`deadline_s` counts from now. The request is copied."""
+        """Start the state of a stream for a copy of `request`. `deadline_s` counts from now."""
         self.num_resumes = 0
         self.is_over = False
         self.usage: Usage | None = None
@@ -98,7 +100,7 @@ class StreamState:
 
     @property
     def request_id(self) -> str:
-        """The request's name, as the client or else the server gave it."""
+        """Name of the request, given by the client or else by the server."""
         return self._request.request_id
 
     @property
@@ -107,7 +109,8 @@ class StreamState:
         return self._outputs[0].finish
 
     def next_request(self) -> orchestrator_pb2.GenerateRequest:
-        """What to send now: the request, going on after the tokens that are here, in the time that is left."""
+        """Return the message to send now: the request, continued after the tokens received so far, in the time that is
+        left."""
         if self._started is not None:
             del self._request.outputs[:]
             for output in self._outputs:
@@ -118,12 +121,12 @@ class StreamState:
         return self._request
 
     def timeout_s(self) -> float | None:
-        """Seconds that the call may take; None for any time."""
+        """Return the seconds that the call may take; None if it has no limit."""
         return None if self._end_s is None else max(0.0, self._end_s - self._clock.now_s()) + DEADLINE_GRACE_S
 
     def accept(self, message: orchestrator_pb2.GenerateEvent | None) -> TokenEvent | None:
-        """Takes a call's next message, None for its end; returns what there is to show. Raises what is wrong with it:
-        hand that to `call_failed`."""
+        """Take a call's next message, or None for the call's end, and return the event to show, if any. Raises a
+        BatonError for a message that is wrong, or an end that is too early; pass it to `call_failed`."""
         kind = None if message is None else message.WhichOneof("event")
         self._server.was_reached |= message is not None
         if message is None:
@@ -134,12 +137,13 @@ class StreamState:
             return self._accept_token(message.token)
         elif kind == "finished":
             self._accept_finished(message.finished)
-        return None  # nothing to show, or a newer server's news
+        return None  # no event to show, or a kind of event that a newer server sends
 
     def call_failed(self, error: BatonError) -> float | None:
-        """The call ended with an error. Returns the seconds after which to try `next_request`; None: it is over."""
+        """Take the error that a call ended with. Return the seconds after which to send `next_request`; None when the
+        stream is over."""
         if self._has_all and isinstance(error, UnavailableError):
-            self._end()  # only the goodbye was lost
+            self._end()  # all tokens came, only the last message was lost
             return None
         self._num_failed += 1
         delay_s = self._reconnect.delay_s(self._num_failed, self._random.random())
@@ -155,7 +159,7 @@ class StreamState:
         return None
 
     def fail(self, error: BatonError) -> None:
-        """Ends the stream with an error, unless it is over."""
+        """End the stream with an error, unless it is over."""
         if not self.is_over:
             self._failure = error
             for output in self._outputs:
@@ -163,12 +167,12 @@ class StreamState:
             self.is_over = True
 
     def raise_failure(self) -> None:
-        """Raises what the stream ended with, if it failed."""
+        """Raise the error that the stream ended with, if it failed."""
         if self._failure is not None:
             raise self._failure
 
     def output(self) -> Completion:
-        """What is here."""
+        """Return all that has been received so far."""
         started = self._started
         return Completion(
             request_id=self.request_id,
@@ -187,9 +191,10 @@ class StreamState:
         )
 
     def _accept_started(self, started: orchestrator_pb2.Started) -> None:
-        """From here on, whoever goes on must be the same model and draw the same noise, and be as exact."""
+        """Take the server's announcement. From here on, a server that goes on must serve the same model with the same
+        seed, and be as exact."""
         self._started = started
-        self._exact = started.exact and self._exact is not False  # tokens of before count as well
+        self._exact = started.exact and self._exact is not False  # tokens from earlier servers count as well
         self._request.exact |= self._exact
         self._request.request_id = started.request_id
         self._request.sampling.seed, self._request.seeded = started.seed, True
@@ -209,7 +214,7 @@ class StreamState:
             raise BatonError(
                 f"{self._server.target} left out output tokens {num_tokens} to {event.index - 1}: report this"
             )
-        if event.token is not None and event.index < num_tokens:  # a token that is here already
+        if event.token is not None and event.index < num_tokens:  # the token was received before
             event = replace(event, index=event.index + 1, token=None, text="")
         if output.finish is not None or (event.token is None and event.finish is None):
             return None
@@ -235,7 +240,7 @@ class StreamState:
         self._end()
 
     def _end(self) -> None:
-        """All choices have ended, if not all of them well."""
+        """End the stream: all choices have ended, some of them perhaps with an error."""
         self.is_over = True
         for output in self._outputs:
             error = None if output.finish is None else _ERROR_OF.get(output.finish)
@@ -270,7 +275,7 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""For streams that a server ends with such a reason, and without an error status."""
+"""The error for a stream that a server ended with this finish reason, and without an error status."""
 
 
 def _finish_of(error: BatonError) -> FinishReason:

@@ -1,4 +1,4 @@
-"""What a user may ask of sampling, validated once, at the edge.
+"""A request's sampling parameters, validated once, where they enter.
 
 The names and defaults are those of OpenAI's and vLLM's interfaces. `modeling.forward.sampling` says what each does.
 """
@@ -14,8 +14,8 @@ from baton.errors import InvalidArgumentError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-"""Characters of one stop string. Text that may become a stop string is held back, so a longer one would hold back more
-than a client wants to wait for."""
+"""Characters of one stop string, at most. Text that may become a stop string is held back, and a longer stop string
+would hold back more than a client wants to wait for."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64
@@ -26,39 +26,41 @@ class SamplingParams:
     """How one request's tokens are chosen and when its stream ends. Raises InvalidArgumentError on a bad field."""
 
     max_tokens: int = 256
-    """Output tokens at most (>= 1)."""
+    """Output tokens, at most (>= 1)."""
     min_tokens: int = 0
     """Output tokens before which neither an end-of-sequence token nor a stop token id may be sampled."""
     temperature: float = 0.0
-    """0 is greedy; otherwise logits are divided by it (<= 100)."""
+    """Number that logits are divided by before sampling (<= 100); 0 is greedy."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0 keeps all."""
+    """How many of the most likely tokens are kept; 0 keeps all."""
     top_p: float = 1.0
-    """Keep the smallest set of most likely tokens whose probability reaches this; in (0, 1]."""
+    """Keep the smallest set of most likely tokens whose probability together reaches this; in (0, 1]."""
     min_p: float = 0.0
-    """Keep tokens at least this times as likely as the most likely one; in [0, 1]."""
+    """Keep tokens that are at least this times as likely as the most likely one; in [0, 1]."""
     repetition_penalty: float = 1.0
-    """Divides positive and multiplies negative logits of tokens seen in prompt or output; > 0."""
+    """Penalty for tokens seen in prompt or output: divides their positive logits and multiplies negative ones; > 0."""
     presence_penalty: float = 0.0
-    """Subtracted once from logits of tokens seen in the output; in [-2, 2]."""
+    """Amount subtracted once from the logits of tokens seen in the output; in [-2, 2]."""
     frequency_penalty: float = 0.0
-    """Subtracted per occurrence from logits of tokens seen in the output; in [-2, 2]."""
+    """Amount subtracted, for each occurrence, from the logits of tokens seen in the output; in [-2, 2]."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits of these token ids (at most 1,024); in [-100, 100]."""
+    """Values in [-100, 100] to add to the logits of these token ids; at most 1,024 entries."""
     seed: int = 0
-    """Unsigned 64 bits: the noise is a function of (seed, output position, token id) alone."""
+    """Unsigned 64 bits. The sampling noise is a function of (seed, output position, token id) alone."""
     stop: tuple[str, ...] = ()
     """Strings that end the stream; they are not part of its text. At most 16, each of 1 to 1,024 characters."""
     stop_token_ids: tuple[int, ...] = ()
     """Token ids that end the stream, besides the model's end-of-sequence tokens. At most 1,024, each named once."""
     ignore_eos: bool = False
-    """Do not end at the model's end-of-sequence tokens."""
+    """Whether to go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """None: no logprobs. k: the chosen token's, and the k most likely tokens' (0 to 20)."""
+    """How many of the most likely tokens are reported with each output token's own logprob (0 to 20); None: no
+    logprobs."""
     prompt_logprobs: int | None = None
-    """Likewise for the prompt's tokens but the first: of the model's own distribution, without penalties and bias."""
+    """How many of the most likely tokens are reported with the logprob of each prompt token but the first (0 to 20),
+    from the model's own distribution, without penalties and bias; None: no logprobs."""
     n: int = 1
-    """Choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
+    """Number of choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
@@ -68,9 +70,9 @@ class SamplingParams:
         self._check_stops()
 
     def of_choice(self, choice: int) -> "SamplingParams":
-        """Return the parameters of one choice as those of a request of one choice: the same but for the seed. The
-        prompt is scored with the first choice. Nothing is validated again, and lists are shared, not copied."""
-        made = copy.copy(self)  # makes no call of __post_init__
+        """Return the parameters of one choice as those of a request with one choice: seed + `choice` is its seed, and
+        only choice 0 scores the prompt. Nothing is validated again, and lists are shared, not copied."""
+        made = copy.copy(self)  # copy.copy does not call __post_init__
         object.__setattr__(made, "n", 1)
         object.__setattr__(made, "seed", (self.seed + choice) % 2**64)
         object.__setattr__(made, "prompt_logprobs", self.prompt_logprobs if choice == 0 else None)
@@ -127,7 +129,7 @@ def check_list_lengths(num_stops: int, num_stop_token_ids: int, num_biases: int)
 
 
 class SamplingOptions(TypedDict, total=False):
-    """The fields of SamplingParams as keyword arguments; what is left out has SamplingParams' default."""
+    """The fields of SamplingParams as keyword arguments; a field that is left out has SamplingParams' default."""
 
     max_tokens: int
     min_tokens: int
@@ -149,7 +151,8 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:
-    """Raises InvalidArgumentError for a bad value, TypeError for an option that does not exist."""
+    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an option that does
+    not exist."""
     stop = options.get("stop", ())
     values: dict[str, Any] = {
         **options,

@@ -1,4 +1,4 @@
-"""Errors across the wire: one table, error class <-> gRPC status, and the class's name in the trailing metadata.
+"""Errors across the wire: one table from error class to gRPC status; the class's name travels in the trailing metadata.
 
 Used by servers (transport.status) and by both kinds of client, synchronous and asyncio. Pure.
 """
@@ -21,7 +21,7 @@ ERROR_KEY = "baton-error"
 DETAILS_KEY = "grpc-status-details-bin"
 """Key of the trailing metadata in which gRPC's own conventions put a google.rpc.Status."""
 MAX_TEXT_CHARS = 1000
-"""An error's text is cut here: gRPC drops a whole status whose metadata exceeds 8 KiB."""
+"""Characters at which an error's text is cut: gRPC drops a whole status whose metadata exceeds 8 KiB."""
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -71,16 +71,17 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
         StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
     }
 )
-"""For statuses that gRPC made by itself; all others are plain BatonErrors, which are not retried."""
+"""The error class for each status that gRPC makes by itself. Any other such status is a plain BatonError, which is not
+retried."""
 
 
 def table_class(error: BatonError) -> type[BatonError]:
-    """The error's class, or its nearest base that has a row in STATUS_OF."""
+    """Return the error's class, or its nearest base that has a row in STATUS_OF."""
     return next(cast(type[BatonError], base) for base in type(error).__mro__ if base in STATUS_OF)
 
 
 def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
-    """The status, text and trailing metadata by which an error crosses the wire."""
+    """Return the status, text and trailing metadata by which an error crosses the wire."""
     row = table_class(error)
     code, text = STATUS_OF[row], str(error)[:MAX_TEXT_CHARS]
     metadata: Metadata = ((ERROR_KEY, row.__name__),)
@@ -94,18 +95,21 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
 
 
 def name_of(error: BatonError) -> str:
-    """By which an error crosses the wire inside a message, with its text beside it."""
+    """Return the name of the error's class, by which an error crosses the wire inside a message, with its text beside
+    it."""
     return table_class(error).__name__
 
 
 def error_of_name(name: str, text: str, retry_after_s: float | None = None) -> BatonError:
-    """The error that `name_of` named; a plain BatonError for a name that this version does not know."""
+    """Rebuild an error from the name that `name_of` gave it; a plain BatonError for a name that this version does not
+    know."""
     named = _CLASS_OF_NAME.get(name, BatonError)
     return ResourceExhaustedError(text, retry_after_s) if named is ResourceExhaustedError else named(text)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """The error that the other side raised; for statuses that gRPC made by itself, the class that says the same."""
+    """Return the error that the other side raised. For a status that gRPC made by itself, return the error class with
+    the same meaning."""
     status = cast(_Status, error)
     metadata = dict(status.trailing_metadata() or ())
     text = status.details() or "no details"
@@ -119,7 +123,8 @@ def from_rpc_error(error: grpc.RpcError) -> BatonError:
 
 @contextmanager
 def translate_rpc_errors() -> Iterator[None]:
-    """Within it, a status that gRPC raises leaves as the BatonError it stands for; every other exception passes."""
+    """Raise a gRPC error of the `with` body as the BatonError that it stands for; every other exception passes
+    unchanged."""
     try:
         yield
     except grpc.RpcError as error:
@@ -127,7 +132,7 @@ def translate_rpc_errors() -> Iterator[None]:
 
 
 class _Status(Protocol):
-    """What both of grpc's error classes have, and their common base does not declare."""
+    """What both of grpc's error classes have and their common base class does not declare."""
 
     def code(self) -> StatusCode: ...
     def details(self) -> str | None: ...
@@ -141,5 +146,5 @@ def _retry_after_s(details: str | bytes) -> float | None:
         packed = status_pb2.Status.FromString(details).details
         delay = error_details_pb2.RetryInfo()
         return next((delay.retry_delay.ToNanoseconds() / 1e9 for each in packed if each.Unpack(delay)), None)
-    except DecodeError:  # not ours: a proxy's answer still has its status
+    except DecodeError:  # not made by Baton: a proxy's answer still has its status
         return None

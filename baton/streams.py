@@ -17,7 +17,7 @@ from baton.v1 import orchestrator_pb2
 
 
 class Call(Protocol):
-    """A running call of grpc, synchronous."""
+    """A running synchronous call of grpc."""
 
     def __next__(self) -> orchestrator_pb2.GenerateEvent: ...
     def cancel(self) -> object: ...
@@ -25,33 +25,33 @@ class Call(Protocol):
 
 AsyncCall = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateEvent]
 OpenCall = Callable[[StreamState], Call]
-"""Sends the state's next request; does not block."""
+"""Sends the state's next request and returns the call; does not block."""
 OpenAsyncCall = Callable[[StreamState], AsyncCall]
 
 
 class _Output:
-    """What both kinds of stream tell about themselves; complete after the stream's end."""
+    """What both kinds of stream report about themselves; complete after the stream's end."""
 
     _state: StreamState
 
     @property
     def output(self) -> Completion:
-        """All that has come so far."""
+        """All that has been received so far."""
         return self._state.output()
 
     @property
     def request_id(self) -> str:
-        """The request's name in the server's logs."""
+        """Name of the request in the server's logs."""
         return self._state.request_id
 
     @property
     def finish(self) -> FinishReason | None:
-        """Why the stream, or its first choice, ended; None while it runs."""
+        """Why the stream's first choice ended; None while it runs."""
         return self._state.finish
 
     @property
     def usage(self) -> Usage | None:
-        """Tokens and attempts; None before the server's last message."""
+        """Tokens and attempts of the request; None before the server's last message."""
         return self._state.usage
 
     @property
@@ -63,19 +63,19 @@ class _Output:
 class Stream(_Output):
     """A running request. Iterate once, in one thread; `cancel` may be called from any.
 
-    Yields a TokenEvent for each token as it is made; a choice's last one has `finish` and the text held back until
-    then, and may have no token. A server that goes away is waited for and the stream taken up where it was: no token
-    twice, none missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after its
-    deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away; `output` keeps what
+    Yields a TokenEvent for each token as it is made. A choice's last event has `finish` and the text held back until
+    then, and may have no token. When the server goes away, the stream waits and then continues where it was: no token
+    comes twice, none is missing. Iterating raises the BatonError that ended the request: DeadlineExceededError after
+    its deadline, RequestCancelledError after `cancel`, UnavailableError when the server stays away; `output` keeps what
     came before.
 
-    As a context manager, it cancels on leaving what is still running.
+    As a context manager, it cancels the request on leaving, if it still runs.
     """
 
     def __init__(self, state: StreamState, open_call: OpenCall) -> None:
         self._state = state
         self._open_call = open_call
-        self._lock = threading.Lock()  # between `cancel` and a new call
+        self._lock = threading.Lock()  # guards against `cancel` while a new call is being opened
         self._cancelled = threading.Event()
         self._call = open_call(state)
 
@@ -83,26 +83,26 @@ class Stream(_Output):
         return self
 
     def __next__(self) -> TokenEvent:
-        """Blocks until the next event."""
+        """Block until the next event, and return it."""
         while not self._state.is_over:
             if (event := self._read()) is not None:
                 return event
-        self._call.cancel()  # of a call that the stream is done with, or that is done
+        self._call.cancel()  # the stream is done with this call, or the call is over
         self._state.raise_failure()
         raise StopIteration
 
     def collect(self) -> Completion:
-        """Blocks until the end and returns the whole output, what was iterated over before included."""
+        """Block until the end and return the whole output, events that were iterated over before included."""
         for _ in self:
             pass
         return self.output
 
     def text(self) -> str:
-        """`collect`, the text only; of the first choice, if there are several."""
+        """Block until the end and return the text of the first choice."""
         return self.collect().text
 
     def cancel(self) -> None:
-        """Ends the request everywhere; does not block. Without effect after the end, or a second time."""
+        """End the request everywhere; does not block. Has no effect after the end, or when called again."""
         self._give_up(_cancelled_error(self.request_id))
 
     def __enter__(self) -> Self:
@@ -136,7 +136,8 @@ class Stream(_Output):
 
 
 class AsyncStream(_Output):
-    """A running request, as Stream. Belongs to the loop that it was made on; one task iterates.
+    """A running request for asyncio; otherwise it behaves like Stream. Belongs to the loop that it was made on; one
+    task iterates.
 
     Cancelling the task that waits for an event cancels the request.
     """
@@ -151,26 +152,26 @@ class AsyncStream(_Output):
         return self
 
     async def __anext__(self) -> TokenEvent:
-        """Waits for the next event."""
+        """Wait for the next event, and return it."""
         while not self._state.is_over:
             if (event := await self._read()) is not None:
                 return event
-        self._call.cancel()  # of a call that the stream is done with, or that is done
+        self._call.cancel()  # the stream is done with this call, or the call is over
         self._state.raise_failure()
         raise StopAsyncIteration
 
     async def collect(self) -> Completion:
-        """Waits for the end and returns the whole output, what was iterated over before included."""
+        """Wait for the end and return the whole output, events that were iterated over before included."""
         async for _ in self:
             pass
         return self.output
 
     async def text(self) -> str:
-        """`collect`, the text only."""
+        """Wait for the end and return the text of the first choice."""
         return (await self.collect()).text
 
     def cancel(self) -> None:
-        """Ends the request everywhere; does not wait. Without effect after the end, or a second time."""
+        """End the request everywhere; does not wait. Has no effect after the end, or when called again."""
         self._give_up(_cancelled_error(self.request_id))
 
     async def __aenter__(self) -> Self:
@@ -197,7 +198,7 @@ class AsyncStream(_Output):
             if is_task_cancelled():
                 self.cancel()
                 raise
-            client_closed(self)  # or `cancel` was called, and this has no effect
+            client_closed(self)  # has no effect if `cancel` was called before
             return None
         if delay_s is not None and not await self._cancelled_within(delay_s):
             self._call.cancel()
@@ -213,12 +214,12 @@ class AsyncStream(_Output):
 
 
 def client_closed(stream: Stream | AsyncStream) -> None:
-    """`cancel`, by the client that made the stream, before it closes the connection."""
+    """Cancel a stream because the client that made it is closing its connection."""
     stream._give_up(RequestCancelledError(f"request {stream.request_id} was cancelled: its client was closed"))
 
 
 def is_task_cancelled() -> bool:
-    """Whether a CancelledError is for the task that runs: grpc raises one for a call that was cancelled, too."""
+    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,5 +1,4 @@
-"""Values that several parts exchange: token ranges, the KV layout, leases, sampled tokens, how a stream ends, and
-which kernels a kind of processor runs.
+"""Values that several parts exchange: token ranges, KV layout, leases, sampled tokens, finish reasons, kernel choices.
 
 All are frozen, hold no tensors, and are safe to share between threads.
 """
@@ -29,7 +28,7 @@ class TokenRange:
         return self.end - self.start
 
     def split(self, max_tokens: int) -> "list[TokenRange]":
-        """Consecutive parts of at most `max_tokens` tokens each, in order; none for an empty range."""
+        """Return consecutive parts of at most `max_tokens` tokens each, in order; none for an empty range."""
         return [
             TokenRange(start, min(start + max_tokens, self.end)) for start in range(self.start, self.end, max_tokens)
         ]
@@ -44,12 +43,12 @@ class KvLayout:
     """
 
     model_fingerprint: str
-    """Hash of the weights that made the KV; KV of other weights is never mixed in."""
+    """Hash of the weights that made the KV; KV of other weights is never mixed with it."""
     num_layers: int
     num_kv_heads: int
     head_dim: int
     dtype: str
-    """A key of DTYPE_BYTES."""
+    """Element type, a key of DTYPE_BYTES."""
 
     @property
     def row_bytes(self) -> int:
@@ -70,7 +69,7 @@ class KvLayout:
 
 @dataclass(frozen=True)
 class LeaseRef:
-    """Names one life of one slot: what every push, commit and abort carries."""
+    """Names one lease of one slot. Every push, commit and abort carries it."""
 
     slot: SlotId
     stamp: Stamp
@@ -86,11 +85,11 @@ class Lease:
     num_tokens: int
     """Tokens whose KV must be there before commit: positions [0, num_tokens)."""
     endpoint: str
-    """host:port of the KvReceiver that granted it."""
+    """Address, host:port, of the KvReceiver that granted the lease."""
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed."""
     num_present_tokens: int = 0
-    """The first of them, whose KV the receiver puts there by itself: they are not to be pushed."""
+    """Leading tokens whose KV the receiver puts into the slot by itself: they are not to be pushed."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class SampledToken:
-    """One sampled token, or one of a prompt; `logprob` and `top` are filled only if the request asked for logprobs."""
+    """One sampled token, or one of a prompt. `logprob` and `top` are filled only if the request asked for logprobs."""
 
     token_id: int
     logprob: float | None = None
@@ -111,23 +110,23 @@ class SampledToken:
 
 
 class Priority(IntEnum):
-    """How urgent a request is; less is more urgent. While requests wait, a less urgent one is served only when no more
-    urgent one can be. The numbers are those of the wire."""
+    """How urgent a request is; a lower number is more urgent. A waiting request is served only when no more urgent one
+    can be. The numbers are those of the wire."""
 
     INTERACTIVE = 1
-    """Somebody looks at the screen."""
+    """A person waits for the answer."""
     STANDARD = 2
     BATCH = 3
-    """Done some time: takes what the others leave."""
+    """Work without haste: it gets the capacity that others leave."""
 
 
 class FinishReason(Enum):
     """Why a stream ended: its one terminal event carries one of these."""
 
     LENGTH = "length"
-    """max_tokens, or the model's context, is reached."""
+    """The output reached max_tokens, or prompt and output reached the model's context length."""
     STOP = "stop"
-    """An end-of-sequence token, a stop token id, or a stop string."""
+    """The output reached an end-of-sequence token, a stop token id or a stop string."""
     CANCELLED = "cancelled"
     DEADLINE = "deadline"
     ERROR = "error"
@@ -135,26 +134,26 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """What a stream emits: one choice's next token, or its end, or both.
+    """One event of a stream: one choice's next token, or its end, or both.
 
-    `text` holds the characters that became certain with this event: it may be empty (half a UTF-8 character, a
-    possible stop string) and may belong to earlier tokens.
+    `text` holds the characters that became certain with this event. It may be empty (half a UTF-8 character, a possible
+    stop string) and may belong to earlier tokens.
     """
 
     index: int
-    """Output position of `token`, from 0; for a bare end, the number of output tokens."""
+    """Output position of `token`, from 0; in an end without a token, the number of output tokens."""
     token: SampledToken | None
     text: str
     unix_ns: int
-    """When the token was made."""
+    """When the token was made, in unix nanoseconds."""
     finish: FinishReason | None = None
-    """Set with the choice's last event only."""
+    """Why the choice ended; set on the choice's last event only."""
     error: str = ""
-    """Why, when `finish` is ERROR."""
+    """Description of the error, when `finish` is ERROR."""
     choice: int = 0
-    """Which of the request's choices this is about."""
+    """Index of the request's choice that the event belongs to."""
     prompt: tuple[SampledToken, ...] = ()
-    """The prompt's tokens with their logprobs, if these were asked for: with position 0 of choice 0."""
+    """The prompt's tokens with their logprobs, if these were asked for; sent with position 0 of choice 0."""
 
 
 @dataclass(frozen=True)
@@ -162,13 +161,13 @@ class KernelChoice:
     """Which kernels compute with bfloat16 on one kind of processor; `modeling.kernels.choosing` measures it."""
 
     processor: str
-    """The kind: the processor's name and a hash of what tells it from others of that name."""
+    """The kind of processor: its name, and a hash of the features that tell it from others of that name."""
     attention: str
     """How attention multiplies: a name of `modeling.kernels.products`."""
     panels: str
-    """How linear layers in C++ multiply: likewise a name of `modeling.kernels.products`, never DOT."""
+    """How linear layers in C++ multiply: a name of `modeling.kernels.products`, never DOT."""
     torch_rows: int | None
-    """From how many rows on a linear layer is computed by torch: 1 for always, None for never."""
+    """Number of rows from which a linear layer is computed by torch: 1 for always, None for never."""
 
     def __str__(self) -> str:
         if self.torch_rows == 1:

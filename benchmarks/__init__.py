@@ -1,1 +1,1 @@
-"""Measurements, one module a question: `python -m benchmarks.NAME [--json] [--quick]`. Not in the wheel."""
+"""Benchmarks, one module for each question: `python -m benchmarks.NAME [--json] [--quick]`. Not in the wheel."""

@@ -1,8 +1,8 @@
-"""How fast is prefill attention on a core? Our native kernel beside torch's SDPA, and the decoder's bf16 linears.
+"""How fast is prefill attention on one core? Our native kernel beside torch's SDPA and the bf16 linear layers.
 
-One thread. For each number of keys, a causal square (as many queries), and a dense rectangle of `--queries` queries; of
-a causal square only the pairs that are seen count. All sides are asked in turn. `matmul` is the rate of the
-linears of one layer of the model over as many tokens: what attention could reach if it were a matrix product.
+One thread. For each number of keys: a causal square (as many queries as keys, of which only the visible pairs count)
+and a dense rectangle of `--queries` queries. All sides are measured in turn. `matmul` is the rate of the linear layers
+of one layer of the model over as many tokens: what attention could reach if it were a matrix product.
 """
 
 import argparse
@@ -17,11 +17,11 @@ from modeling.threads import use_cores
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"
 _CALL_S = 0.05
-"""Seconds of each side in each round, at least."""
+"""Seconds for which each side is called in each round, at least."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """All lengths. Rows of a kernel that cannot run here are absent."""
+    """Measure all lengths and return 0. Rows of a kernel that cannot run here are absent."""
     shape, pairs = nominal_calibration(resolve(args), args.dtype, 1).shape, QUICK_PAIRS if args.quick else PAIRS
     use_cores(sorted(os.sched_getaffinity(0))[:1], 1)
     reporter, kernels = Reporter("attention", args.json), runnable(list(KERNELS))
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--keys", default=None, help=f"numbers of keys (default {KEYS})")
     parser.add_argument("--queries", type=int, default=512, help="of dense rectangles")

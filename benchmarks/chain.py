@@ -1,9 +1,9 @@
 """Is a chain the best way to prefill one prompt on several ranks? Against TSP, zigzag ring attention, and one process.
 
-Ranks of one thread on a core each; all schemes use one decoder and one attention kernel, and are asked in turn. The
-chain's partitions are even (`even`) and searched over a cost model (`kvr_s`), which is calibrated before, with all
-ranks busy; rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
-`single` is one process with as many threads as there are ranks. `--bars` measures what is promised, and nothing else.
+Ranks of one thread on a core each. All schemes use one decoder and one attention kernel, and are measured in turn. The
+chain's partitions are even (`even`) and searched over a cost model (`kvr_s`) that is calibrated before, with all ranks
+busy. Rows compare KVR-S with every other scheme, and its time with the model's prediction (`model`). The baseline
+`single` is one process with as many threads as there are ranks. `--bars` measures only the promised cases.
 """
 
 import argparse
@@ -53,7 +53,7 @@ ZIGZAG_BAR = 0.97
 
 @dataclass(frozen=True)
 class Contest:
-    """One prompt length, one kernel, and whom the chain meets."""
+    """One case: a prompt length, a kernel, and the schemes that the chain is compared with."""
 
     num_tokens: int
     kernel: str
@@ -62,13 +62,14 @@ class Contest:
 
 
 class Arena:
-    """The ranks, the single process, and what the cost model says of them. Blocks in every method."""
+    """The ranks, the single process, and their cost models. Every method blocks."""
 
     def __init__(self, ranks: Ranks, single: Ranks | None, calibrations: Mapping[str, Calibration]) -> None:
         self._ranks, self._single, self._calibrations = ranks, single, calibrations
 
     def measure(self, contest: Contest) -> dict[str, list[float]]:
-        """Seconds of each round, by scheme; KVR-S's prediction as `model`. A short round comes before, unrecorded."""
+        """Return the seconds of each round by scheme, and KVR-S's prediction as `model`. A short round comes before,
+        unrecorded."""
         found: dict[str, list[float]] = {name: [] for name in ("kvr_s", *contest.schemes)}
         self._round(contest, min(contest.num_tokens, 512), seed=contest.pairs)
         with progress(f"{contest.num_tokens} tokens, {contest.kernel}", contest.pairs) as advance:
@@ -81,7 +82,7 @@ class Arena:
         return found | {"model": [predicted_s] * contest.pairs}
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
-        """KVR-S's chunks."""
+        """Return the chunks of KVR-S for a prompt of `num_tokens`."""
         partitioner = SearchedPartitioner(self._calibrations[kernel].cost, BATON)
         return partitioner.partition(TokenRange(0, num_tokens), len(self._ranks))
 
@@ -99,7 +100,7 @@ class Arena:
 
 
 def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
-    """What to measure, shortest first."""
+    """Return the cases to measure, shortest prompts first."""
     default = BAR_TOKENS if args.bars else QUICK_TOKENS if args.quick else TOKENS
     schemes = BAR_SCHEMES if args.bars else tuple(name for name in SCHEME_NAMES if name in args.schemes.split(","))
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
@@ -108,7 +109,7 @@ def contests(args: argparse.Namespace, kernels: Sequence[str]) -> list[Contest]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All lengths, all kernels, all schemes; 1 when a bar is missed."""
+    """Measure all lengths, kernels and schemes; return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     origin, kernels = nominal_calibration(folder, args.dtype, 1), runnable(args.kernel.split(","))
     planned, bars, reporter = contests(args, kernels), Bars(), Reporter("chain", args.json)
@@ -128,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
 def report(
     reporter: Reporter, contest: Contest, num_ranks: int, found: Mapping[str, list[float]], bars: Bars | None
 ) -> None:
-    """KVR-S beside every other scheme, and beside what the model said."""
+    """Report KVR-S beside every other scheme, and beside the model's prediction."""
     num_tokens, kernel = contest.num_tokens, contest.kernel
     name = case(tokens=num_tokens, ranks=num_ranks, scheme="kvr_s", kernel=kernel)
     for baseline, seconds in found.items():
@@ -143,7 +144,7 @@ def report(
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS}; {BAR_TOKENS} with --bars)")
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")

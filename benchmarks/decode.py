@@ -1,14 +1,14 @@
-"""How long is a step of generation, how far is that from the floor, and does the roofline say so?
+"""How long is a generation step, how far is that from the floor, and does the roofline predict it?
 
 The grid is batch x context. Every row has its own length, spread evenly over a tenth around the context, and its KV
-where a served request would have it; a step is the engine's, sampling and text included (benchmarks.sides.engine_rows).
+where a served request would have it. A step is the engine's, sampling and text included (benchmarks.sides.engine_rows).
 The other side is vLLM-CPU where it is named (`--peer-python`, `--peer-model`; benchmarks/peers), with rows of the same
-lengths, stepped by its own engine in its own process; else transformers (`plain`). Both are asked in turn, four steps
-at a time, after one that is not counted; whoever is not asked is idle.
+lengths, stepped by its own engine in its own process; else transformers (`plain`). Both are measured in turn, four
+steps at a time, after one that is not counted; the side that waits is idle.
 
 `floor` is all bytes that a step must read, by the engine's own account, over the bandwidth that all threads reach at
-reading memory; `roofline` is what `baton plan --hardware here` predicts, from what it measures before the first cell.
-`--plot` draws both beside what was measured. `--bars` holds what is promised against vLLM and of the prediction.
+reading memory; `roofline` is what `baton plan --hardware here` predicts, from its measurements before the first cell.
+`--plot` draws both beside the measured steps. `--bars` checks what is promised against vLLM and of the prediction.
 """
 
 import argparse
@@ -43,34 +43,35 @@ QUICK_GRID = "1x192,4x512"
 BARS = {(1, 192): 1.15, (16, 192): 0.90, (32, 192): 0.85, (16, 1024): 0.65, (8, 4096): 0.45, (16, 4096): 0.45}
 """Our step time over vLLM's, at most, by (batch, context)."""
 INT8_BARS = BARS | {(1, 192): 0.65}
-"""The same with --weights int8, vLLM's staying as they are."""
+"""Our step time over vLLM's with --weights int8, at most; vLLM's weights stay bf16."""
 PREDICTION_BAR = 0.20
-"""How far the prediction may be from what is measured, as a part of it."""
+"""Largest error of the prediction, as a fraction of the measured time."""
 _STEPS = 4
 _PEER_KV_GB = 3
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch at one context."""
+    """One batch size at one context length."""
 
     batch: int
     context: int
 
     @classmethod
     def parse(cls, text: str) -> "Cell":
-        """From `16x192`."""
+        """Parse a cell from text like `16x192`."""
         batch, context = map(int, text.split("x"))
         return cls(batch, context)
 
     def lengths(self, num_rounds: int) -> list[int]:
-        """Tokens of each row before the first of so many rounds; in the middle of them, their mean is the context."""
+        """Return the tokens of each row before the first of `num_rounds` rounds. Half-way through the rounds, the rows'
+        mean is the context."""
         return row_lengths(self.batch, self.context, less=num_rounds * (_STEPS + 1) // 2)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One cell, measured and predicted."""
+    """The measurements and predictions of one cell."""
 
     cell: Cell
     pairs: Pairs
@@ -80,8 +81,8 @@ class Outcome:
 
 
 def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable[[], float]:
-    """Milliseconds of transformers' step with SDPA and a dynamic cache, which is cropped back after each; all rows as
-    long as the mean of `lengths`, for it would pad them."""
+    """Return a function that measures milliseconds of transformers' step with SDPA and a dynamic cache, cropped back
+    after each step. All rows are as long as the mean of `lengths`, because transformers would pad them."""
     from transformers import AutoModelForCausalLM, DynamicCache
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
@@ -109,7 +110,7 @@ def plain_step(folder: Path, dtype: torch.dtype, lengths: list[int]) -> Callable
 
 
 def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
-    """Milliseconds of vLLM's step, with rows of these lengths at first."""
+    """Return a function that measures milliseconds of vLLM's step, with rows that begin at these lengths."""
     peer.ask({"rows": lengths})
 
     def step_ms() -> float:
@@ -121,7 +122,7 @@ def peer_step(peer: VllmPeer, lengths: list[int]) -> Callable[[], float]:
 
 
 class Bench:
-    """What all cells share."""
+    """The decoder, the measured machine and the options, which all cells share."""
 
     def __init__(self, args: argparse.Namespace, folder: Path, num_threads: int) -> None:
         self._args = args
@@ -139,10 +140,10 @@ class Bench:
             weight_bytes=1 if args.weights else shape.dtype_bytes,
             kv_bytes=shape.dtype_bytes,
         )
-        collect_rarely()  # as a worker does
+        collect_rarely()  # as workers do
 
     def run(self, cell: Cell, peer: VllmPeer | None) -> Outcome:
-        """Measures both sides; ours alone with --alone."""
+        """Measure both sides of a cell, or only ours with --alone."""
         lengths = cell.lengths(self.num_rounds)
         max_steps = self.num_rounds * (_STEPS + 1) + 1
         config = EngineConfig(num_slots=cell.batch, max_slot_tokens=max(lengths) + max_steps + 1)
@@ -167,7 +168,7 @@ class Bench:
 
 
 def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars: Bars) -> None:
-    """A cell's rows and verdicts. `baseline`: empty when there is no other side."""
+    """Report a cell's rows and verdicts. `baseline` is empty when there is no other side."""
     ours, cell = outcome.pairs.ours, outcome.cell
     if baseline:
         reporter.add(name, "step_ms", "ms", baseline, outcome.pairs)
@@ -195,7 +196,7 @@ def report(outcome: Outcome, name: str, baseline: str, reporter: Reporter, bars:
 
 @contextlib.contextmanager
 def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> Iterator[VllmPeer | None]:
-    """vLLM, if it is named."""
+    """Start vLLM if it is named, and yield it; else yield None."""
     if args.peer_python is None:
         yield None
         return
@@ -206,7 +207,7 @@ def running_peer(args: argparse.Namespace, folder: Path, cores: list[int]) -> It
 
 
 def run(args: argparse.Namespace) -> int:
-    """The grid; with --bars 1 when one is missed."""
+    """Measure the grid; with --bars, return 1 when a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -231,7 +232,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--weights", default=None, choices=("int8",), help="of our side, in place of --dtype")

@@ -1,13 +1,13 @@
-"""Who should prefill? The faster way for each prompt, by prediction, against always a chain, and never one.
+"""What should prefill? For each prompt the way predicted to be faster (`auto`), against always a chain, and never one.
 
 A local relay (orchestrator, a prefill rank and a generation engine of one thread each, KV pushed and committed) with
-streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000: fewer than
-one in twenty, so that the 95th percentile is a short prompt's; a chain prefills the long ones in either way) come at
-random times; each is asked for one token. The ways are the orchestrator's own (`orchestrator.disaggregation`), over the
-same workers and the same cost model, which is calibrated before; each serves the same arrivals, in turn. Rows: of
-`policy=auto` against each of the others, mean and 95th percentile of the time to first token, and the 99th percentile
-of the time between two tokens of the streams. Then, for which reasons prompts were prefilled where.
-`--bars`: auto is the better in mean and 95th percentile, against both.
+streams that run all along. Meanwhile short prompts (32 to 256 tokens) and a few long ones (2,000 to 4,000) arrive at
+random times; each asks for one token. Fewer than one prompt in twenty is long, so that the 95th percentile is a short
+prompt's; a chain prefills the long ones in either case. The policies are the orchestrator's own
+(`orchestrator.disaggregation`), over the same workers and the same cost model, which is calibrated before; each serves
+the same arrivals, in turn. Rows compare `policy=auto` with each of the others: mean and 95th percentile of the time to
+first token, and the 99th percentile of the time between two tokens of the streams. At the end, the reasons for which
+prompts were prefilled where they were. `--bars`: auto is the better in mean and 95th percentile, against both.
 """
 
 import argparse
@@ -40,35 +40,35 @@ NUM_SHORT, NUM_LONG, SECONDS = 40, 2, 24.0
 QUICK_SHORT, QUICK_LONG, QUICK_SECONDS = 5, 1, 3.0
 NUM_STREAMS = 4
 BAR = 1.0
-"""How many times better auto is, at least."""
+"""How many times as long the other policy must take, at least."""
 
 
 @dataclass(frozen=True)
 class Served:
-    """One round of one way."""
+    """The results of one round of one policy."""
 
     asked: list[Asked]
     gaps_ms: list[float]
-    """Between two tokens of the streams, while prompts were served."""
+    """Milliseconds between two tokens of the streams, while prompts were served."""
 
     @property
     def mean_s(self) -> float:
-        """Of the times to first token."""
+        """Mean time to first token of the prompts, in seconds."""
         return statistics.mean(each.ttft_s for each in self.asked)
 
     @property
     def p95_s(self) -> float:
-        """Likewise."""
+        """95th percentile of the prompts' times to first token, in seconds."""
         return percentile([each.ttft_s for each in self.asked], 95)
 
     @property
     def p99_ms(self) -> float:
-        """Of the gaps."""
+        """99th percentile of the gaps between two tokens, in milliseconds."""
         return p99(self.gaps_ms)
 
 
 async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregation, seed: int, quick: bool) -> Served:
-    """One round's arrivals, beside streams."""
+    """Serve one round's arrivals, beside running streams."""
     sizes = (QUICK_SHORT, QUICK_LONG, QUICK_SECONDS) if quick else (NUM_SHORT, NUM_LONG, SECONDS)
     async with (
         controlled(cluster, planner, OrchestratorConfig(disaggregation=way)) as controller,
@@ -80,7 +80,7 @@ async def serve(cluster: LocalCluster, planner: ChainPlanner, way: Disaggregatio
 
 
 def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggregation, list[Served]]) -> None:
-    """Auto against the others, and the reasons."""
+    """Report auto beside the other policies, and the reasons of all placements."""
     name = case(streams=NUM_STREAMS, ranks=1, policy="auto", trace="mixed")
     for way in WAYS[1:]:
         for metric, unit, attribute in (
@@ -99,9 +99,9 @@ def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggr
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """All rounds, after one that is not counted; with --bars 1 when one is missed."""
+    """Measure all rounds, after one that is not counted; with --bars, return 1 when a bar is missed."""
     reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
-    config = LocalConfig(  # the same prompts come again and again: nothing is kept of them
+    config = LocalConfig(  # the same prompts come again and again, and must not be cached
         resolve(args), num_ranks=1, dtype=args.dtype, generate_threads=1, prefix_share=0.0
     )
     found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
@@ -121,7 +121,7 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

@@ -44,26 +44,26 @@ ROUNDS = 5
 QUICK_ROUNDS = 2
 QUICK_LONG_TOKENS = 600
 SHORT_BAR = 3.0
-"""How many times better the short prompts' mean TTFT is, at least."""
+"""How many times better the short prompts' mean TTFT must be, at least."""
 LONG_BAR = 0.15
-"""How much worse the long prompts' may be, as a fraction."""
+"""How much worse the long prompts' mean TTFT may be, as a fraction."""
 _POLICIES = {"elastic": True, "static": False}
 
 
 @dataclass(frozen=True)
 class Served:
-    """One prompt's way through the relay."""
+    """The result of one prompt that went through the relay."""
 
     arrival: Arrival
     ttft_s: float
     num_ranks: int
-    """That prefilled it."""
+    """Number of ranks that prefilled the prompt."""
     reason: str
-    """Why so many."""
+    """Why it was prefilled by that many ranks."""
 
 
 async def serve(controller: Controller, arrival: Arrival) -> Served:
-    """Hands a prompt in when its time has come; returns when it has ended."""
+    """Send a prompt when its time has come; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the burst's start
     clock, first_s, finished = SystemClock(), 0.0, None
     params = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -85,7 +85,7 @@ async def serve(controller: Controller, arrival: Arrival) -> Served:
 
 
 class _Bench:
-    """The workers, which both policies share, and what is found with them."""
+    """The workers, which both policies share, and their measurements."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._args, self._cluster, self._planner = args, cluster, planner
@@ -93,7 +93,8 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def measure(self) -> dict[str, list[list[Served]]]:
-        """Every round's burst, by policy; one that is not counted comes before, of short prompts only."""
+        """Measure every round's burst; return the results by policy. A round of short prompts comes before,
+        unrecorded."""
         found: dict[str, list[list[Served]]] = {policy: [] for policy in _POLICIES}
         rounds = self._args.pairs or (QUICK_ROUNDS if self._args.quick else ROUNDS)
         with progress("bursts", rounds + 1) as advance:
@@ -107,7 +108,7 @@ class _Bench:
         return found
 
     def report(self, reporter: Reporter, bars: Bars, found: dict[str, list[list[Served]]]) -> None:
-        """Short and long prompts' means, and how many ranks they got."""
+        """Report the means of short and long prompts, and how many ranks they got."""
         ratios = {}
         for num_tokens in (SHORT_TOKENS, self._long_tokens):
             means = {policy: [_mean(served, num_tokens) for served in rounds] for policy, rounds in found.items()}
@@ -144,7 +145,7 @@ def _mean(served: Sequence[Served], num_tokens: int) -> float:
 
 
 def calibrate(args: argparse.Namespace) -> Calibration:
-    """The cost model of ranks like the cluster's."""
+    """Return the cost model of ranks like the cluster's."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
         lengths = QUICK_CALIBRATED if args.quick else CALIBRATED
@@ -153,9 +154,9 @@ def calibrate(args: argparse.Namespace) -> Calibration:
 
 
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
-    """All rounds; with --bars 1 when one is missed."""
+    """Measure all rounds; with --bars, return 1 when a bar is missed."""
     reporter, bars = Reporter("elastic", args.json), Bars()
-    config = LocalConfig(  # the same prompts come again and again: nothing is kept of them
+    config = LocalConfig(  # the same prompts come again and again, and must not be cached
         resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1, prefix_share=0.0
     )
     async with LocalCluster(config, SystemClock()) as cluster:
@@ -167,7 +168,7 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one thread each")
     parser.add_argument("--pairs", type=int, default=0, help=f"rounds; 0: {ROUNDS}, or {QUICK_ROUNDS} with --quick")

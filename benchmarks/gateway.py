@@ -1,4 +1,4 @@
-"""How many streams does one orchestrator carry, and what does it pay for each token that it passes on?
+"""How many streams does one orchestrator carry, and what does each token that it passes on cost?
 
 The real server, over gRPC on both sides: generation groups that make tokens from a script, at a pace, without computing
 (benchmarks.gateways.engines), and clients that check each token (benchmarks.gateways.load), in processes of their own.
@@ -9,12 +9,12 @@ window in which all run: the tokens passed on a second (baseline `made`: what th
 server's processor time a token, in microseconds; p99 of the time from the engine to the client; and the server's memory
 a stream, over what it had when a tenth of the streams had come and gone. `trace=flood`: fewer streams, whose tokens are
 made faster than they can be passed on. `trace=burst`: short requests at random times within a few seconds: p99 of the
-time to first token, and the server's processor time a request. Without a baseline of its own a number is beside
-`promised`: the bar.
+time to first token, and the server's processor time a request. A number without a baseline of its own is shown beside
+its bar (`promised`).
 
 Any missing or misplaced token, any stream without its last message, and any status but OK is an error. `--bars`: no
 error; in `paced`, 0.95 of what is made and the promised processor time and memory. `--profile FILE` samples the server
-through `paced` and `burst` and writes where its time went; its rows are no claim then.
+through `paced` and `burst` and writes where its time went; the rows of such a run support no claim.
 """
 
 import argparse
@@ -45,14 +45,14 @@ BURST_CPU_BAR_MS = 5.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is asked."""
+    """The sizes of the loads."""
 
     num_streams: int
     stream_tokens: int
     rate: float
     """Tokens a second of each stream."""
     ramp_s: float
-    """In which the streams come."""
+    """Seconds within which the streams begin."""
     window_s: float
     num_flood: int
     flood_tokens: int
@@ -68,7 +68,7 @@ _BURST_TOKENS, _BURST_RATE = 4, 20.0
 
 @dataclass(frozen=True)
 class Looked:
-    """Two looks at the server, and what the clients saw between."""
+    """What the server used, and the clients received, between two points in time."""
 
     before: Usage
     after: Usage
@@ -78,12 +78,12 @@ class Looked:
 
     @property
     def cpu_us(self) -> float:
-        """Of processor time, a token."""
+        """Processor time of the server in microseconds a token."""
         return (self.after.cpu_s - self.before.cpu_s) * 1e6 / max(self.num_tokens, 1)
 
 
 class _Bench:
-    """What is found, and where it goes."""
+    """The processes of the benchmark, and where results go."""
 
     def __init__(self, args: argparse.Namespace, sizes: Sizes, folder: Path) -> None:
         self._sizes, self._folder = sizes, folder
@@ -94,7 +94,7 @@ class _Bench:
         self._profiles: list[str] = []
 
     async def run(self) -> Bars:
-        """All traces."""
+        """Measure all traces that were asked for; return the bars."""
         sizes = self._sizes
         traces = {
             "paced": (sizes.rate, sizes.num_streams, self._paced),
@@ -112,7 +112,7 @@ class _Bench:
 
     async def _paced(self, server: Child, clients: Child) -> None:
         sizes = self._sizes
-        await clients.ask(Streams(sizes.num_streams // 10, 4, 0.1 * sizes.ramp_s))  # what is made once is made
+        await clients.ask(Streams(sizes.num_streams // 10, 4, 0.1 * sizes.ramp_s))  # one-time allocations
         await clients.ask("drain")
         empty: Usage = await server.ask("usage")
         await clients.ask(Streams(sizes.num_streams, sizes.stream_tokens, sizes.ramp_s))
@@ -176,19 +176,19 @@ class _Bench:
         self._bars.at_most(f"{trace}: errors, of {num_streams} streams", num_errors, 0)
 
     async def _look(self, server: Child, clients: Child, seconds: float) -> Looked:
-        """At the server, for so long."""
+        """Measure the server for `seconds`."""
         loop = asyncio.get_running_loop()
         before: Usage = await server.ask("usage")
         num_before, _ = await clients.ask("seen")
         began_s = loop.time()
-        await asyncio.sleep(seconds)  # the time that is looked at
+        await asyncio.sleep(seconds)  # the window that is measured
         after: Usage = await server.ask("usage")
         num_after, late_ms = await clients.ask("seen")
         return Looked(before, after, num_after - num_before, late_ms, loop.time() - began_s)
 
     @contextlib.asynccontextmanager
     async def _sides(self, rate: float, num_streams: int) -> AsyncIterator[tuple[Child, Child]]:
-        """A server and clients, over groups whose streams get `rate` tokens a second each."""
+        """Start a server and clients, over groups whose streams get `rate` tokens a second each."""
         groups = Groups(NUM_GROUPS, -(-num_streams // NUM_GROUPS), 1 / rate)
         async with child(engines, groups) as made:
             told = Brain(self._folder, tuple(made.greeting), groups.num_slots)
@@ -206,13 +206,13 @@ class _Bench:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """All traces; with --bars 1 when one is missed."""
+    """Measure all traces; with --bars, return 1 when a bar is missed."""
     bars = await _Bench(args, QUICK if args.quick else FULL, resolve(args)).run()
     return bars.close() if args.bars else 0
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--traces", default=TRACES, help="some of these")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

@@ -1,15 +1,15 @@
 """How much do running streams notice of long prompts that keep coming?
 
-Eight streams run; after a while alone, prompts of 6,000 tokens come one after the other, for one token each. The 99th
-percentile of the time between two tokens of a stream, while they come, over the same alone (baseline `idle`), of sides
-that are asked in turn:
+Eight streams run. After a while alone, prompts of 6,000 tokens come one after the other, for one token each. Measured
+is the 99th percentile of the time between two tokens of a stream while prompts come, over that of the streams alone
+(baseline `idle`), for sides that are measured in turn:
 
-    disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
-                    others
-    colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
-    unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
-    vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, as it comes, or of 256, as ours (`--peer-python PATH`,
-                    of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; else absent)
+  disaggregated   a generation engine on a core of its own; the prefill rank, the orchestrator and this process on the
+                  others
+  colocated       one engine with all cores prefills by itself, within its bound (generate.max_step_stretch)
+  unbounded       the same engine, as many tokens in a step as max_prefill_tokens_per_step says
+  vllm, vllm_256  vLLM's CPU build in chunks of 2,048 tokens, as it comes, or of 256, as ours (`--peer-python PATH`,
+                  of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; else absent)
 
 Rows, by `policy`: p99_ms; step_ms, the median between two tokens; ttft_s of the long prompts that had their token in
 time, against `disaggregated`'s. `--plot FILE`: all gaps as a distribution. `--bars`: disaggregated, at most 1.5 times
@@ -45,19 +45,19 @@ from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 
 BAR = 1.5
-"""The streams' p99 while prompts come, over alone, disaggregated, at most."""
+"""The streams' p99 between tokens while prompts come, disaggregated, over that of the streams alone, at most."""
 _PEER_CHUNKS = {"vllm": 2048, "vllm_256": 256}
-"""Tokens of a step."""
+"""Most tokens of a vLLM step, by the side's name."""
 _PEER_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "4", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the load."""
+    """The sizes of the load."""
 
     num_streams: int
     num_tokens: int
-    """Of a long prompt."""
+    """Tokens of a long prompt."""
     every_s: float
     idle_s: float
     loaded_s: float
@@ -65,7 +65,7 @@ class Sizes:
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
-        """Long prompts, from when the streams are no longer alone."""
+        """Arrivals of the long prompts, in seconds from the end of the time in which the streams are alone."""
         count = max(1, round(self.loaded_s / self.every_s))
         return tuple(Arrival(number * self.every_s, self.num_tokens, number) for number in range(count))
 
@@ -76,7 +76,7 @@ QUICK = Sizes(2, 600, 2.0, 2.0, 4.0, 1)
 
 @dataclass(frozen=True)
 class Felt:
-    """What the streams of one side felt in one round, and the prompts got."""
+    """Gaps between tokens of one side's streams, and times to first token of its prompts, in one round."""
 
     idle_ms: Sequence[float]
     loaded_ms: Sequence[float]
@@ -84,10 +84,10 @@ class Felt:
 
 
 class Side(Protocol):
-    """Somebody who serves streams and prompts."""
+    """A side of the comparison: it serves streams and prompts."""
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """One round."""
+        """Run one round and return what was measured."""
         ...
 
 
@@ -96,13 +96,14 @@ class Pinned(LocalConfig):
     """A relay whose engine has the first core, and whose ranks have the others."""
 
     def worker(self, role: str, rank: int) -> WorkerConfig:
-        """On its cores."""
+        """Return the configuration of a worker, pinned to its cores."""
         first, *others = sorted(os.sched_getaffinity(0))
         return replace(super().worker(role, rank), cores=(first,) if role == "generate" else tuple(others or [first]))
 
 
 class RelaySide:
-    """A local relay of ours. `cores`: where this process, with the orchestrator, is meanwhile; empty: anywhere."""
+    """A local relay. This process, with the orchestrator, stays on `cores` while the side is measured; empty:
+    anywhere."""
 
     def __init__(self, cluster: LocalCluster, planner: ChainPlanner, cores: Sequence[int]) -> None:
         self._cluster = cluster
@@ -110,7 +111,7 @@ class RelaySide:
         self._cores = cores
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """One round. A prompt that has no token at its end has no time."""
+        """Run one round. A prompt without a token at the round's end is left out of the times to first token."""
         before = os.sched_getaffinity(0)
         if self._cores:
             use_cores(self._cores, 1)
@@ -139,13 +140,13 @@ class RelaySide:
 
 
 class PeerSide:
-    """vLLM."""
+    """A side that is a vLLM process."""
 
     def __init__(self, peer: VllmPeer) -> None:
         self._peer = peer
 
     async def measure(self, sizes: Sizes) -> Felt:
-        """One round."""
+        """Run one round in the vLLM process."""
         await asyncio.to_thread(self._peer.ask, {"rows": [STREAM_TOKENS] * sizes.num_streams})
         question = {
             "beside": [each.num_tokens for each in sizes.arrivals],
@@ -167,7 +168,7 @@ async def _relay(stack: AsyncExitStack, config: LocalConfig, cores: Sequence[int
 
 
 async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) -> dict[str, Side]:
-    """All of them, up; gone when the stack is."""
+    """Start all sides; they end with the stack."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))
     fields: dict[str, Any] = {"dtype": args.dtype, "prefix_share": 0.0, "num_slots": sizes.num_streams + 4}
     chain = Pinned(folder, num_ranks=1, generate_threads=1, prefill_threads=max(1, len(cores) - 1), **fields)
@@ -190,7 +191,7 @@ async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) 
 
 
 def report(reporter: Reporter, bars: Bars, sizes: Sizes, found: dict[str, list[Felt]]) -> None:
-    """Each side against itself alone, and against ours."""
+    """Report each side against its own streams alone, and against the disaggregated side."""
     medians = {name: [_median(each.ttft_s) for each in rounds] for name, rounds in found.items()}
     for name, rounds in found.items():
         keys = case(tokens=sizes.num_tokens, streams=sizes.num_streams, policy=name, trace="steady")
@@ -209,7 +210,7 @@ def _median(values: Sequence[float]) -> float:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """All sides in turn, after a round that is not counted; with --bars 1 when one is missed."""
+    """Measure all sides in turn, after a round that is not counted; with --bars, return 1 when a bar is missed."""
     sizes = QUICK if args.quick else FULL
     reporter, bars = Reporter("interference", args.json), Bars()
     found: dict[str, list[Felt]] = {}
@@ -230,7 +231,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
     parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")

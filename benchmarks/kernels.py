@@ -1,11 +1,11 @@
 """Does the choice among kernels take the better one, for a step of few rows and for a prefill of many?
 
-Three sides, each a process of its own with the whole decoder, asked in turn: `panels` (linear layers in C++ at any
+Three sides, each a process of its own with the whole decoder, measured in turn: `panels` (linear layers in C++ at any
 number of rows), `torch` (linear layers by torch at any number of rows), and ours, which uses what
 `modeling.kernels.choosing` measures at its start. Steps are a generation engine's (benchmarks.sides.engine_rows) on all
 cores; a prefill is one forward of the decoder on one thread, as a rank's is.
 
-`--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows; with
+`--without-amx` keeps our kernels from using AMX, but not torch, which is then the better one for many rows. With
 ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment torch does not use it either, and the choice is that of a
 processor without AMX.
 
@@ -62,7 +62,7 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class SideSpec:
-    """How the process of one side is made."""
+    """What the process of one side starts with."""
 
     name: str
     folder: Path
@@ -71,7 +71,7 @@ class SideSpec:
     """Whether our kernels may use the processor's AMX."""
 
     def choice(self) -> KernelChoice:
-        """Measure the choice, and replace what this side forces."""
+        """Measure the choice among kernels, and replace the part that this side forces."""
         chosen = measure_choice(tiles=self.tiles)
         if self.name == "panels":
             return replace(chosen, torch_rows=None)
@@ -82,12 +82,12 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class Cell:
-    """What is timed: `batch` rows at `context` keys each, or, with no batch, a prefill of `context` tokens."""
+    """One case to time: `batch` rows at `context` keys each, or, with batch 0, a prefill of `context` tokens."""
 
     batch: int
     context: int
     num_runs: int
-    """How often a side will be asked."""
+    """How often each side will be timed."""
 
     @property
     def num_threads(self) -> int:
@@ -101,7 +101,7 @@ class Cell:
 
 
 class Side:
-    """One side's process. Make one with `running`."""
+    """The process of one side. Make one with `running`."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -110,21 +110,21 @@ class Side:
     @classmethod
     @contextlib.contextmanager
     def running(cls, spec: SideSpec) -> Iterator["Side"]:
-        """A side that is ready; its process has ended afterwards."""
+        """Start a side and yield it when it is ready; end its process afterwards."""
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_run, args=(theirs, spec), daemon=True)
         process.start()
-        theirs.close()  # so that a process that died ends our recv
+        theirs.close()  # so that the death of the process ends our recv
         try:
             yield cls(ours)
         finally:
-            ours.close()  # which ends its loop
+            ours.close()  # which ends the process's loop
             process.join(_END_S)
             process.kill()
 
     def begin(self, cell: Cell) -> None:
-        """Set the cell up; what was set up before is gone."""
+        """Set up a cell in the side's process, in place of the one before."""
         self._ask(cell)
 
     def run_ms(self) -> float:
@@ -139,7 +139,7 @@ class Side:
 
 
 def _run(pipe: Connection, spec: SideSpec) -> None:
-    """The process: sets cells up and times them until the pipe is closed."""
+    """Run a side's process: set up cells and time them until the pipe is closed."""
     pipe.send(KERNELS.use((spec.choice(),)))
     decoder = load_decoder(spec.folder, dtype=spec.dtype)
     collect_rarely()
@@ -158,7 +158,7 @@ def _run(pipe: Connection, spec: SideSpec) -> None:
 
 
 class _Steps:
-    """Steps of an engine."""
+    """Times steps of a generation engine."""
 
     def __init__(self, stack: ExitStack, decoder: Decoder, folder: Path, cell: Cell) -> None:
         max_steps = cell.num_runs * (_NUM_STEPS + 1) + 1
@@ -171,7 +171,7 @@ class _Steps:
 
 
 class _Prefill:
-    """Forwards of a whole prompt."""
+    """Times forwards of a whole prompt."""
 
     def __init__(self, decoder: Decoder, cell: Cell) -> None:
         self._decoder = decoder
@@ -196,7 +196,7 @@ def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) 
         for number in range(cell.num_runs):
             for name, side in sides.items():
                 run_ms = side.run_ms()
-                if number:  # the first fills caches
+                if number:  # the first run fills caches
                     times[name].append(run_ms)
             advance()
     ours = times.pop("chosen")
@@ -208,7 +208,7 @@ def measure(sides: dict[str, Side], cell: Cell, reporter: Reporter, bars: Bars) 
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cells; with --bars 1 when one is missed."""
+    """Measure all cells; with --bars, return 1 when a bar is missed."""
     folder, reporter, bars = resolve(args), Reporter("kernels", args.json), Bars()
     num_runs = 1 + (args.pairs or (QUICK_PAIRS if args.quick else PAIRS))
     steps = args.steps or (QUICK_STEPS if args.quick else STEPS)
@@ -229,7 +229,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--steps", default=None, help=f"batch x context of steps (default {STEPS})")
     parser.add_argument("--prefills", default=None, help=f"prompt lengths of prefills (default {PREFILLS})")

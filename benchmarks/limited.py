@@ -1,13 +1,14 @@
 """Long contexts on a device that holds few of them: a whole relay whose engine has a device of 1 GiB.
 
-Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts of a novel, each with its own
+Orchestrator, prefill rank and generation engine, KV pushed and committed, and prompts from a novel, each from its own
 place in it. With a device of `--device-gib` (for weights and KV; accounted on a CPU too) policies `host` and
-`infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is asked for once
-before, for a token, so that its KV is cached; then all at once. Rows: milliseconds a token, over the time in which all
-streams run, of `infinigen` beside `host`; the engine's memory at that time's end beside its beginning. Keys are chosen
-as in `benchmarks.sparse`. On a CPU the link is memory: `host` copies each layer and reads the copy, `infinigen` reads
-keys where they lie and copies nothing. So the ratio is that of copying and not copying, and tells nothing of a device.
-`--bars`: nothing is refused, which ends the benchmark; 1.5 times as fast; 1.05 times the memory.
+`infinigen` keep KV in host memory (`device` has no room for all: `benchmarks.residency`). Each prompt is first sent
+once for one token, so that its KV is cached; then all are sent at once. Rows: milliseconds a token, over the time in
+which all streams run, of `infinigen` beside `host`; the engine's memory at that time's end beside its beginning. Keys
+are chosen as in `benchmarks.sparse`. On a CPU the link is memory: `host` copies each layer and reads the copy,
+`infinigen` reads keys where they lie and copies nothing. So the ratio is that of copying and not copying, and says
+nothing about a device. `--bars`: no request is refused (a refusal ends the benchmark); 1.5 times as fast; 1.05 times
+the memory.
 """
 
 import argparse
@@ -43,25 +44,25 @@ MEMORY_BAR = 1.05
 _POLICIES = ("infinigen", "host")
 _TEXT = "emma.txt.gz"
 _STRIDE = 1000
-"""Tokens from one prompt's place in the text to the next one's."""
+"""Tokens between the places in the text at which two prompts begin."""
 _PREFIX_SHARE = 0.3
-"""Of /dev/shm, for the prompts' KV."""
+"""Fraction of /dev/shm for the prompts' KV."""
 _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @dataclass(frozen=True)
 class Ran:
-    """All streams at once, on one policy."""
+    """The results of all streams at once, with one policy."""
 
     measured: Measured
     early_mib: float
-    """Of the engine's process, resident, when the last stream has its first token."""
+    """Resident MiB of the engine's process when the last stream has its first token."""
     late_mib: float
-    """When the first stream has its last."""
+    """Resident MiB of the engine's process when the first stream has its last token."""
 
 
 class _Watch:
-    """Looks at the engine's memory when the time has come in which all streams run, and when it ends."""
+    """Measures the engine's memory at the beginning and at the end of the time in which all streams run."""
 
     def __init__(self, pid: int, num_streams: int) -> None:
         self._statm = Path(f"/proc/{pid}/statm")
@@ -69,13 +70,13 @@ class _Watch:
         self.early_mib = self.late_mib = 0.0
 
     def began(self) -> None:
-        """A stream has its first token."""
+        """Record that a stream has its first token."""
         self._num_idle -= 1
         if not self._num_idle:
             self.early_mib = self._resident_mib()
 
     def ended(self) -> None:
-        """A stream has its last one."""
+        """Record that a stream has its last token."""
         self.late_mib = self.late_mib or self._resident_mib()
 
     def _resident_mib(self) -> float:
@@ -83,7 +84,7 @@ class _Watch:
 
 
 async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: int, watch: _Watch | None) -> StreamTimes:
-    """One request to its end; raises what ended it, if that was an error."""
+    """Follow one request to its end and return its times. Raises the error that ended it, if any."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params)
@@ -103,7 +104,7 @@ async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: in
 
 
 async def run_policy(config: LocalConfig, load: Load) -> Ran:
-    """All prompts one after the other, then all at once."""
+    """Run all prompts one after the other, then all at once; return what was measured."""
     clock = SystemClock()
     async with LocalCluster(config, clock) as cluster, running_controller(cluster, clock) as controller:
         with progress(f"{config.residency}: prompts", len(load.prompts)) as advance:
@@ -116,18 +117,18 @@ async def run_policy(config: LocalConfig, load: Load) -> Ran:
 
 
 def make_prompts(folder: Path, num_streams: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """So many passages of a novel, which overlap but do not begin alike."""
+    """Return `num_streams` passages of a novel, which overlap but begin differently."""
     token_ids = text_ids(folder, _TEXT, num_tokens + (num_streams - 1) * _STRIDE)
     return tuple(tuple(token_ids[start : start + num_tokens]) for start in range(0, num_streams * _STRIDE, _STRIDE))
 
 
 def save_selection(args: argparse.Namespace, folder: Path, path: Path) -> None:
-    """How `infinigen` chooses keys, to a file."""
+    """Write the file that says how `infinigen` chooses keys."""
     save_prepared(find_source(load_decoder(folder, dtype=args.dtype), folder, args.selection).load(), path)
 
 
 async def run(args: argparse.Namespace, selection_file: Path) -> int:
-    """Both policies; with --bars 1 when a bar is missed."""
+    """Measure both policies; with --bars, return 1 when a bar is missed."""
     folder = resolve(args)
     save_selection(args, folder, selection_file)
     sizes = (QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT) if args.quick else (NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS)
@@ -158,12 +159,12 @@ async def run(args: argparse.Namespace, selection_file: Path) -> int:
 
 
 def _rate(ran: Ran) -> float:
-    """Tokens a second of each stream, in the mean, while all run."""
+    """Return the tokens a second of each stream, in the mean, while all run."""
     return ran.measured.tokens_s / len(ran.measured.streams)
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--device-gib", type=float, default=1.0, help="GiB of the device, for weights and KV")
     parser.add_argument("--selection", type=Path, default=None, help="file of `baton prepare`; default: the model's")

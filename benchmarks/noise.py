@@ -1,10 +1,10 @@
 """What does other traffic on the links cost? The chain beside all-gathers and ring attention, quiet and disturbed.
 
 Two kinds of disturbance, both ways on every link, in random bursts, the same for all schemes (`baselines.pacing`):
-`traffic`, on links of `--link` MB/s that other messages hold for a share of the time; and `delay`, on links that are
-otherwise as fast as they come, where a message waits for a burst to end. Quiet and disturbed runs take turns; rows show
-a scheme's disturbed time beside its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where
-TSP lost over 10 %. `--bars`: the chain's median loss stays below 6 %, TSP's is beside it.
+`traffic`, on links of `--link` MB/s that other messages hold for a share of the time; and `delay`, on links of full
+speed, where a message waits for a burst to end. Quiet and disturbed runs take turns; rows show a scheme's disturbed
+time beside its quiet one (`quiet`). KV-Runahead (ICML 2024, figure 11) lost 3.7 % at most where TSP lost over 10 %.
+`--bars`: the chain's median loss stays below 6 %; TSP's is shown beside it.
 """
 
 import argparse
@@ -38,26 +38,26 @@ from planning.cost_model import BATON, CostModel
 from planning.search import as_ranges, search
 
 LOSS_BAR = 0.06
-"""The chain's median loss, as a fraction of its quiet time."""
+"""Largest median loss of the chain, as a fraction of its quiet time."""
 _BURST_S = {"traffic": 0.005, "delay": 0.010}
-"""Mean length of a burst."""
+"""Mean length of a burst in seconds, by kind of disturbance."""
 
 
 def paces(kind: str, args: argparse.Namespace, seed: int) -> tuple[Pace, Pace]:
-    """A quiet link, and the same disturbed."""
+    """Return the pace of a quiet link, and that of the same link disturbed."""
     quiet = Pace(bandwidth=args.link * 1e6 if kind == "traffic" else math.inf)
     return quiet, dataclasses.replace(quiet, busy_share=args.busy, burst_s=_BURST_S[kind], seed=seed)
 
 
 class _Bench:
-    """The ranks, and what is found with them. Blocks in every method."""
+    """The ranks, and what is measured with them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, cost: CostModel, kernel: str) -> None:
         self._args, self._ranks, self._cost, self._kernel = args, ranks, cost, kernel
         self._pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
 
     def measure(self, kind: str) -> dict[str, Pairs]:
-        """Disturbed and quiet seconds of each scheme."""
+        """Measure disturbed and quiet seconds of each scheme."""
         num_tokens = self._args.tokens
         cost = at_pace(self._cost, self._ranks, paces(kind, self._args, seed=0)[0])
         chunks = as_ranges(search(num_tokens, len(self._ranks), cost, BATON), 0)
@@ -76,7 +76,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Both kinds of disturbance; with --bars 1 when one is missed."""
+    """Measure both kinds of disturbance; with --bars, return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     reporter, bars, kernel = Reporter("noise", args.json), Bars(), runnable([args.kernel, "sdpa"])[0]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
     parser.add_argument("--link", type=float, default=100.0, help="MB/s of the links that have other traffic")

@@ -1,20 +1,22 @@
-"""What does the server do with more than it can serve, and with one tenant that asks for far more than its part?
+"""What does the server do with more than it can serve, and with one tenant that asks for far more than its share?
 
 A local relay (orchestrator, a rank and a generation engine of one thread each, KV pushed and committed), and requests
-at random times that wait for nobody (benchmarks.support.open_loop). Threads that compute are as many as the cores of
-the machine that the bars are for: with more, every one of them slows down when another has work, and no order of
-requests helps. How many a second can be served is measured first, by streams that ask again when they are served.
+at random times that wait for no answer (benchmarks.support.open_loop). There are as many computing threads as cores on
+the machine that the bars are for: with more, each of them slows down when another has work, and no order of requests
+helps. The capacity, how many requests a second can be served, is measured first, by streams that ask again when they
+are served.
 
 `trace=overload`, three times as many requests as can be served. With `policy=queue` the queue holds what is served
-within the bound on waiting; with `policy=deadline` it is long, and each request has that bound as its deadline: for its
-one token, so that being in time and being done are the same. Rows: p99 of the time until a refusal (baseline
-`promised`, 50 ms); p95 of the time to first token of whoever was not refused, over the bound; requests served to their
-end and in time, over the capacity; this process's memory at the end over what it was after a quarter; seconds from the
-last arrival to the last first token.
+within the bound on waiting. With `policy=deadline` the queue is long, and each request has that bound as its deadline,
+for its one token, so that being in time and being done are the same. Rows: p99 of the time until a refusal (baseline
+`promised`, 50 ms); p95 of the time to first token of requests that were not refused, over the bound; requests served to
+their end and in time, over the capacity; this process's memory at the end over its memory after a quarter; seconds from
+the last arrival to the last first token.
 
-`trace=fair`, two tenants: a light one, with a tenth of the load that can be served, alone (baseline `alone`), and
-beside one with twenty times as much, which may have two of three slots: a light request that found all others taken by
-its own kind would wait for a slot, whatever its turn. Row: p95 of the light one's time to first token.
+`trace=fair`, two tenants: a light one with a tenth of the load that can be served, alone (baseline `alone`), and beside
+a heavy one with twenty times as much. The heavy tenant may have two of three slots: a light request that found the
+other slots taken by requests of its own tenant would wait for a slot, whatever its turn. Row: p95 of the light tenant's
+time to first token.
 
 `--bars`: 50 ms; 1.3 times the bound; 0.9 of the capacity; 1.05 times the memory; 1.3 times the bound; 1.5 times alone.
 """
@@ -44,18 +46,18 @@ from orchestrator.requests.tenants import Tenant
 from planning.planner import ChainPlanner
 
 FACTOR = 3.0
-"""Of the capacity: the load."""
+"""The load, as a multiple of the capacity."""
 UNEQUAL = 20.0
-"""The heavy tenant's load over the light one's."""
+"""The heavy tenant's load, as a multiple of the light one's."""
 LIGHT_PART = 0.1
-"""Of the capacity: the light tenant's load."""
+"""The light tenant's load, as a fraction of the capacity."""
 BOUND_S = 3.0
-"""Within which a request that is taken has its first token."""
+"""Seconds within which a request that is not refused must have its first token."""
 NUM_SLOTS = 12
 NUM_RESERVED = 4
 """Slots that the heavy tenant may not have."""
 ROUNDS = 3
-"""Of the fair trace: alone and beside the heavy one, in turn."""
+"""Rounds of the fair trace: the light tenant alone and beside the heavy one, in turn."""
 REFUSAL_BAR_MS = 50.0
 TTFT_BAR = 1.3
 GOODPUT_BAR = 0.9
@@ -69,12 +71,12 @@ _PAGE_MIB = os.sysconf("SC_PAGE_SIZE") / 2**20
 
 @dataclass(frozen=True)
 class Times:
-    """How long what is measured; seconds."""
+    """Seconds for which each part is measured."""
 
     capacity_s: float
     overload_s: float
     fair_s: float
-    """Each side of a round."""
+    """Seconds for each side of a round."""
     num_rounds: int
 
 
@@ -84,31 +86,31 @@ QUICK = Times(8.0, 8.0, 8.0, 1)
 
 @dataclass(frozen=True)
 class Overloaded:
-    """What an overload showed."""
+    """The results of an overload."""
 
     fates: list[Fate]
     memory: tuple[float, float]
-    """MiB of this process after a quarter of the time, and at its end."""
+    """Resident MiB of this process after a quarter of the time, and at its end."""
 
     @property
     def refusals_ms(self) -> list[float]:
-        """From arrival to refusal."""
+        """Milliseconds from the arrival of each refused request to its refusal."""
         return [(fate.end_s - fate.at_s) * 1000 for fate in self.fates if fate.refused]
 
     @property
     def ttfts_s(self) -> list[float]:
-        """Of those that were not refused."""
+        """Times to first token of the requests that were not refused, in seconds."""
         return [fate.ttft_s for fate in self.fates if not fate.refused]
 
     @property
     def recovery_s(self) -> float:
-        """From the last arrival to the last first token."""
+        """Seconds from the last arrival to the last first token."""
         first_s = [fate.first_s for fate in self.fates if fate.first_s is not None]
         return max(0.0, max(first_s) - max(fate.at_s for fate in self.fates))
 
 
 class _Bench:
-    """The workers, which all cases share, and where what is found goes."""
+    """The workers, which all cases share, and where results go."""
 
     def __init__(self, args: argparse.Namespace, cluster: LocalCluster, planner: ChainPlanner) -> None:
         self._times = QUICK if args.quick else FULL
@@ -119,7 +121,7 @@ class _Bench:
         self._console = Console(stderr=True, highlight=False)
 
     async def run(self) -> Bars:
-        """All cases that are wanted."""
+        """Measure all cases that were asked for."""
         for policy, ask in self._cases.items():
             if policy not in self._wanted:
                 continue
@@ -135,7 +137,7 @@ class _Bench:
         seconds = self._times.capacity_s
         async with self._controller(OrchestratorConfig()) as controller:
             fates = await Source(controller, seed=0).at_once(replace(ask, deadline_s=None), 2 * NUM_SLOTS, seconds)
-        return throughput(fates, seconds / 4, seconds)  # the first ones are slower
+        return throughput(fates, seconds / 4, seconds)  # the first requests are slower
 
     async def _overload(self, ask: Ask, capacity: float) -> Overloaded:
         seconds = self._times.overload_s
@@ -144,7 +146,7 @@ class _Bench:
         async with self._controller(config) as controller:
             source = Source(controller, seed=1)
             loading = asyncio.create_task(source.at_rate(ask, FACTOR * capacity, seconds))
-            await asyncio.sleep(seconds / 4)  # the time at which memory is looked at
+            await asyncio.sleep(seconds / 4)  # memory is measured then
             early = _memory_mib()
             return Overloaded(await loading, (early, _memory_mib()))
 
@@ -194,7 +196,7 @@ class _Bench:
     @contextlib.asynccontextmanager
     async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
         members, planner = self._cluster.members, self._planner
-        config = replace(config, disaggregation="always")  # the engine prefills nothing: one capacity is measured
+        config = replace(config, disaggregation="always")  # the engine prefills nothing, so that there is one capacity
         controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
         controller.start()
         try:
@@ -208,18 +210,18 @@ def _shorter(ask: Ask) -> Ask:
 
 
 def _p95_s(fates: Sequence[Fate]) -> float:
-    """Whoever was refused counts as served never."""
+    """Return the 95th percentile of the times to first token. A refused request counts as never served."""
     return percentile([fate.ttft_s for fate in fates], 95)
 
 
 def _memory_mib() -> float:
-    """Of this process, resident."""
+    """Return the resident MiB of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_MIB
 
 
 async def run(args: argparse.Namespace) -> int:
-    """All cases; with --bars 1 when one is missed."""
-    config = LocalConfig(  # prompts come again: nothing is kept of them
+    """Measure all cases; with --bars, return 1 when a bar is missed."""
+    config = LocalConfig(  # prompts come again, and must not be cached
         resolve(args), num_ranks=1, dtype=args.dtype, generate_threads=1, num_slots=NUM_SLOTS, prefix_share=0.0
     )
     async with LocalCluster(config, SystemClock()) as cluster:
@@ -229,7 +231,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--cases", default=",".join((*_CASES, _FAIR)), help="of these, which")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")

@@ -1,12 +1,12 @@
-"""Does the cost model say how long a prompt takes, at lengths that it was not calibrated on? And does KVR-P lose much?
+"""Does the cost model predict times at prompt lengths without calibration? And does KVR-P lose much?
 
-Each round calibrates the model, with all ranks busy, and then runs every length: so a machine that is slower than a
-minute ago is compared with itself. KVR-S searches each length's chunks; KVR-P interpolates them between knots, as
-served requests are divided, and no length lies on a knot. Rows: KVR-S's time beside its round's prediction (`model`),
-and KVR-P's beside KVR-S's. Before that, what a busy neighbour costs: each rank prefills a prompt of its own, side by
-side and alone (`idle`), and likewise multiplies within its cache, copies more than the caches hold, runs a layer's
-matrices and attention. What slows down with the neighbour is what the ranks share: a core's clock and units where
-cached matrices do, the way to memory where copies do.
+Each round calibrates the model, with all ranks busy, and then runs every length, so that a machine that has become
+slower is compared with itself. KVR-S searches each length's chunks; KVR-P interpolates them between knots, as served
+requests are divided, and no length lies on a knot. Rows: KVR-S's time beside its round's prediction (`model`), and
+KVR-P's beside KVR-S's. Before that, what a busy neighbour costs: ranks at the same time and one rank alone (`idle`)
+prefill a prompt of their own, multiply within the cache, copy more than the caches hold, and run a layer's matrices and
+attention. What slows down with the neighbour is what the ranks share: a core's clock and units where cached matrices
+do, the way to memory where copies do.
 """
 
 import argparse
@@ -48,15 +48,15 @@ from planning.wavefront import chain_ttft
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"
 KVR_S, KVR_P = "kvr_s", "kvr_p"
-"""Chunks searched for the length, and interpolated between knots."""
+"""Names of the schemes: chunks searched for the length, and interpolated between knots."""
 MODEL_BAR = 0.10
-"""How far the median may be from the prediction, as a fraction of it."""
+"""Largest distance of the median from the prediction, as a fraction of it."""
 PREDICTED_BAR = 0.03
-"""How much longer KVR-P may take than KVR-S, by the model."""
+"""How much longer KVR-P may take than KVR-S by the model, as a fraction."""
 MEASURED_BAR = 0.06
-"""Likewise, measured."""
+"""How much longer KVR-P may take than KVR-S as measured, as a fraction."""
 _MAX_TOKENS = 8192
-"""Of the table that KVR-P interpolates; its knots are this divided by powers of two."""
+"""Longest prompt of the table that KVR-P interpolates; its knots are this divided by powers of two."""
 _SHARED_TOKENS = 1024
 _QUICK_SHARED_TOKENS = 256
 _PROBE_S = 0.5
@@ -65,7 +65,7 @@ _PROBES = (("cached", "gflops"), ("stream", "gb_s"), ("layer", "gflops"), ("atte
 
 @dataclass(frozen=True)
 class _Run:
-    """One prefill beside what its round's calibration predicts."""
+    """One prefill, and what its round's calibration predicts for it."""
 
     outcome: Outcome
     predicted_s: float
@@ -74,7 +74,7 @@ class _Run:
 
 
 class _Bench:
-    """The ranks, and what is found with them. Blocks in every method."""
+    """The ranks, and what is measured with them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, origin: Calibration) -> None:
         self._ranks, self._origin, self._kernel = ranks, origin, runnable([args.kernel, "sdpa"])[0]
@@ -85,7 +85,7 @@ class _Bench:
         self._shared_tokens = _QUICK_SHARED_TOKENS if args.quick else _SHARED_TOKENS
 
     def neighbours(self) -> None:
-        """What a busy neighbour costs a rank."""
+        """Measure and report what a busy neighbour costs a rank."""
         whole = (TokenRange(0, self._shared_tokens),)
         alone, together = [], []
         with progress("neighbours", self._num_rounds + 1) as advance:
@@ -105,14 +105,14 @@ class _Bench:
             self._reporter.add(case(policy=f"side_by_side_{kind}"), metric, unit, "idle", pairs)
 
     def rounds(self, lengths: Sequence[int], calibrated_at: Sequence[int]) -> None:
-        """All rounds, and what they found."""
+        """Run all rounds, and report what was measured."""
         for number in range(self._num_rounds):
             self._round(number, calibrated(self._ranks, self._origin, self._kernel, calibrated_at), lengths)
         for num_tokens in lengths:
             self._report(num_tokens)
 
     def _round(self, number: int, calibration: Calibration, lengths: Sequence[int]) -> None:
-        """KVR-S and KVR-P of each length, once, beside this calibration's predictions."""
+        """Run KVR-S and KVR-P of each length once, and predict both by this calibration."""
         width = len(self._ranks)
         planner = ChainPlanner(calibration, max_ranks=width, max_tokens=_MAX_TOKENS)
         with progress(f"round {number + 1} of {self._num_rounds}", len(lengths)) as advance:
@@ -129,7 +129,7 @@ class _Bench:
                 advance()
 
     def _report(self, num_tokens: int) -> None:
-        """One length's rows and verdicts, of all rounds."""
+        """Report one length's rows and verdicts, of all rounds."""
         searched, interpolated = self._found[num_tokens, KVR_S], self._found[num_tokens, KVR_P]
         self._say_by_rank(num_tokens, searched)
         keys = {"tokens": num_tokens, "ranks": len(self._ranks), "kernel": self._kernel}
@@ -153,7 +153,7 @@ class _Bench:
         self._bars.at_most(f"KVR-P behind KVR-S measured, {num_tokens} tokens", 1 / row.ratio - 1, MEASURED_BAR)
 
     def _say_by_rank(self, num_tokens: int, runs: "Sequence[_Run]") -> None:
-        """Which part of a prediction holds: each rank's computation, or the waits."""
+        """Print which part of a prediction holds: each rank's computation, or the waits."""
         shares = []
         for rank in range(len(self._ranks)):
             compute_s = statistics.median(run.outcome.answers[rank].compute_s for run in runs)
@@ -165,7 +165,7 @@ class _Bench:
         self._console.print(f"  {text}", markup=False)
 
     def close(self, has_bars: bool) -> int:
-        """The table, the verdicts, and the exit code."""
+        """Print the table and, if there are bars, the verdicts; return the exit status."""
         self._reporter.close()
         return self._bars.close() if has_bars else 0
 
@@ -174,7 +174,7 @@ class _Bench:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Neighbours, then the rounds; with --bars 1 when one is missed."""
+    """Measure the neighbours, then the rounds; with --bars, return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     with Ranks.running(folder, args.dtype, [(core,) for core in cores]) as ranks:
@@ -185,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS})")
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each")

@@ -1,7 +1,8 @@
 """How long to the first token? The whole relay with a chain of ranks against one colocated engine (`single`).
 
-Both sides are real local clusters, alive at the same time and asked alternately: prompt in, first token out, KV pushed
-and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of as many threads.
+Both sides are real local clusters, alive at the same time and measured alternately: prompt in, first token out, KV
+pushed and committed in between. Cores are shared fairly: `--ranks` ranks of one thread against one engine of as many
+threads.
 """
 
 import argparse
@@ -25,7 +26,7 @@ QUICK_LENGTHS = "512"
 
 
 async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
-    """Seconds from handing a random prompt in to the arrival of its first token; asks for one token."""
+    """Send a random prompt that asks for one token; return the seconds until the token arrives."""
     clock = SystemClock()
     spec = GenerateSpec(
         RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)
@@ -39,7 +40,7 @@ async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
 
 
 async def measure(args: argparse.Namespace) -> None:
-    """Runs all lengths."""
+    """Measure all prompt lengths, and report them."""
     folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()
@@ -65,7 +66,7 @@ async def measure(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
     parser.add_argument("--ranks", type=int, default=2, help="ranks of the chain, and threads of the single engine")

@@ -1,11 +1,11 @@
 """What does a cached prefix save? Time to first token behind one, against the same prompt from its beginning.
 
-A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). In each round a prompt that
-nobody has seen (`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first
-prompt's ranks have left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt
-that begins with an earlier one and its answer, against one of as many tokens that nobody has seen. Rows: time to first
-token; KV pushed to the generation engine, also against what that lacks (`missing`: all but whole blocks of its node, so
-1). `--bars` checks what is promised.
+A whole local relay (orchestrator, a chain of ranks of one thread, a generation engine). Each round sends a new prompt
+(`cold`), and one that begins like it and ends otherwise: its shared tokens are read where the first prompt's ranks have
+left them. Then the second turn of a chat (`turn` in a case: tokens of the first answer): a prompt that begins with an
+earlier one and its answer, against a new prompt of as many tokens. Rows: time to first token; KV pushed to the
+generation engine, also against what that engine lacks (`missing`: all but whole blocks of its node, so 1). `--bars`
+checks what is promised.
 """
 
 import argparse
@@ -45,22 +45,22 @@ ANSWER_TOKENS = 256
 QUICK_ANSWER_TOKENS = 130
 BLOCK = OrchestratorConfig.block_tokens
 TTFT_BAR = 8.0
-"""How many times sooner the first token comes behind the prefix, at least."""
+"""How many times sooner the first token must come behind the prefix, at least."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt's way through the relay."""
+    """The result of one prompt that went through the relay."""
 
     ttft_s: float
     num_bytes_pushed: int
     num_cached_tokens: int
     known_ids: tuple[int, ...]
-    """Prompt and answer."""
+    """Token ids of the prompt and of its answer."""
 
 
 async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
-    """Some tokens after the prompt. Raises what the request ended with, if that was an error."""
+    """Send a prompt for `num_tokens` tokens. Raises the error that ended the request, if any."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
     spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
@@ -80,7 +80,7 @@ async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: i
 
 
 async def measure(controller: Controller, num_shared: int, num_new: int, pairs: int) -> tuple[list[Asked], list[Asked]]:
-    """Behind a prefix and cold, a round each; one that is not counted comes before."""
+    """Measure prompts behind a prefix and cold ones, one of each a round, after a round that is not counted."""
     warm, cold = [], []
     with progress(f"{num_shared} shared tokens, {num_new} new", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -95,7 +95,8 @@ async def measure(controller: Controller, num_shared: int, num_new: int, pairs: 
 async def measure_turns(
     controller: Controller, num_first: int, num_answer: int, num_new: int, pairs: int
 ) -> tuple[list[Asked], list[Asked]]:
-    """Second turns and cold prompts of as many tokens, a round each; likewise."""
+    """Measure second turns and cold prompts of as many tokens, one of each a round, after a round that is not
+    counted."""
     second, cold = [], []
     with progress(f"second turn behind {num_first} tokens and {num_answer} of an answer", pairs + 1) as advance:
         for seed in range(pairs + 1):
@@ -109,24 +110,24 @@ async def measure_turns(
 
 @dataclass(frozen=True)
 class Case:
-    """One way of beginning with what is known, and what was measured of it."""
+    """One kind of known beginning, and what was measured of it."""
 
     name: str
     what: str
-    """For people."""
+    """Description of the known beginning, for people."""
     num_lacking: int
-    """Tokens whose KV the generation engine's node has not: all but whole blocks of what was seen."""
+    """Tokens whose KV the generation engine's node lacks: all but whole blocks of what was seen."""
     warm: list[Asked]
     cold: list[Asked]
 
     @property
     def lacking_bytes(self) -> float:
-        """Their KV: of a cold prompt all was pushed."""
+        """Bytes of the KV of the lacking tokens, from a cold prompt, whose KV was pushed whole."""
         cold = self.cold[0]
         return self.num_lacking * cold.num_bytes_pushed / (len(cold.known_ids) - 1)
 
     def report(self, reporter: Reporter) -> float:
-        """Its rows; how many times sooner the first token came."""
+        """Report the rows of this case; return how many times sooner the first token came."""
         ttft = Pairs([each.ttft_s for each in self.warm], [each.ttft_s for each in self.cold])
         pushed = [float(each.num_bytes_pushed) for each in self.warm]
         row = reporter.add(self.name, "ttft_s", "s", "cold", ttft)
@@ -136,7 +137,7 @@ class Case:
 
 
 async def run(args: argparse.Namespace) -> int:
-    """All rounds; with --bars 1 when what is promised does not hold."""
+    """Measure all rounds; with --bars, return 1 when a bar is missed."""
     num_shared = args.shared or (QUICK_SHARED_TOKENS if args.quick else SHARED_TOKENS)
     num_answer = QUICK_ANSWER_TOKENS if args.quick else ANSWER_TOKENS
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
@@ -150,7 +151,9 @@ async def run(args: argparse.Namespace) -> int:
     turn_name = case(tokens=num_turn + new, ranks=ranks, shared=num_turn, turn=num_answer)
     for each in (
         Case(name, f"{num_shared} tokens", new + num_shared % BLOCK, *shared),
-        Case(turn_name, f"a turn of {num_turn} tokens", new + 1 + (num_turn - 1) % BLOCK, *turns),  # its last has no KV
+        Case(
+            turn_name, f"a turn of {num_turn} tokens", new + 1 + (num_turn - 1) % BLOCK, *turns
+        ),  # the last one has no KV
     ):
         ratio = each.report(reporter)
         if args.bars:
@@ -162,7 +165,7 @@ async def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one thread each")
     parser.add_argument(

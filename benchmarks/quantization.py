@@ -1,7 +1,7 @@
-"""What do int8 weights cost, and what do they give? Perplexity of a novel, and steps, beside bf16 weights.
+"""What do int8 weights cost, and what do they give? Perplexity of a novel, and step times, beside bf16 weights.
 
 Perplexity is of whole windows of natural text, each by itself. The step is one token after a context, logits and greedy
-choice included, both sides asked in turn.
+choice included, both sides measured in turn.
 """
 
 import argparse
@@ -34,11 +34,11 @@ from text.tokenizer import Tokenizer
 _NOVEL = Path(__file__).parents[1] / "tests" / "data" / "persuasion.txt.gz"
 _STEPS = 4
 _SCORED = 256
-"""Positions whose logits are made at once."""
+"""Positions whose logits are computed at once."""
 
 
 def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[int]]:
-    """Consecutive windows of the novel."""
+    """Yield consecutive windows of the novel."""
     ids = Tokenizer.load(folder).encode(gzip.decompress(_NOVEL.read_bytes()).decode()[: 8 * num_windows * num_tokens])
     for window in range(num_windows):
         yield ids[window * num_tokens : (window + 1) * num_tokens]
@@ -46,7 +46,7 @@ def windows(folder: Path, num_windows: int, num_tokens: int) -> Iterator[list[in
 
 @torch.inference_mode()
 def perplexity(decoder: Decoder, ids: list[int]) -> float:
-    """Of one window, its first token not counted."""
+    """Return the perplexity of one window, its first token not counted."""
     tokens = TokenRange(0, len(ids))
     hidden_TD = decoder.forward(ids, [BufferSpan(KvBuffer(decoder.layout, tokens), tokens)])
     loss = 0.0
@@ -58,8 +58,8 @@ def perplexity(decoder: Decoder, ids: list[int]) -> float:
 
 
 def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
-    """A function that measures milliseconds of the bare decoder's step, logits and greedy choice included (mean of a
-    few), at a fixed context."""
+    """Return a function that measures milliseconds of the bare decoder's step at a fixed context, logits and greedy
+    choice included: the mean of a few steps."""
     tokens = TokenRange(0, context + 1)
     buffers = [KvBuffer(decoder.layout, tokens) for _ in range(batch)]
     for buffer in buffers:
@@ -77,7 +77,7 @@ def step_of(decoder: Decoder, batch: int, context: int) -> Callable[[], float]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Perplexity first, then steps."""
+    """Measure perplexity first, then steps; return 0."""
     folder = resolve(args)
     plain = load_decoder(folder, dtype="bfloat16")
     rounded = load_decoder(folder, dtype="bfloat16", quantization="int8")
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--windows", type=int, default=24, help="of text")
     parser.add_argument("--tokens", type=int, default=1024, help="of a window")

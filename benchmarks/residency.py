@@ -1,9 +1,9 @@
 """What does it cost to keep KV in host memory, and how much more fits?
 
-Policy `host` beside `device` (`generate_workers.residency`): the same rows, each with its own length, the same engine;
-both are asked in turn, two steps at a time after one that is not counted. `formula` is what `host` must move over the
-link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only, for
-weights and KV (accounted on a CPU too), `device` one without a limit; `--limited` are rows of which, with the same
+Policy `host` beside `device` (`generate_workers.residency`): the same rows, each with its own length, the same engine.
+Both are measured in turn, two steps at a time after one that is not counted. `formula` is what `host` must move over
+the link in a step: all cached KV one way, each row's new token the other. `host` has a device of `--device-gib` only,
+for weights and KV (accounted on a CPU too), `device` one without a limit; `--limited` are rows of which, with the same
 limit, `host` must hold all and `device` refuse some. On a CPU the link is memory bandwidth, and its thread a third
 beside those that compute. `--bars`: these, and bytes that equal the formula.
 """
@@ -31,15 +31,16 @@ GIB = 2**30
 
 
 def link_bytes(token_bytes: int, lengths: Sequence[int]) -> int:
-    """What a step moves: rows of `lengths` tokens, of which the last is new, in both directions together."""
+    """Return the bytes that a step moves in both directions together, for rows of `lengths` tokens whose last one is
+    new."""
     return token_bytes * sum(lengths)
 
 
 def compare(
     decoder: Decoder, folder: Path, lengths: list[int], num_pairs: int, device_bytes: int = 0
 ) -> tuple[Pairs, int, int]:
-    """Milliseconds of both policies' steps, `host` with a device of `device_bytes` (0: unlimited); the bytes that its
-    last step moved, and those of the formula."""
+    """Measure milliseconds of both policies' steps, `host` with a device of `device_bytes` (0: unlimited). Return them,
+    the bytes that its last step moved, and the bytes of the formula."""
     num_steps = (num_pairs + 1) * (_STEPS + 1)
     slot_tokens = max(lengths) + num_steps + 2
 
@@ -55,7 +56,7 @@ def compare(
 
 
 def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, bars: Bars) -> None:
-    """How many rows fit into a limited device."""
+    """Check how many rows fit into a limited device, by policy."""
     console = Console(stderr=True, highlight=False)
     for policy in ("host", "device"):
         config = EngineConfig(
@@ -71,7 +72,7 @@ def check_limit(decoder: Decoder, batch: int, context: int, device_bytes: int, b
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cells; with --bars 1 when one is missed."""
+    """Measure all cells; with --bars, return 1 when a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")

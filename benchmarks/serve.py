@@ -1,10 +1,11 @@
 """What does serving cost? Streams through the whole stack against the engine alone, and against no prefill ranks.
 
 Ours: client, orchestrator, a chain on Ray, a generation group, all over gRPC. `engine`: the generation engine in a
-process of its own, asked directly; `single`: a served cluster whose generation group prefills (`prefill.num_groups=0`).
-All run at the same time and are asked in turn: the same prompts, as many rows, threads and pinned cores. TTFT is what
-the client sees; tokens/s are those of the window in which all streams generate. Then, where the time to a first token
-goes when nothing else runs. `--bars` measures what is promised, and fails when it does not hold.
+process of its own, called directly; `single`: a served cluster whose generation group prefills
+(`prefill.num_groups=0`). All run at the same time and are measured in turn: the same prompts, as many rows, threads and
+pinned cores. TTFT is what the client sees; tokens/s are those of the window in which all streams generate. At the end,
+where the time to a first token goes when nothing else runs. `--bars` measures only what is promised, and fails when it
+does not hold.
 """
 
 import argparse
@@ -37,32 +38,36 @@ SPAN_REQUESTS = 20
 QUICK_SPAN_REQUESTS = 5
 BAR_STREAMS = 16
 OWN_THREAD_BAR = 0.90
-"""Of the engine's tokens/s that must come through at so many streams, the engine on one core that is its own."""
+"""Least fraction of the engine's tokens/s that must come through at BAR_STREAMS streams, with the engine on a core of
+its own."""
 ALL_THREADS_BAR = 0.75
-"""Likewise, the engine on all cores, which it shares with all else."""
+"""Least fraction of the engine's tokens/s that must come through at BAR_STREAMS streams, with the engine on all cores,
+which it shares with everything else."""
 OVERHEAD_BAR_MS = 60.0
-"""What serving may add to the chain's time of a request for 512 tokens, median."""
+"""Milliseconds that serving may add to the chain's time of a request for 512 tokens, median."""
 _METRICS = (("ttft_s", "s"), ("step_ms", "ms"), ("tokens_s", "tokens/s"))
 
 
 @dataclass(frozen=True)
 class Place:
-    """How the generation engine lies on the machine, on all sides."""
+    """The threads and cores of the generation engine, on all sides."""
 
     num_threads: int
     cores: tuple[int, ...] = ()
-    """The engine's; empty: not pinned."""
+    """Cores of the engine; empty: not pinned."""
     other_cores: tuple[int, ...] = ()
-    """Those of all else; empty: not pinned."""
+    """Cores of all other processes; empty: not pinned."""
 
     @classmethod
     def pinned(cls, num_threads: int, cores: Collection[int]) -> Self:
-        """The engine on the first of `cores`, one for each thread; all else on the others, if there are any."""
+        """Return a place with the engine on the first of `cores`, one for each thread, and everything else on the
+        others, if there are any."""
         mine, others = tuple(sorted(cores)[:num_threads]), tuple(sorted(cores)[num_threads:])
         return cls(num_threads, mine, others or mine)
 
     def settings(self, num_ranks: int) -> list[str]:
-        """As `baton serve` takes them."""
+        """Return the settings of this place for `baton serve --set`, with a chain of `num_ranks` ranks, or none for
+        0."""
         chain = [f"prefill.num_ranks={num_ranks}", "orchestrator.disaggregation=always"]
         settings = chain if num_ranks else ["prefill.num_groups=0"]
         settings.append(f"generate.num_threads={self.num_threads}")
@@ -85,11 +90,12 @@ class _Bench:
 
     @contextlib.asynccontextmanager
     async def sides(self, place: Place, with_single: bool) -> AsyncIterator[tuple[ServedSide, dict[str, Side]]]:
-        """The stack, and its baselines by name; all are gone afterwards."""
+        """Start the whole stack and its baselines, and yield them, the baselines by name; end all of them
+        afterwards."""
         async with AsyncExitStack() as stack:
             chain, ray_address = await self._served(stack, place.settings(self.args.ranks))
             baselines: dict[str, Side] = {}
-            if with_single:  # on the same Ray: a second one would take its share of the cores
+            if with_single:  # on the same Ray, because a second one would take a share of the cores
                 settings = [*place.settings(0), f"ray.address={ray_address}"]
                 baselines["single"], _ = await self._served(stack, settings)
             spec = EngineSpec(self.folder, self.args.dtype, place.num_threads, place.cores, EngineConfig())
@@ -98,14 +104,14 @@ class _Bench:
             yield chain, baselines
 
     async def _served(self, stack: AsyncExitStack, settings: Sequence[str]) -> tuple[ServedSide, str]:
-        """A cluster's side, and the address of its Ray."""
+        """Start a cluster; return its side, and the address of its Ray."""
         model = (f"model.name={self.folder}", f"model.dtype={self.args.dtype}", "prefill.prefix_share=0")
         options = [part for each in (*model, *settings) for part in ("--set", each)]
         cluster = await stack.enter_async_context(own_cluster("serve-bench", options, self.say))
         return ServedSide(await stack.enter_async_context(AsyncClient(cluster.target))), cluster.ray_address
 
     async def compare(self, place: Place, num_streams: int, chain: Side, baselines: Mapping[str, Side]) -> float:
-        """Measures and reports one number of streams; the ratio of tokens/s to the engine's."""
+        """Measure and report one number of streams; return the ratio of tokens/s to the engine's."""
         args, found = self.args, {name: list[Measured]() for name in ("chain", *baselines)}
         with progress(f"{num_streams} streams", self.pairs + 1) as advance:
             for index in range(self.pairs + 1):
@@ -124,7 +130,7 @@ class _Bench:
         return ratio
 
     async def spans(self, chain: ServedSide) -> float:
-        """Measures and reports where the time to a first token goes; milliseconds that are not the chain's."""
+        """Measure and report where the time to a first token goes; return the milliseconds that are not the chain's."""
         num_requests = QUICK_SPAN_REQUESTS if self.args.quick else SPAN_REQUESTS
         found = []
         with progress("spans", num_requests + 1) as advance:
@@ -141,12 +147,12 @@ class _Bench:
         return self.reporter.add(name, "overhead_ms", "ms", "chain", pairs).value
 
     def say(self, line: str) -> None:
-        """Shows a line that is no row."""
+        """Print a line that is not a row."""
         self.console.print(f"  {line}", markup=False)
 
 
 async def measure(args: argparse.Namespace) -> int:
-    """All numbers of streams against both baselines, then the spans."""
+    """Measure all numbers of streams against both baselines, then the spans."""
     bench = _Bench(args)
     place = Place.pinned(args.threads, _all_cores()) if args.pin else Place(args.threads)
     async with bench.sides(place, with_single=True) as (chain, baselines):
@@ -158,7 +164,7 @@ async def measure(args: argparse.Namespace) -> int:
 
 
 async def check_bars(args: argparse.Namespace) -> int:
-    """What is promised; 1 when something does not hold."""
+    """Measure what is promised; return 1 when something does not hold."""
     bench, bars = _Bench(args), Bars()
     for place, bar in ((Place.pinned(1, _all_cores()), OWN_THREAD_BAR), (Place(2), ALL_THREADS_BAR)):
         async with bench.sides(place, with_single=False) as (chain, baselines):
@@ -176,7 +182,7 @@ def _all_cores() -> set[int]:
 
 @contextlib.contextmanager
 def _pinned_to(cores: Collection[int]) -> Iterator[None]:
-    """Keeps this process, the client, on these cores; empty: wherever it is."""
+    """Pin this process, the client, to these cores for the block; empty: leave it where it is."""
     before = _all_cores()
     if cores:
         use_cores(sorted(cores), torch.get_num_threads())
@@ -191,7 +197,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--streams", default=None, help=f"numbers of concurrent streams (default {STREAMS})")
     parser.add_argument("--tokens", type=int, default=128, help="of each prompt")

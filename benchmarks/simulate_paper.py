@@ -1,9 +1,9 @@
-"""Does the cost model say what the KV-Runahead paper measured? Its tables against our predictions, cell by cell.
+"""Does the cost model predict what the KV-Runahead paper measured? Its tables against our predictions, cell by cell.
 
-Calibrated on Llama-7B alone: linear and attention time from its one-GPU row, the time to issue a layer's kernels and a
-message's latency from its 1k row, where nothing else counts. Other models follow from their FLOPs and bytes; no factor
-is fitted. The ranks compute as in the paper's table 5 (`planning.cost_model.PAPER`), partitions are searched at a
-resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in Markdown.
+The model is calibrated on Llama-7B alone: linear and attention time from its one-GPU row; the time to issue a layer's
+kernels, and a message's latency, from its 1k row, where nothing else counts. Other models follow from their FLOPs and
+bytes; no factor is fitted. The ranks compute as in the paper's table 5 (`planning.cost_model.PAPER`), and partitions
+are searched at a resolution of 64 tokens. `python -m benchmarks.simulate_paper` prints the tables in Markdown.
 """
 
 import argparse
@@ -36,12 +36,12 @@ RESOLUTION = 64
 RANKS = (4, 8)
 SLOW_RANKS = (2, 4)
 SLOW_PROTOCOLS = {10: PAPER, 1: PAPER_OVERLAPPED}
-"""GB/s of the slow links, and how receiving went there: times at 10 GB/s are those of blocking receives (2 % median on
-two ranks); times at 1 GB/s on two ranks only receives that overlap can reach."""
+"""How a chain receives on slow links, by their GB/s. Times at 10 GB/s are those of blocking receives (2 % median on two
+ranks); the times at 1 GB/s on two ranks can be reached only by receives that overlap."""
 ROUNDING_S = 0.005
-"""Times are printed to hundredths of a second."""
+"""Largest rounding error of the paper's times, which are printed to hundredths of a second."""
 MISPRINT = (4096, 2, 1)
-"""Context, ranks, GB/s of a cell out of line with its neighbours: 0.84 s."""
+"""Context, ranks and GB/s of a cell that is out of line with its neighbours: 0.84 s."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Cell:
     context: int
     ranks: int
     what: str
-    """tsp, kvr_s (TTFT) or speedup (TSP over KVR-S); one of these for the fast link."""
+    """What was measured on the fast link: tsp, kvr_s (TTFT) or speedup (TSP over KVR-S)."""
     paper: float
     ours: float
 
     @property
     def error(self) -> float:
-        """Relative for times, absolute for speedups."""
+        """Error of the prediction, relative for times, absolute for speedups."""
         return self.ours - self.paper if self.what == "speedup" else self.ours / self.paper - 1
 
 
@@ -72,23 +72,24 @@ class SlowRow:
     ours: dict[int, float]
 
     def best_in_paper(self) -> int:
-        """The number of ranks with the least printed time; the fewest of equals."""
+        """Return the number of ranks with the least printed time; the fewest of equals."""
         return min(self.paper, key=lambda ranks: (self.paper[ranks], ranks))
 
     def best_of_ours(self, margin: float) -> int:
-        """The fewest ranks that cannot be told from the best: within `margin`, a fraction, and what printing rounds."""
+        """Return the fewest ranks whose predicted time is within `margin`, a fraction, and the rounding of print, of
+        the best."""
         most_s = min(self.ours.values()) * (1 + margin) + ROUNDING_S
         return min(ranks for ranks, ttft_s in self.ours.items() if ttft_s <= most_s)
 
 
 def load_tables(path: Path = TABLES) -> dict[str, Any]:
-    """The paper's tables."""
+    """Read the paper's tables from their JSON file."""
     tables: dict[str, Any] = json.loads(path.read_text())
     return tables
 
 
 def calibrate(tables: dict[str, Any]) -> Hardware:
-    """The paper's GPUs, from rows of Llama-7B."""
+    """Fit the rates of the paper's GPUs to rows of Llama-7B."""
     shape = SHAPES[REFERENCE]
     row = [(each["context_tokens"], each["one_gpu"]) for each in tables["low_bandwidth_llama_7b"]]
     fitted = fit_prefill(row, shape.num_layers, Kernel.DENSE)
@@ -105,8 +106,8 @@ def calibrate(tables: dict[str, Any]) -> Hardware:
 
 
 def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
-    """Least squares over the shortest row: a layer takes issue + latency for each of its messages in turn (n - 1 for an
-    all-gather, one for a chain), and what the bytes take."""
+    """Fit issue time and latency to the shortest row by least squares: a layer takes issue + latency for each of its
+    messages in turn (n - 1 for an all-gather, one for a chain), and the time of its bytes."""
     shape, context = SHAPES[REFERENCE], shortest["context_tokens"]
     columns, seconds = [], []
     for ranks in RANKS:
@@ -122,18 +123,18 @@ def _issue_and_latency(shortest: dict[str, float]) -> tuple[float, float]:
 
 
 def cost_of(model: str, hardware: Hardware) -> CostModel:
-    """A model's costs; the output head is in the one-GPU times already."""
+    """Return a model's costs, without the output head, whose time is part of the one-GPU times already."""
     return dataclasses.replace(derive(SHAPES[model], hardware), head_s=0.0)
 
 
 def kvr_s(context: int, ranks: int, cost: CostModel, protocol: Protocol = PAPER) -> float:
-    """Predicted seconds of the searched partition."""
+    """Return the predicted seconds of the searched partition."""
     chunks = search(context, ranks, cost, protocol, resolution=RESOLUTION)
     return float(chain_ttft(chunks, cost, protocol))
 
 
 def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
-    """All cells of the paper's NVLink tables."""
+    """Yield all cells of the paper's NVLink tables, with our predictions."""
     for model, rows in tables["ttft"].items():
         cost = cost_of(model, hardware)
         for row in rows:
@@ -146,7 +147,7 @@ def fast_cells(tables: dict[str, Any], hardware: Hardware) -> Iterator[Cell]:
 
 
 def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
-    """The paper's table 3."""
+    """Yield the rows of the paper's table 3, with our predictions."""
     for gb_s, protocol in SLOW_PROTOCOLS.items():
         link = dataclasses.replace(hardware.link, bandwidth=gb_s * 1e9)
         cost = dataclasses.replace(cost_of(REFERENCE, hardware), link=link)
@@ -159,20 +160,20 @@ def slow_rows(tables: dict[str, Any], hardware: Hardware) -> Iterator[SlowRow]:
 
 
 def median_error(cells: list[Cell], least_context: int) -> float:
-    """Median of |relative error| over the times of contexts from `least_context`."""
+    """Return the median of |relative error| over the times of contexts from `least_context`."""
     return statistics.median(
         abs(cell.error) for cell in cells if cell.what != "speedup" and cell.context >= least_context
     )
 
 
 def speedups(cells: list[Cell], least_context: int) -> list[Cell]:
-    """The speedups of contexts from `least_context`, worst first."""
+    """Return the speedups of contexts from `least_context`, largest error first."""
     chosen = [cell for cell in cells if cell.what == "speedup" and cell.context >= least_context]
     return sorted(chosen, key=lambda cell: -abs(cell.error))
 
 
 def print_fast(cells: list[Cell]) -> None:
-    """One line a model, context and number of ranks: paper / ours, and the error."""
+    """Print one line a model, context and number of ranks: paper / ours, and the error."""
     print("| model | context | ranks | TSP s | error | KVR-S s | error | speedup | error |")
     print("|---|---|---|---|---|---|---|---|---|")
     for index in range(0, len(cells), 3):
@@ -186,7 +187,7 @@ def print_fast(cells: list[Cell]) -> None:
 
 
 def print_slow(rows: list[SlowRow], margin: float) -> None:
-    """One line a link and context."""
+    """Print one line a link and context: paper / ours, and the best number of ranks in each."""
     print("| GB/s | context | 1 rank s | 2 ranks s | 4 ranks s | best in paper | best of ours |")
     print("|---|---|---|---|---|---|---|")
     for row in rows:
@@ -196,7 +197,7 @@ def print_slow(rows: list[SlowRow], margin: float) -> None:
 
 
 def main() -> int:
-    """Prints the tables and what they come to."""
+    """Print the tables and their median errors; return 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path, default=TABLES, help="the paper's tables (JSON)")
     tables = load_tables(parser.parse_args().tables)

@@ -1,12 +1,12 @@
-"""How long does a prompt take over slow links, and does the cost model know? From 200 down to 5 MB/s.
+"""How long does a prompt take over slow links, and does the cost model predict it? From 200 down to 5 MB/s.
 
 Two ranks, or more; their links, the chain's and the ring's alike, are held to a pace (`baselines.paced`). KVR-S's
 chunks are searched anew for each link. Beside it even chunks, zigzag ring attention, and a chain of one rank, which
 needs no link. Each round calibrates the model, with all ranks busy, and each link by messages of its own, and then runs
-every point once: so a machine that is slower than a minute ago is compared with itself. Rows: each scheme's time beside
-its round's prediction (`model`). Lastly where one scheme overtakes another, measured and predicted, and, with
---plot, both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing missed by more than
-that in time.
+every point once, so that a machine that has become slower is compared with itself. Rows: each scheme's time beside its
+round's prediction (`model`). At the end, where one scheme overtakes another, measured and predicted, and, with --plot,
+both in a picture. `--bars`: KVR-S within 15 % of the model at every point, and no crossing missed by more than that in
+time.
 """
 
 import argparse
@@ -43,31 +43,31 @@ TOKENS = "512,1024,2048"
 QUICK_TOKENS = "256"
 ROUNDS = 3
 MODEL_BAR = 0.15
-"""How far a time may be from the model's, as a fraction of it."""
+"""Largest distance of a time from the model's, as a fraction of it."""
 RIVALS = (("even", "single"), ("zigzag", "single"), ("kvr_s", "single"), ("kvr_s", "zigzag"))
-"""Whose crossings are looked for."""
+"""Pairs of schemes whose crossings are looked for."""
 SCHEMES = ("kvr_s", "even", "zigzag", "single")
 _CURVE_POINTS = 40
 
 
 class _Times:
-    """One prompt length's seconds by scheme, at each link, slowest first, each round."""
+    """Seconds of one prompt length by scheme: at each link, slowest first, in each round."""
 
     def __init__(self, num_links: int) -> None:
         self.measured: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.predicted: dict[str, list[list[float]]] = {name: [[] for _ in range(num_links)] for name in SCHEMES}
         self.lines: dict[str, list[list[float]]] = {name: [] for name in SCHEMES}
-        """Predicted over the plot's bandwidths, each round."""
+        """Predicted seconds over the plot's bandwidths, in each round."""
 
     def add(self, link: int, measured: Mapping[str, float], predicted: Mapping[str, float]) -> None:
-        """One round at one link."""
+        """Add one round at one link."""
         for name in SCHEMES:
             self.measured[name][link].append(measured[name])
             self.predicted[name][link].append(predicted[name])
 
 
 def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float]:
-    """The model's seconds, by scheme."""
+    """Return the model's seconds by scheme."""
     even = EvenPartitioner().partition(TokenRange(0, num_tokens), num_ranks)
     return {
         "kvr_s": float(chain_ttft(search(num_tokens, num_ranks, cost, BATON), cost, BATON)),
@@ -78,12 +78,12 @@ def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float
 
 
 class _Bench:
-    """The ranks, and what is found with them. Blocks in every method."""
+    """The ranks, and what is measured with them. Every method blocks."""
 
     def __init__(self, args: argparse.Namespace, ranks: Ranks, lengths: Sequence[int]) -> None:
         self._ranks, self._lengths = ranks, lengths
         self.kernel = runnable([args.kernel, "sdpa"])[0]
-        """Of attention."""
+        """Attention kernel of all schemes."""
         self._links_mb_s = sorted(
             float(each) for each in (args.links or (QUICK_LINKS if args.quick else LINKS)).split(",")
         )
@@ -93,11 +93,11 @@ class _Bench:
 
     @property
     def links_mb_s(self) -> Sequence[float]:
-        """Slowest first."""
+        """Bandwidths of the links in MB/s, slowest first."""
         return self._links_mb_s
 
     def round(self, seed: int, cost: CostModel) -> None:
-        """Every length over every link, once, beside what these costs predict."""
+        """Run every length over every link once, and predict each by these costs."""
         costs = [at_pace(cost, self._ranks, _pace(mb_s)) for mb_s in self._links_mb_s]
         with progress(f"round {seed + 1}", len(self._lengths) * len(costs)) as advance:
             for num_tokens in self._lengths:
@@ -111,7 +111,8 @@ class _Bench:
                 self._draw_lines(num_tokens, costs)
 
     def curve(self, num_tokens: int) -> Curve:
-        """For the plot: measured points, and the model's line over all bandwidths between; medians of the rounds."""
+        """Return the plot of one length: measured points, and the model's line over all bandwidths between, medians of
+        the rounds."""
         times = self.times[num_tokens]
         lines = {
             name: [statistics.median(rounds) for rounds in zip(*times.lines[name], strict=True)] for name in SCHEMES
@@ -119,7 +120,7 @@ class _Bench:
         return Curve(num_tokens, self._links_mb_s, times.measured, self._grid_mb_s, lines)
 
     def _draw_lines(self, num_tokens: int, costs: Sequence[CostModel]) -> None:
-        """One round's; between the links that were measured, theirs are interpolated."""
+        """Predict one round's lines; between the measured links, bandwidths are interpolated."""
         lines: dict[str, list[float]] = {name: [] for name in SCHEMES}
         bandwidths = [cost.link.bandwidth for cost in costs]
         for mb_s in self._grid_mb_s:
@@ -146,7 +147,7 @@ def _pace(mb_s: float) -> Pace:
 
 
 def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, bench: _Bench) -> None:
-    """A row for each scheme and link, then the crossings."""
+    """Report a row for each scheme and link, then the crossings."""
     worst, times = 0.0, bench.times[num_tokens]
     for scheme in SCHEMES:
         for link, mb_s in enumerate(bench.links_mb_s):
@@ -167,7 +168,7 @@ def report(reporter: Reporter, bars: Bars, num_tokens: int, num_ranks: int, benc
 
 
 def _over(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> list[float]:
-    """Of each link's rounds, the median ratio: a round's two sides ran within seconds of each other."""
+    """Return the median ratio of each link's rounds, whose two sides ran within seconds of each other."""
     links = zip(ours, theirs, strict=True)
     return [statistics.median(a / b for a, b in zip(*rounds, strict=True)) for rounds in links]
 
@@ -180,7 +181,7 @@ def _place(links_mb_s: Sequence[float], ratios: Sequence[float]) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """All lengths over all links; with --bars 1 when one is missed."""
+    """Measure all lengths over all links; with --bars, return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     lengths = [int(number) for number in (args.tokens or (QUICK_TOKENS if args.quick else TOKENS)).split(",")]
     reporter, bars = Reporter("slow_links", args.json), Bars()
@@ -198,7 +199,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {TOKENS})")
     parser.add_argument("--links", default=None, help=f"MB/s of the links (default {LINKS})")

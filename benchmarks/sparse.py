@@ -1,13 +1,13 @@
-"""How much faster is a step that attends to some of the keys only?
+"""How much faster is a step that attends to only some of the keys?
 
-Policy `infinigen` beside `device` (`generate_workers.residency`): the same rows, each with its own length, that have
-read a novel so far, for how many keys are chosen depends on what is read. A step feeds every row the token that truly
-comes next: decoder, policy, logits and greedy choice, on both sides without what an engine does besides. Both are asked
-in turn, two steps at a time after one that is not counted.
+Policy `infinigen` beside `device` (`generate_workers.residency`): the same rows, each with its own length. They have
+read a novel, because how many keys are chosen depends on the text. A step feeds every row the token that truly comes
+next: decoder, policy, logits and greedy choice, on both sides without what an engine does besides. Both are measured in
+turn, two steps at a time after one that is not counted.
 
 Keys are chosen by what `baton prepare` found for the model, or by `--selection`; where there is none, by a basis that
 is fitted on the spot, and by the paper's alpha and cap. `kv_bytes` is what attention reads in a step, without partial
-keys. `--bars`: a step of `infinigen` is so many times as fast as one of `device`.
+keys. `--bars`: a step of `infinigen` is at least 1.6 times as fast as one of `device`.
 """
 
 import argparse
@@ -39,26 +39,26 @@ from text.tokenizer import Tokenizer
 GRID = "16x4096,8x7500"
 QUICK_GRID = "2x512"
 BAR = 1.6
-"""Times as fast as `device`, at least, in every cell of the grid."""
+"""How many times as fast as `device`, at least, in every cell of the grid."""
 _TEXTS = Path(__file__).parents[1] / "tests" / "data"
 _READ, _FITTED = "emma.txt.gz", "persuasion.txt.gz"
 _STEPS = 2
 _CHARACTERS = 8
-"""Of a token, at most on average."""
+"""Characters of a token, at most on average."""
 _FITTED_TOKENS = 1024
 _COLUMNS = 0.25
-"""Of a head's, in a basis that is fitted here."""
+"""Fraction of a head's columns in a basis that is fitted here."""
 _SELECTION = Selection(alpha=5.0, most_share=0.2, num_first=4, num_last=16)
 
 
 @dataclass(frozen=True)
 class FittedHere(SelectionSource):
-    """Where nothing was prepared for the model."""
+    """A selection that is fitted here, for a model for which nothing was prepared."""
 
     text: Sequence[int] = ()
 
     def load(self) -> PreparedSelection:
-        """A basis of the head's own columns, from the beginning of a text."""
+        """Fit a basis of the head's own columns to the beginning of a text."""
         decoder, kind = self.decoder, BasisKind.COLUMNS
         num_columns = max(1, int(decoder.config.head_dim * _COLUMNS))
         with torch.inference_mode():
@@ -69,13 +69,13 @@ class FittedHere(SelectionSource):
 
 
 def text_ids(folder: Path, name: str, num_tokens: int) -> list[int]:
-    """The first tokens of a novel."""
+    """Return the first tokens of a novel."""
     text = gzip.decompress((_TEXTS / name).read_bytes()).decode()
     return Tokenizer.load(folder).encode(text[: _CHARACTERS * num_tokens])[:num_tokens]
 
 
 def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], num_steps: int) -> list[Context]:
-    """Rows that have read so much of one text, whose KV is `kv`, and can take `num_steps` steps."""
+    """Return rows that have read `lengths` tokens of one text, whose KV is `kv`, and can take `num_steps` steps."""
     return [Context(Passage(tuple(token_ids[: length + num_steps + 1]), length), kv) for length in lengths]
 
 
@@ -83,7 +83,7 @@ def contexts_of(token_ids: Sequence[int], kv: KvBuffer, lengths: Sequence[int], 
 def running(
     decoder: Decoder, policy: str, contexts: Sequence[Context], source: SelectionSource | None
 ) -> Iterator[PassageRows]:
-    """Rows of a policy."""
+    """Open rows of a policy, one for each context; close them afterwards."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
         contextlib.closing(make_residency(policy, shape, decoder.device, source)) as residency,
@@ -93,14 +93,14 @@ def running(
 
 
 class Side:
-    """One policy's rows, and what their last step was."""
+    """One policy's rows, and the result of their last step."""
 
     def __init__(self, rows: PassageRows) -> None:
         self._rows = rows
         self.last: StepScore | None = None
 
     def step_ms(self) -> float:
-        """Mean milliseconds of a few steps, after one that is not counted."""
+        """Return the mean milliseconds of a few steps, after one that is not counted."""
         self._rows.step()
         scores = [self._rows.step() for _ in range(_STEPS)]
         self.last = scores[-1]
@@ -110,7 +110,7 @@ class Side:
 def compare(
     decoder: Decoder, contexts: Sequence[Context], source: SelectionSource, num_pairs: int
 ) -> tuple[Pairs, Pairs]:
-    """Milliseconds of both policies' steps, and the KV bytes that attention read in their last ones."""
+    """Measure milliseconds of both policies' steps, and the KV bytes that attention read in their last ones."""
     with (
         running(decoder, "infinigen", contexts, source) as sparse,
         running(decoder, "device", contexts, None) as device,
@@ -122,7 +122,7 @@ def compare(
 
 
 def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionSource:
-    """What was prepared for the model, or is fitted now."""
+    """Return what was prepared for the model, or a selection that is fitted now."""
     console = Console(stderr=True, highlight=False)
     if path is None and not prepared_path(decoder.layout.model_fingerprint).is_file():
         console.print("  nothing was prepared for this model (baton prepare): a basis is fitted here", style="dim")
@@ -136,7 +136,7 @@ def find_source(decoder: Decoder, folder: Path, path: Path | None) -> SelectionS
 
 
 def run(args: argparse.Namespace) -> int:
-    """All cells; with --bars 1 when one is missed."""
+    """Measure all cells; with --bars, return 1 when a bar is missed."""
     cores = sorted(os.sched_getaffinity(0))
     cores = cores[: args.threads or len(cores)]
     use_cores(cores, len(cores))
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
     parser.add_argument("--threads", type=int, default=0, help="that compute, one core each; 0: all cores")

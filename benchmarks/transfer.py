@@ -1,8 +1,8 @@
 """How fast does KV travel into a slot? Our push against the same bytes in plain protobuf messages (`plain`).
 
-Both go over loopback gRPC into one receiver process of its own: ours checked (stamp, layout, byte count, checksum) and
-written in place, the baseline parsed as `KvPiece` by protobuf, unchecked, and written one piece behind the other. Both
-write into memory that is new, as a leased slot's is. Pieces are 1 MiB at most.
+Both go over loopback gRPC into a receiver process of its own. Ours is checked (stamp, layout, byte count, checksum) and
+written in place; the baseline is parsed as `KvPiece` by protobuf, unchecked, and written one piece behind the other.
+Both write into new memory, as a leased slot's is. Pieces are 1 MiB at most.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from transport.kv_sink import ReserveSpec
 LENGTHS = "64,512,2048,6000"
 QUICK_LENGTHS = "512"
 LAYOUT = KvLayout("benchmark", num_layers=30, num_kv_heads=3, head_dim=64, dtype="bfloat16")
-"""The standard model's."""
+"""KV layout of the standard model, smollm2-135m."""
 MAX_TOKENS = 8192
 _PLAIN = "/baton.benchmark.Plain/Push"
 
 
 class _PlainHandler(grpc.GenericRpcHandler):
-    """The baseline's receiver: protobuf does all the work."""
+    """The baseline's receiver, in which protobuf does all the work."""
 
     def service(
         self, details: grpc.HandlerCallDetails
@@ -64,7 +64,7 @@ async def _drain(pieces: AsyncIterator[kv_pb2.KvPiece], context: object) -> kv_p
 
 
 def _receive(pipe: Connection) -> None:
-    """The receiver's process: serves until told to leave."""
+    """Run the receiver's process: serve until told to exit."""
 
     async def serve() -> None:
         server = make_server()
@@ -84,7 +84,7 @@ def _receive(pipe: Connection) -> None:
 
 
 async def _push(client: KvPushClient, buffer: KvBuffer) -> float:
-    """GB/s of one prompt's KV, layer by layer, into a new lease."""
+    """Return the GB/s of one prompt's KV, pushed layer by layer into a new lease."""
     tokens = buffer.tokens
     spec = ReserveSpec(RequestId("benchmark"), 1, len(tokens), len(tokens), ttl_s=60.0)
     lease = await client.reserve(spec)
@@ -100,7 +100,7 @@ async def _push(client: KvPushClient, buffer: KvBuffer) -> float:
 
 
 async def _push_plain(channel: grpc.aio.Channel, buffer: KvBuffer) -> float:
-    """GB/s of the same pieces as plain messages."""
+    """Return the GB/s of the same pieces as plain messages."""
     call = channel.stream_unary(_PLAIN, kv_pb2.KvPiece.SerializeToString, kv_pb2.PushReply.FromString)
     max_tokens = 2**20 // LAYOUT.row_bytes
 
@@ -133,7 +133,7 @@ async def _measure(args: argparse.Namespace, port: int) -> None:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", default=None, help=f"prompt lengths (default {LENGTHS})")
     args = parser.parse_args()

@@ -2,11 +2,11 @@
 
 Two ranks of one thread each, with the native kernel and KVR-S's chunks, against vLLM with as many threads
 (`--peer-python PATH`, of the environment that `peers/setup_vllm_cpu.sh` makes, and `--peer-model DIR`; without them its
-rows are absent). vLLM lives in one process all along, and both sides are asked in turn; whoever is not asked is idle.
+rows are absent). vLLM lives in one process all along, and both sides are measured in turn; the side that waits is idle.
 
 `bound` is the time that the model's FLOPs take at the rates that the ranks reach, side by side, at nothing but a
-layer's matrices and nothing but attention, divided evenly. What is above it is said by part: waiting for earlier ranks'
-KV, commands and sampling, and on the busiest rank all that is neither (norms, rotations, residuals, merging partial
+layer's matrices and nothing but attention, divided evenly. The time above it is reported by part: waiting for earlier
+ranks' KV, commands and sampling, and on the busiest rank everything else (norms, rotations, residuals, merging partial
 attention, rates that fall short, chunks that are not quite balanced). `--bars`: at most 0.65 of vLLM's time.
 """
 
@@ -56,7 +56,7 @@ _PEER_KV_GB = 2
 
 
 class _Peer:
-    """vLLM in its own environment, waiting for prompts."""
+    """vLLM in its own environment, in a process that waits for prompts."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -65,24 +65,24 @@ class _Peer:
     @classmethod
     @contextlib.contextmanager
     def running(cls, python: Path, model: Path, cores: list[int]) -> Iterator["_Peer"]:
-        """Returns when it is ready, a minute or so later; it has ended afterwards."""
+        """Start vLLM and yield it when it is ready, after a minute or so; end it afterwards."""
         threads = f"VLLM_CPU_OMP_THREADS_BIND={','.join(str(core) for core in cores)}"
         settings = ["env", threads, f"OMP_NUM_THREADS={len(cores)}", f"VLLM_CPU_KVCACHE_SPACE={_PEER_KV_GB}"]
         command = [*settings, str(python), str(_PEER_SCRIPT), str(model), "--serve"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)
             assert process.stdin is not None
-            process.stdin.close()  # which ends it
+            process.stdin.close()  # which ends the process
 
     def ttft_s(self, num_tokens: int) -> float:
-        """Seconds of one new prompt, one token."""
+        """Return the seconds to the first token of one new prompt."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"tokens": num_tokens}) + "\n")
         self._process.stdin.flush()
         return float(str(self._answer()["ttft_s"]))
 
     def _answer(self) -> dict[str, object]:
-        """The next line that is one of the script's; vLLM itself may print too."""
+        """Return the next line that is the script's; vLLM itself may print lines, too."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):
@@ -91,7 +91,7 @@ class _Peer:
 
 
 def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, str]:
-    """The compute bound, with a line that says what it is made of."""
+    """Return the seconds of the compute bound, and a line that says what it is made of."""
     width = len(ranks)
     rates = {
         kind: sum(ranks.rates(RateProbe(kind, _PROBE_S, shape, num_tokens // width), width))
@@ -105,7 +105,7 @@ def bound_s(ranks: Ranks, shape: ModelShape, num_tokens: int) -> tuple[float, st
 
 
 def parts(outcomes: list[Outcome], least_s: float) -> str:
-    """Where the time above the bound goes, medians."""
+    """Return a line that says where the time above the bound goes, in medians."""
 
     def median(values: Iterator[float]) -> float:
         return statistics.median(values)
@@ -122,7 +122,7 @@ def parts(outcomes: list[Outcome], least_s: float) -> str:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Our side, and the peer's where there is one; with --bars 1 when one is missed."""
+    """Measure our side, and the peer's where there is one; with --bars, return 1 when a bar is missed."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))[: args.ranks]
     num_tokens = args.tokens or (QUICK_TOKENS if args.quick else TOKENS)
     pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
@@ -158,7 +158,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Runs the benchmark."""
+    """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=0, help=f"of the prompt; 0: {TOKENS}, or {QUICK_TOKENS} quick")
     parser.add_argument("--ranks", type=int, default=2, help="of the chain, one core each; also vLLM's threads")

@@ -1,1 +1,1 @@
-"""Bringing Baton up: command line, configuration, processes, supervision (layer 3: knows all roles)."""
+"""Brings Baton up: command line, configuration, processes and supervision (layer 3: knows all roles)."""

@@ -1,4 +1,4 @@
-"""The `baton` command. What Baton raises on purpose ends it with status 1 or 2 and one line: what, where, remedy."""
+"""The `baton` command line. A BatonError ends the process with status 1 or 2 and one line: what, where, remedy."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ from deploy.quality import evaluate, prepare
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The whole command line; each command sets `run`."""
+    """Return the parser of the whole command line; each command sets `run`."""
     parser = argparse.ArgumentParser(
         prog="baton", description="Serves large language models with prefill and generation disaggregated."
     )
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; returns the exit status."""
+    """Run one command; return the exit status."""
     args = build_parser().parse_args(argv)
     try:
         status: int = args.run(args)

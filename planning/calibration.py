@@ -1,16 +1,16 @@
-"""What was measured of one model on one kind of machine, as a file: the cost model's numbers and where they come from.
+"""A calibration file: measurements of one model on one kind of machine, and the cost model fitted to them.
 
-    {"kind": "baton-calibration", "schema": 1,
-     "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",
-     "shape": {ModelShape's fields},
-     "prefill_points": [[tokens, seconds], ...],      one rank alone, whole prompts
-     "rank_rows": [[tokens, before, last, seconds], ...],   ranks of chains whose ranks were all busy
-     "link_points": [[bytes, seconds], ...],          single messages between neighbours
-     "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
-     "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
+  {"kind": "baton-calibration", "schema": 1,
+   "model": "smollm2-135m", "hardware": "2 x AMD EPYC, 1 thread a rank", "kernel": "causal",
+   "shape": {ModelShape's fields},
+   "prefill_points": [[tokens, seconds], ...],            one rank alone, whole prompts
+   "rank_rows": [[tokens, before, last, seconds], ...],   ranks of chains whose ranks were all busy
+   "link_points": [[bytes, seconds], ...],                single messages between neighbours
+   "cost": {"linear_s": ..., "pair_s": ..., "fixed_s": ..., "issue_s": ..., "head_s": ..., "copy_s": ...},
+   "link": {"latency_s": ..., "bandwidth": ...}, "push": null, or as link}
 
-Without points and rows, the numbers come from the hardware's nominal rates. The fingerprint names what a table of
-partitions was made for. Pure but for load and save, which block on the disk.
+A file without points and rows holds costs that were derived from the hardware's nominal rates. The fingerprint names
+the model and hardware that a table of partitions was made for. Pure, except that load and save block on the disk.
 """
 
 import dataclasses
@@ -38,25 +38,25 @@ Points = tuple[tuple[float, float], ...]
 
 @dataclass(frozen=True)
 class Calibration:
-    """A cost model with its origin."""
+    """A cost model, what it was measured on, and the measurements that it was fitted to."""
 
     model: str
     """Name of the model."""
     hardware: str
-    """What tells this kind of rank and link from others: processor, threads or GPU, interconnect."""
+    """Description that tells this kind of rank and link from others: processor, threads or GPU, interconnect."""
     kernel: Kernel
-    """Which of its pairs a lone rank computed."""
+    """Which (query, key) pairs a lone rank computed in the measurements."""
     shape: ModelShape
     prefill_points: Points
     """(tokens, seconds) of whole prompts on one rank alone."""
     link_points: Points
-    """(bytes, seconds) of single messages."""
+    """(bytes, seconds) of single messages between neighbours."""
     cost: CostModel
     rank_rows: tuple[RankRow, ...] = ()
-    """What ranks of a chain computed while all of them were busy."""
+    """Chunks that ranks of chains computed while all ranks were busy, with their seconds."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError that names the field of a number that cannot have been measured."""
+        """Raise ConfigError that names the field of a number that cannot have been measured."""
         rows = [(row.tokens, row.before, row.seconds) for row in self.rank_rows]
         for name, measured in (
             ("prefill_points", self.prefill_points),
@@ -84,7 +84,8 @@ class Calibration:
 def calibrate(
     model: str, hardware: str, shape: ModelShape, *, kernel: Kernel, prefill_points: Points, link_points: Points
 ) -> Calibration:
-    """Fits a cost model to measurements. Raises InvalidArgumentError for too few points."""
+    """Fit a cost model to measurements of a lone rank and of single messages. Raises InvalidArgumentError for too few
+    points."""
     prefill, link = fit_prefill(prefill_points, shape.num_layers, kernel), fit_link(link_points)
     cost = CostModel(
         num_layers=shape.num_layers,
@@ -102,11 +103,13 @@ def calibrate(
 def calibrate_chain(
     origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
 ) -> tuple[Calibration, float]:
-    """Fits to a chain in service: `origin` says of which model and hardware. Also the rows' largest residual.
+    """Fit a cost model to measurements of a chain in service. Return it and the largest residual of the rows, a
+    fraction.
 
-    `request_s`: seconds that a request took besides its chain; counted as head_s. Without `link_points` (a chain of one
-    rank) the link stays the origin's; its bandwidth does too where larger messages took no longer, as on an idle fast
-    link. Raises InvalidArgumentError for too few rows, or times that do not grow.
+    `origin` names the model and hardware. `request_s` is the seconds that a request took besides its chain; it becomes
+    head_s. Without `link_points` (a chain of one rank) the link stays that of `origin`. Its bandwidth stays too where
+    larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or times that
+    do not grow.
     """
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
@@ -128,17 +131,18 @@ def calibrate_chain(
 
 
 def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Calibration:
-    """What is assumed of a model before anything is measured: its FLOPs and bytes at nominal rates."""
+    """Return the calibration that is assumed before anything is measured: the model's FLOPs and bytes at nominal
+    rates."""
     return Calibration(model, hardware, Kernel.CAUSAL, shape, (), (), derive(shape, rates))
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Writes the file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    """Write the calibration to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
     json_file.write(path, dumps(calibration))
 
 
 def dumps(calibration: Calibration) -> str:
-    """The file's text."""
+    """Return the text of the calibration's file."""
     cost = calibration.cost
     fields = {
         "model": calibration.model,
@@ -157,12 +161,12 @@ def dumps(calibration: Calibration) -> str:
 
 
 def load(path: Path) -> Calibration:
-    """Reads what `save` wrote. Raises ConfigError that names file, field and remedy."""
+    """Read a calibration from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
     return _calibration(json_file.read(path, KIND, SCHEMA), str(path))
 
 
 def loads(text: str, where: str) -> Calibration:
-    """Reads what `dumps` wrote; `where` names it in errors. Raises ConfigError that names field and remedy."""
+    """Read a calibration from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
     return _calibration(json_file.parse(text, KIND, SCHEMA, where), where)
 
 
@@ -196,13 +200,13 @@ def _calibration(data: dict[str, Any], where: str) -> Calibration:
 def _measured_link(points: Points, former: Link) -> Link:
     try:
         return fit_link(points).link
-    except InvalidArgumentError:  # sizes are alike, or made no difference: what is left is the latency
+    except InvalidArgumentError:  # all sizes are alike, or made no difference: only the latency can be fitted
         beyond_s = [seconds - num_bytes / former.bandwidth for num_bytes, seconds in points]
         return Link(max(statistics.median(beyond_s), 0.0), former.bandwidth)
 
 
 def _link_fields(link: Link) -> dict[str, float | None]:
-    """An infinite bandwidth is null: JSON has no infinity."""
+    """Return the link's fields for JSON, which has no infinity: an infinite bandwidth is null."""
     return {"latency_s": link.latency_s, "bandwidth": None if link.bandwidth == float("inf") else link.bandwidth}
 
 
@@ -226,7 +230,7 @@ def _points(data: dict[str, Any], name: str, where: str) -> Points:
 
 
 def _rows(data: dict[str, Any], where: str) -> tuple[RankRow, ...]:
-    """Files of lone ranks have none."""
+    """Return the rank rows of a file; empty for a file of lone ranks, which has none."""
     try:
         return tuple(
             RankRow(int(tokens), int(before), bool(last), float(seconds))

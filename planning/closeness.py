@@ -1,5 +1,4 @@
-"""How far two sets of measurements are apart, by what is predicted from them: a check on what is to replace others.
-Pure."""
+"""How far the predictions of two calibrations or step times differ: a check before one replaces the other. Pure."""
 
 from collections.abc import Iterable
 
@@ -12,18 +11,18 @@ from planning.step_times import StepTimes
 from planning.wavefront import chain_ttft
 
 MEASURED_FACTOR = 10.0
-"""By which predictions may differ from those of earlier measurements."""
+"""Largest factor by which predictions may differ from those of earlier measurements."""
 NOMINAL_FACTOR = 100.0
-"""By which they may differ from those of nominal rates, which no machine reaches."""
+"""Largest factor by which predictions may differ from those of nominal rates, which no machine reaches."""
 _CHAINS = ((256,), (4096,), (2048, 2048))
-"""Chunks of chains whose time to first token is compared."""
+"""Chunks of the chains whose predicted time to first token is compared."""
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
-"""(rows, tokens a row) of generation steps whose time is compared."""
+"""(rows, tokens a row) of the generation steps whose predicted time is compared."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
-    """Raise InvalidArgumentError when predictions by `given` are many times as long, or as short, as those by `own`,
-    which are in force."""
+    """Raise InvalidArgumentError when a prediction by `given` is many times as long, or as short, as by `own`, the one
+    in force."""
     most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
     for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
         if not old_s / most <= new_s <= old_s * most:
@@ -41,6 +40,6 @@ def _names(of: Calibration | StepTimes) -> Iterable[str]:
 
 def _seconds(of: Calibration | StepTimes) -> Iterable[float]:
     if isinstance(of, Calibration):
-        with np.errstate(over="ignore", invalid="ignore"):  # what is beyond all numbers is not close
+        with np.errstate(over="ignore", invalid="ignore"):  # a prediction beyond the range of floats is not close
             return [float(chain_ttft(chunks, of.cost, BATON)) for chunks in _CHAINS]
     return [of.step_s(rows, context) for rows, context in _STEPS]

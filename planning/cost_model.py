@@ -1,12 +1,12 @@
-"""What a layer of prefill costs one rank, and a message a link: the numbers that all predictions are made of.
+"""The cost model: what a layer of prefill costs one rank and a message a link. All predictions are made of it.
 
-    linear_s   a token through a layer's matrices            fixed_s   a layer, whatever the chunk (adds)
-    pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
-    kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
-    link       seconds before the first byte, bytes a second
+  linear_s   a token through a layer's matrices            fixed_s   a layer, whatever the chunk (adds)
+  pair_s     a (query, key) pair in a layer                issue_s   a layer's kernels, issued by the host while the
+  kv_bytes   a token's K and V in a layer                            device runs behind (a floor, does not add)
+  link       seconds before the first byte, bytes a second
 
-Measured per model and machine (`planning.fit`), or derived from a shape and a hardware's rates (`planning.hardware`).
-Symbols as in docs/kv_runahead.md; a and b there are linear_s and pair_s. Pure.
+The numbers are measured per model and machine (`planning.fit`), or derived from a shape and a hardware's rates
+(`planning.hardware`). Symbols are those of docs/kv_runahead.md, where a and b are linear_s and pair_s. Pure.
 """
 
 import dataclasses
@@ -17,15 +17,15 @@ from enum import Enum
 from baton.errors import ConfigError
 
 COSTS = ("linear_s", "pair_s", "fixed_s", "issue_s", "head_s", "copy_s")
-"""The fields of a CostModel that are seconds."""
+"""Names of the fields of a CostModel that are seconds."""
 
 
 @dataclass(frozen=True)
 class Link:
-    """A full-duplex way from one rank to the next."""
+    """A full-duplex connection from one rank to the next: latency and bandwidth."""
 
     latency_s: float = 0.0
-    """Seconds that a message takes beyond its bytes."""
+    """Seconds that a message takes besides the transfer of its bytes."""
     bandwidth: float = math.inf
     """Bytes a second in one direction."""
 
@@ -35,33 +35,36 @@ class Link:
             raise ConfigError(f"link: bandwidth = {self.bandwidth} is out of range: give bytes a second above 0")
 
     def seconds(self, num_bytes: float) -> float:
-        """One message, alone."""
+        """Return the seconds that one message of `num_bytes` takes on an idle link."""
         return self.latency_s + num_bytes / self.bandwidth
 
     def times(self, factor: float) -> "Link":
-        """A link on which everything takes so many times as long."""
+        """Return a link on which everything takes `factor` times as long."""
         return Link(self.latency_s * factor, self.bandwidth / factor)
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """One model on one kind of rank, joined by one kind of link. Times in seconds; all but head_s are per layer."""
+    """Costs of one model on one kind of rank, joined by one kind of link. Times in seconds; all but head_s are per
+    layer."""
 
     num_layers: int
     linear_s: float
     pair_s: float
     kv_bytes: int
     project_share: float = 0.25
-    """Part of the linear time that comes before a chunk's KV can leave: query, key and value projections."""
+    """Fraction of the linear time that comes before a chunk's KV can leave: query, key and value projections."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """The last token's logits, once; where it was measured in service, all that a request takes besides its chain."""
+    """Seconds for the last token's logits, once a prompt; where measured in service, all that a request takes besides
+    its chain."""
     copy_s: float = 0.0
-    """Writing one token's KV again at another place, for protocols that need it contiguous. Baton does not."""
+    """Seconds to write one token's KV again at another place, for protocols that need it contiguous. Baton's does
+    not."""
     link: Link = field(default_factory=Link)
     push: Link | None = None
-    """Each rank's own way to the generation group; None: the time to push KV is left out."""
+    """Each rank's own connection to the generation group; None: the time to push KV is left out."""
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
@@ -74,58 +77,61 @@ class CostModel:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
 
     def times(self, factor: float) -> "CostModel":
-        """Everything takes so many times as long, links included: the best division of a prompt stays the same."""
+        """Return costs by which everything takes `factor` times as long, links included. The best division of a prompt
+        stays the same."""
         slower = {name: factor * getattr(self, name) for name in COSTS}
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
     def without_links(self) -> "CostModel":
-        """The same ranks, joined by links that take no time."""
+        """Return the costs of the same ranks, joined by links that take no time."""
         return dataclasses.replace(self, link=Link(), push=None, copy_s=0.0)
 
 
 class Kernel(Enum):
-    """What of a rank's attention rectangle is computed."""
+    """Which part of a rank's rectangle of (query, key) pairs attention computes."""
 
     DENSE = "dense"
-    """All of it, masked afterwards: the paper's."""
+    """The whole rectangle, masked afterwards, as in the KV-Runahead paper."""
     CAUSAL = "causal"
-    """Own square below the diagonal only: Baton's."""
+    """The rectangle without the upper half of the rank's own square, as in Baton."""
 
 
 class Receive(Enum):
-    """When a rank takes in the earlier tokens' KV of a layer."""
+    """When a rank receives the earlier tokens' KV of a layer."""
 
     BLOCKING = "blocking"
-    """Before it does anything for that layer; the message sets out only then (the paper's table 5)."""
+    """Received before the rank does anything for that layer; the message sets out only then (table 5 of the KV-Runahead
+    paper)."""
     OVERLAPPED = "overlapped"
-    """Posted early, needed after projecting (the paper's section 4.3)."""
+    """Receive posted early; the KV is needed after projecting (section 4.3 of the KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
-    """Posted early, needed after projecting and attending to its own chunk: Baton's."""
+    """Receive posted early; the KV is needed after projecting and attending to the rank's own chunk, as in Baton."""
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a chain works, whatever the hardware."""
+    """How a chain works, independent of the hardware."""
 
     kernel: Kernel
     receive: Receive
     cut_through: bool = False
-    """Whether each rank's chunk is a message of its own, passed on as it arrives; else a layer's KV is one message."""
+    """Whether each rank's chunk is a message of its own that is passed on as it arrives; else a layer's KV is one
+    message."""
     skip_last: bool = True
-    """Whether the last layer stops after projecting but for the last token."""
+    """Whether the last layer computes only KV and the last token's output."""
     num_copies: int = 0
     """How often a rank rewrites a layer's KV before it sends it."""
 
 
 PAPER = Protocol(Kernel.DENSE, Receive.BLOCKING, skip_last=False, num_copies=2)
-"""Table 5 of the paper, to the letter: receive, project, cat, stack, send, attend."""
+"""Protocol of table 5 of the KV-Runahead paper, to the letter: receive, project, cat, stack, send, attend."""
 PAPER_OVERLAPPED = Protocol(Kernel.DENSE, Receive.OVERLAPPED, skip_last=False)
-"""Its section 4.3: receives overlapped with the projections."""
+"""Protocol of section 4.3 of the KV-Runahead paper: receives overlap with the projections."""
 BATON = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST, cut_through=True)
-"""What `prefill_workers` do; their relay's pieces are finer than a chunk."""
+"""Protocol of `prefill_workers`; their relay's pieces are finer than the chunks assumed here."""
 STORE_AND_FORWARD = Protocol(Kernel.CAUSAL, Receive.LOCAL_FIRST)
-"""BATON with a relay that waits for a whole layer."""
+"""Baton's protocol with a relay that waits for a whole layer."""
 
 PROTOCOLS = {
     "paper": PAPER,
@@ -136,7 +142,8 @@ PROTOCOLS = {
 
 
 def dot_products(chunks: tuple[int, ...], kernel: Kernel = Kernel.DENSE) -> tuple[int, ...]:
-    """(query, key) pairs that each rank of a chain computes (DENSE: the paper, figure 5; CAUSAL: with the diagonal)."""
+    """Return the (query, key) pairs that each rank of a chain computes (DENSE: the paper, figure 5; CAUSAL: with the
+    diagonal)."""
     ends = [sum(chunks[: rank + 1]) for rank in range(len(chunks))]
     if kernel is Kernel.DENSE:
         return tuple(chunk * end for chunk, end in zip(chunks, ends, strict=True))
@@ -144,12 +151,13 @@ def dot_products(chunks: tuple[int, ...], kernel: Kernel = Kernel.DENSE) -> tupl
 
 
 def chain_traffic(chunks: tuple[int, ...]) -> int:
-    """K and V entries (two a token) that a chain sends in one layer (equation 7 of the paper, for any chunks)."""
+    """Return the K and V entries (two a token) that a chain sends in one layer (equation 7 of the paper, for any
+    chunks)."""
     return 2 * sum(sum(chunks[: rank + 1]) for rank in range(len(chunks) - 1))
 
 
 def all_gather_traffic(num_tokens: int, num_ranks: int) -> int:
-    """K and V entries that an all-gather sends in one layer (equation 5 of the paper)."""
+    """Return the K and V entries (two a token) that an all-gather sends in one layer (equation 5 of the paper)."""
     return 2 * (num_ranks - 1) * num_tokens
 
 

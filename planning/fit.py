@@ -1,6 +1,6 @@
-"""From measurements to a cost model's numbers: least squares with no negative coefficient.
+"""Fits a cost model's numbers to measurements: least squares with no negative coefficient.
 
-Points are weighed by 1 / seconds: a short prompt that is 5 % off counts as much as a long one. Pure.
+Points are weighed by 1 / seconds, so that a short prompt that is 5 % off counts as much as a long one. Pure.
 """
 
 import itertools
@@ -18,40 +18,41 @@ from planning.wavefront import rank_seconds, work_of
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank of a chain computed: a chunk of a prompt through all layers."""
+    """One measurement of a rank of a chain: a chunk of a prompt that went through all layers."""
 
     tokens: int
-    """Of its chunk."""
+    """Tokens of the rank's chunk."""
     before: int
-    """Keys before the chunk: cached, and of earlier ranks."""
+    """Keys before the chunk: cached ones, and those of earlier ranks."""
     is_last: bool
-    """Whether it was the chain's last rank; the others end once their last KV can leave."""
+    """Whether the rank was its chain's last; the others end once their last KV can leave."""
     seconds: float
-    """Waits aside."""
+    """Seconds that the rank computed, without its waits."""
 
 
 @dataclass(frozen=True)
 class PrefillFit:
-    """Prefill of C tokens, a layer: fixed_s + linear_s C + pair_s times their pairs."""
+    """Fitted prefill costs: a layer of C tokens takes fixed_s + linear_s C + pair_s times the number of their pairs."""
 
     linear_s: float
     pair_s: float
     fixed_s: float
     residual: float
-    """The largest deviation of a point from the fit, as a fraction of its seconds."""
+    """Largest deviation of a point from the fit, as a fraction of its seconds."""
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """A message of B bytes: latency_s + B / bandwidth."""
+    """A fitted link: a message of B bytes takes latency_s + B / bandwidth."""
 
     link: Link
     residual: float
-    """The largest deviation of a point from the fit, as a fraction of its seconds."""
+    """Largest deviation of a point from the fit, as a fraction of its seconds."""
 
 
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
-    """From (tokens, seconds) of whole prompts on one rank, all layers. Raises InvalidArgumentError for too few."""
+    """Fit prefill costs to (tokens, seconds) of whole prompts through all layers of one rank. Raises
+    InvalidArgumentError for too few points."""
     tokens, seconds = _points("points", "token counts", points)
     pairs = tokens**2 * (1.0 if kernel is Kernel.DENSE else 0.5)
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
@@ -60,15 +61,15 @@ def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: 
 
 
 def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> PrefillFit:
-    """From chunks of chains, their ranks all busy. Of `known`, only what is no time counts: layers, project_share.
-    Raises InvalidArgumentError for too few."""
+    """Fit prefill costs to chunks of chains whose ranks were all busy. Of `known`, only num_layers and project_share
+    are used. Raises InvalidArgumentError for too few rows."""
     _points("rank_rows", "chunks", [(row.tokens * row.tokens + row.tokens * row.before, row.seconds) for row in rows])
     chunks = np.array([[row.tokens] for row in rows], dtype=np.float64)
     before = np.array([[row.before] for row in rows], dtype=np.float64)
     is_last = np.array([[row.is_last] for row in rows])
 
     def column(linear_s: float, pair_s: float, fixed_s: float) -> NDArray[np.float64]:
-        """Seconds of all rows if these were the costs."""
+        """Return the seconds of all rows if these were the costs."""
         cost = CostModel(known.num_layers, linear_s, pair_s, 0, known.project_share, fixed_s=fixed_s)
         return rank_seconds(work_of(chunks, cost, protocol, before), is_last, cost, protocol)[:, 0]
 
@@ -79,7 +80,8 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
 
 
 def fit_link(points: Sequence[tuple[float, float]]) -> LinkFit:
-    """From (bytes, seconds) of single messages. Raises InvalidArgumentError for too few, or times that do not grow."""
+    """Fit a link to (bytes, seconds) of single messages. Raises InvalidArgumentError for too few points, or times that
+    do not grow."""
     num_bytes, seconds = _points("points", "sizes", points)
     (latency_s, byte_s), residual = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
@@ -98,13 +100,14 @@ def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tupl
 
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
-    """Coefficients of the best combination of columns `[N, at most 3]` for the seconds `[N]`, none negative, and the
-    largest deviation, as a fraction of its seconds.
+    """Fit non-negative coefficients of the columns `[N, at most 3]` to the seconds `[N]`. Return them and the largest
+    deviation, as a fraction of its seconds.
 
-    With three unknowns at most, the best of all subsets whose plain least squares is non-negative is exact.
+    With at most three unknowns, trying plain least squares on every subset of columns and keeping the best non-negative
+    solution is exact.
     """
     scaled = columns / seconds[:, None]
-    scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # of a column of zeros: it helps nowhere
+    scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]
     best, best_error = np.zeros(num_columns), np.ones(len(seconds))
     for size in range(1, num_columns + 1):

@@ -1,4 +1,4 @@
-"""Kinds of rank by the rates they reach, and a model's costs from its FLOPs and bytes at these rates. Pure."""
+"""Kinds of rank by the rates that they reach, and a model's costs derived from its FLOPs and bytes. Pure."""
 
 import dataclasses
 import math
@@ -11,17 +11,18 @@ from planning.model_shape import ModelShape
 
 @dataclass(frozen=True)
 class Hardware:
-    """What a kind of rank reaches in practice, not on paper."""
+    """The rates that a kind of rank reaches in practice, not on paper."""
 
     linear_flops: float
     """FLOP/s of the layers' matrices."""
     pair_flops: float
-    """FLOP/s of attention."""
+    """FLOP/s of the attention kernel."""
     link: Link
     scores_per_s: float = math.inf
-    """Attention scores (one a query, key and head) a second, where a kernel that stores them is bound by that."""
+    """Attention scores (one for each query, key and head) a second, for a kernel that stores them and is bound by
+    that."""
     memory_bandwidth: float = math.inf
-    """Bytes a second, for copies."""
+    """Bytes a second of memory copies."""
     fixed_s: float = 0.0
     issue_s: float = 0.0
 
@@ -32,7 +33,7 @@ class Hardware:
 
 
 def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> CostModel:
-    """A model's costs from its FLOPs and bytes."""
+    """Derive a model's costs from its FLOPs and bytes at the hardware's rates."""
     return CostModel(
         num_layers=shape.num_layers,
         linear_s=shape.linear_flops / hardware.linear_flops,
@@ -49,7 +50,7 @@ def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> C
 
 
 HARDWARE = {
-    # What benchmarks.simulate_paper finds from the paper's one-GPU row: attention that stores its scores, NVLink.
+    # Fitted by benchmarks.simulate_paper to the paper's one-GPU row: attention that stores its scores, NVLink.
     "a100-eager": Hardware(
         linear_flops=1.6988e14,
         pair_flops=1.56e14,
@@ -59,26 +60,26 @@ HARDWARE = {
         fixed_s=3.215e-5,
         issue_s=2.925e-3,
     ),
-    # An assumption, not a measurement: 40 % of an H100's dense bf16 peak in both, and a 400 Gbit/s network.
+    # Assumed, not measured: 40 % of an H100's dense bf16 peak for matrices and attention, and a 400 Gbit/s network.
     "h100-flash": Hardware(4e14, 4e14, Link(15e-6, 50e9), memory_bandwidth=3.35e12),
     # One core of an AMD EPYC (Zen 4) whose neighbours compute too, loopback between ranks: torch's bf16 matrices and
-    # the native attention kernel; in fp32, torch's for both.
+    # the native attention kernel; in fp32, torch's matrices and attention.
     "cpu-core": Hardware(2.1e11, 1.65e11, Link(1e-4, 2e9), memory_bandwidth=1e10),
     "cpu-core-fp32": Hardware(1e11, 7.5e10, Link(1e-4, 2e9), memory_bandwidth=1e10),
 }
-"""Kinds of rank by name. What is used in earnest is measured (`planning.calibration`)."""
+"""Kinds of rank by name, for estimates; a service measures its own (`planning.calibration`)."""
 
 
 def hardware_of(name: str) -> Hardware:
-    """A known kind of rank. Raises ConfigError for an unknown name."""
+    """Return the kind of rank of that name. Raises ConfigError for an unknown name."""
     if name not in HARDWARE:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(HARDWARE)}, or a calibration file")
     return HARDWARE[name]
 
 
 def cpu_rank(num_threads: int, dtype_bytes: int) -> Hardware:
-    """A rank of so many cores by nominal rates: 2 bytes for bf16, 4 for fp32. A guess, for as long as nothing is
-    measured."""
+    """Return the nominal rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. A guess
+    that serves until something is measured."""
     core = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
     rates = {name: getattr(core, name) * num_threads for name in ("linear_flops", "pair_flops")}
     return dataclasses.replace(core, **rates)

@@ -1,4 +1,4 @@
-"""JSON files with a schema number: read with errors that name file, field and remedy; written whole or not at all."""
+"""JSON files with a schema number: errors name file, field and remedy, and a file is written whole or not at all."""
 
 import json
 import sys
@@ -10,7 +10,8 @@ from baton.errors import ConfigError
 
 
 def read(path: Path, kind: str, schema: int) -> dict[str, Any]:
-    """The file's object. Raises ConfigError if it cannot be read, is no JSON, or is of another kind or schema."""
+    """Read a file and return its object. Raises ConfigError if it cannot be read, is no JSON, or is of another kind or
+    schema."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -21,7 +22,8 @@ def read(path: Path, kind: str, schema: int) -> dict[str, Any]:
 
 
 def parse(text: str, kind: str, schema: int, where: str) -> dict[str, Any]:
-    """A file's text, as `read`; `where` names it in errors."""
+    """Parse a file's text and return its object. Raises ConfigError, naming `where`, if the text is no JSON, or of
+    another kind or schema."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -36,13 +38,14 @@ def parse(text: str, kind: str, schema: int, where: str) -> dict[str, Any]:
 
 
 def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
-    """The text of a file, which `parse` reads."""
+    """Return the text of a file with these fields; `parse` reads it."""
     return json.dumps({"kind": kind, "schema": schema, **fields}, indent=1, allow_nan=False) + "\n"
 
 
 def write(path: Path, text: str) -> None:
-    """Replaces the file in one step. Raises ConfigError when the folder cannot be written to."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # another writer's is another file
+    """Write the text to a file, replacing one that is there in one step. Raises ConfigError when the folder cannot be
+    written to."""
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # unique for each writer
     try:
         try:
             partial.write_text(text, encoding="utf-8")
@@ -54,7 +57,7 @@ def write(path: Path, text: str) -> None:
 
 
 def number(data: dict[str, Any], name: str, where: str) -> float:
-    """A finite number. Raises ConfigError for a missing field, or something else."""
+    """Return a field that is a finite number. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
         raise ConfigError(f"{where}: {name} = {value!r} is no number: give one")
@@ -62,7 +65,7 @@ def number(data: dict[str, Any], name: str, where: str) -> float:
 
 
 def text(data: dict[str, Any], name: str, where: str) -> str:
-    """A text that says something. Raises ConfigError for a missing field, or something else."""
+    """Return a field that is a non-empty text. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, str) or not value:
         raise ConfigError(f"{where}: {name} = {value!r} is no text: give a name")
@@ -70,7 +73,7 @@ def text(data: dict[str, Any], name: str, where: str) -> str:
 
 
 def section(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
-    """A nested object. Raises ConfigError for a missing field, or something else."""
+    """Return a field that is a nested object. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: {name} = {value!r} is no object: give its fields")

@@ -1,8 +1,8 @@
 """How long a generation group takes to prefill a prompt by itself, in chunks between its decode steps.
 
-A step that decodes and prefills takes at most so many times as long as decoding alone: what is left of it is prefill.
-So a prompt beside running rows takes its own computation and, for each chunk, a decode step; beside none, its
-computation alone. Pure.
+A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone; the rest of it is
+prefill. So a prompt takes its own computation and, when there are running rows, one decode step for each of its chunks.
+Pure.
 """
 
 import math
@@ -11,19 +11,20 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 LEAST_STEP_TOKENS = 16
-"""Of prefill in a step, whatever the bound: so that prefills progress, and their speed stays known."""
+"""Prefill tokens that every step takes at least, whatever the bound, so that prefills progress and their speed stays
+known."""
 
 
 @dataclass(frozen=True)
 class LocalPrefill:
-    """Generation groups as they are configured. Raises InvalidArgumentError on a bad field."""
+    """How generation groups are configured to prefill by themselves. Raises InvalidArgumentError on a bad field."""
 
     speed: float
-    """Of their computing, over that of one prefill rank."""
+    """Speed of a group's computing, as a multiple of that of one prefill rank."""
     max_step_stretch: float
-    """How many times as long as without prefill a step may take."""
+    """Longest duration of a step with prefill, as a multiple of the duration without."""
     max_step_tokens: int
-    """Of prefill in one step."""
+    """Prefill tokens in one step, at most."""
 
     def __post_init__(self) -> None:
         for name, least in (("speed", 0.0), ("max_step_stretch", 1.0), ("max_step_tokens", 1)):
@@ -32,8 +33,9 @@ class LocalPrefill:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least {least}, a speed above 0")
 
     def steps_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
-        """Seconds of decoding until a prompt of `num_tokens`, which takes `prefill_s` alone, is prefilled, and of half
-        a step that runs when it comes; `step_s`: of a step that only decodes, 0 where no row does."""
+        """Return the seconds of decoding that delay a prompt of `num_tokens`, which takes `prefill_s` alone: one decode
+        step of `step_s` for each of its chunks, and half a step that runs when it arrives. `step_s` is 0 when there are
+        no running rows."""
         if step_s <= 0 or num_tokens < 1:
             return 0.0
         token_s = prefill_s / num_tokens

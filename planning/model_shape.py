@@ -1,6 +1,6 @@
-"""What of a model decides how long prefill takes: layers, heads, widths; and the shapes of well-known models.
+"""The properties of a model that decide how long prefill takes: layers, heads, widths; and shapes of well-known models.
 
-Pure. Used by the cost model and by `baton simulate`.
+Used by the cost model and by `baton simulate`. Pure.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder with grouped-query attention. FLOPs count a multiply-add as two."""
+    """The shape of a decoder with grouped-query attention. FLOPs count a multiply-add as two."""
 
     num_layers: int
     hidden: int
@@ -24,7 +24,7 @@ class ModelShape:
     """Width inside the feed-forward part."""
     vocab: int
     gated: bool = True
-    """Whether the feed-forward part has three matrices (SwiGLU), or two."""
+    """Whether the feed-forward part has three matrices (SwiGLU) or two."""
     dtype_bytes: int = 2
     """Bytes of one element of weights and KV."""
 
@@ -40,12 +40,12 @@ class ModelShape:
 
     @property
     def projection_weights(self) -> int:
-        """Weights of a layer's query, key and value matrices: what comes before its KV can leave."""
+        """Weights of a layer's query, key and value matrices, whose work comes before the layer's KV can leave."""
         return self.hidden * self.head_dim * (self.num_heads + 2 * self.num_kv_heads)
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's matrices."""
+        """Weights of all matrices of one layer."""
         return (
             self.projection_weights
             + self.hidden * self.head_dim * self.num_heads
@@ -54,7 +54,7 @@ class ModelShape:
 
     @property
     def project_share(self) -> float:
-        """The part of a layer's linear work that comes before its KV can leave."""
+        """Fraction of a layer's linear work that comes before its KV can leave."""
         return self.projection_weights / self.layer_weights
 
     @property
@@ -95,18 +95,18 @@ SHAPES = {
 
 
 TIED = frozenset({"falcon-1b", "falcon-7b", "smollm2-135m"})
-"""Those of SHAPES whose head is their embedding."""
+"""Models among SHAPES whose output head shares its weights with the embedding."""
 
 
 def shape_of(name: str) -> ModelShape:
-    """The shape of a known model. Raises ConfigError for an unknown name."""
+    """Return the shape of a known model. Raises ConfigError for an unknown name."""
     if name not in SHAPES:
         raise ConfigError(f"model = {name!r} is unknown: use one of {', '.join(SHAPES)}, or give its shape")
     return SHAPES[name]
 
 
 def shape_from(fields: dict[str, Any], where: str) -> ModelShape:
-    """A shape from its fields by name. Raises ConfigError, with `where` it came from, for missing or unknown ones."""
+    """Build a shape from its fields by name. Raises ConfigError, with `where`, for missing or unknown fields."""
     known = {field.name: field for field in dataclasses.fields(ModelShape)}
     required = [name for name, field in known.items() if field.default is dataclasses.MISSING]
     if unknown := sorted(set(fields) - set(known)):

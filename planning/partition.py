@@ -1,6 +1,6 @@
 """How a prompt is divided among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
-Called once per job, before step 4 of a request's way (DESIGN.md, section 4). Pure.
+Called once a job, before step 4 of a request's way (DESIGN.md, section 4). Pure.
 """
 
 from typing import Protocol
@@ -10,19 +10,19 @@ from baton.types import TokenRange
 
 
 class Partitioner(Protocol):
-    """Divides a prompt's uncached tokens among ranks."""
+    """Divides the uncached tokens of a prompt among the ranks of a chain."""
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """One consecutive, non-empty range a rank, in rank order, covering `tokens` exactly.
+        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens` exactly.
 
-        `tokens.start` is the number of cached tokens before the chunk that rank 0 takes. Returns fewer ranges than
-        `num_ranks` when there are fewer tokens than ranks. Raises InvalidArgumentError for no tokens or no ranks.
+        `tokens.start` is the number of cached tokens before the chunk of rank 0. Returns fewer ranges than `num_ranks`
+        when there are fewer tokens than ranks. Raises InvalidArgumentError for no tokens or no ranks.
         """
         ...
 
 
 class EvenPartitioner:
-    """KVR-E: chunks of equal length, the remainder spread over the first ranks."""
+    """KVR-E: chunks of equal length, with the remainder spread over the first ranks."""
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         check_partition_request(tokens, num_ranks)
@@ -37,7 +37,7 @@ class EvenPartitioner:
 
 
 def check_partition_request(tokens: TokenRange, num_ranks: int) -> None:
-    """What every partitioner refuses, with one wording."""
+    """Raise InvalidArgumentError for no tokens or no ranks, in the same words for every partitioner."""
     if not len(tokens):
         raise InvalidArgumentError(f"tokens = [{tokens.start}, {tokens.end}) is empty: at least one is to be computed")
     if num_ranks < 1:

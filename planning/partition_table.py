@@ -2,7 +2,8 @@
 
 A table belongs to one model on one hardware (a calibration's fingerprint). For each number of ranks it holds knots:
 context lengths with the fractions of the prompt that each rank takes. Between two knots the fractions are interpolated
-linearly, outside they are those of the nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure but for load and save.
+linearly; outside they are those of the nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure, except that load and
+save block on the disk.
 """
 
 import itertools
@@ -24,24 +25,25 @@ SCHEMA = 1
 
 _SUM_TOLERANCE = 1e-6
 _KNOT_SLACK = 0.005
-"""Knots may be so much slower than the best, for the sake of what lies between them (`search`)."""
+"""Fraction by which a knot may be slower than the best partition, so that neighbouring knots resemble each other
+(`search`)."""
 
 
 @dataclass(frozen=True)
 class Knot:
-    """A searched partition."""
+    """The partition that was searched for one context length."""
 
     num_tokens: int
     fractions: tuple[float, ...]
-    """Of the prompt, one a rank, in rank order; they sum to 1."""
+    """Fractions of the prompt, one for each rank, in rank order; they sum to 1."""
 
 
 @dataclass(frozen=True)
 class PartitionTable:
-    """Knots by number of ranks, each list ascending by context length."""
+    """Searched partitions (knots) by number of ranks, each list ascending by context length."""
 
     fingerprint: str
-    """Of the calibration that the partitions were searched with."""
+    """Fingerprint of the calibration that the partitions were searched with."""
     knots: Mapping[int, tuple[Knot, ...]]
 
     def __post_init__(self) -> None:
@@ -55,7 +57,8 @@ class PartitionTable:
                 _check(knot, num_ranks, where)
 
     def fractions(self, num_tokens: int, num_ranks: int) -> tuple[float, ...]:
-        """Interpolated fractions. Raises ConfigError when the table has no knots for this number of ranks."""
+        """Return the fractions for `num_tokens`, interpolated between knots. Raises ConfigError when the table has no
+        knots for this number of ranks."""
         knots = self.knots.get(num_ranks)
         if knots is None:
             known = ", ".join(str(ranks) for ranks in sorted(self.knots)) or "none"
@@ -69,13 +72,15 @@ class PartitionTable:
 
 
 class PredictedPartitioner:
-    """KVR-P over a table. Prompts with fewer tokens than ranks take one rank a token."""
+    """KVR-P over a table. A prompt with fewer tokens than ranks takes one rank a token."""
 
     def __init__(self, table: PartitionTable) -> None:
         self._table = table
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """As `Partitioner.partition`. Raises ConfigError when the table has no knots for this number of ranks."""
+        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
+        tokens. Raises InvalidArgumentError for no tokens or no ranks, ConfigError when the table has no knots for this
+        number of ranks."""
         check_partition_request(tokens, num_ranks)
         if len(tokens) <= num_ranks:
             return as_ranges([1] * len(tokens), tokens.start)
@@ -87,7 +92,8 @@ class PredictedPartitioner:
 def build_table(
     fingerprint: str, cost: CostModel, protocol: Protocol, *, contexts: Sequence[int], ranks: Sequence[int]
 ) -> PartitionTable:
-    """Searches a knot for each context length and number of ranks above 1 that it has tokens for."""
+    """Search a knot for each context length and each number of ranks above 1, unless there are fewer tokens than
+    ranks."""
     knots = {}
     for num_ranks in sorted({each for each in ranks if each > 1}):
         searched = []
@@ -99,7 +105,7 @@ def build_table(
 
 
 def save(table: PartitionTable, path: Path) -> None:
-    """Writes the file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    """Write the table to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
     knots = {
         str(num_ranks): [{"num_tokens": knot.num_tokens, "fractions": knot.fractions} for knot in row]
         for num_ranks, row in table.knots.items()
@@ -108,8 +114,8 @@ def save(table: PartitionTable, path: Path) -> None:
 
 
 def load(path: Path, fingerprint: str | None = None) -> PartitionTable:
-    """Reads what `save` wrote. Raises ConfigError that names file, field and remedy; also for a table made for another
-    model or hardware than `fingerprint`, unless that is None."""
+    """Read a table from a file that `save` wrote. Raises ConfigError that names file, field and remedy, also for a
+    table made for another model or hardware than `fingerprint`, unless that is None."""
     data = json_file.read(path, KIND, SCHEMA)
     where = str(path)
     found = data.get("fingerprint")

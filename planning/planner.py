@@ -1,13 +1,12 @@
-"""What a chain will do with a prompt: which rank takes what, and how long that takes; and what a generation step takes.
-Asked for every request.
+"""Predictions for every request: how a chain divides a prompt, how long that takes, and how long generation steps take.
 
-Everything in service that needs a prediction asks here: division and width of a chain, the order of jobs, the bound
-after which a chain counts as stalled. A measured calibration counts as it is. Nominal costs are scaled by what finished
-jobs took (`planning.pace`), from the first one on, and anew in each of the orchestrator's lives.
+Every part that needs a prediction in service asks the planner: for the division and width of a chain, the order of
+jobs, and the bound after which a chain counts as stalled. A measured calibration is used unchanged. Nominal costs are
+scaled by what finished jobs took (`planning.pace`), from the first job on, and anew in each life of the orchestrator.
 
-Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are searched when the planner is made;
+Partitions are KVR-P (KV-Runahead, ICML 2024, section 4.2) over knots that are searched when the planner is made; see
 docs/kv_runahead.md. Pure. Called on the orchestrator's asyncio loop: a call costs a tenth of a millisecond or two for
-few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds for 8: that belongs in a thread.
+few ranks. Making a planner costs some tenths of a second for 4 ranks and some seconds for 8, so it belongs in a thread.
 """
 
 import math
@@ -30,27 +29,28 @@ from planning.step_times import StepTimes
 from planning.wavefront import chain_ttft, rank_seconds, work_of
 
 _SEARCHED_RANKS = 8
-"""Wider chains have no knots, for a search takes a second there: a few shapes are compared by their predicted times."""
+"""Widest chain that has knots, because a search takes a second there. For wider chains a few shapes are compared by
+their predicted times."""
 _CLOSE_RANKS = 4
-"""Up to this width knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
+"""Widest chain whose knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
 _LEAST_KNOT = 16
 _PASSED_OVER = 64
-"""Decisions against a local prefill after which the oldest observation of one no longer counts."""
+"""Decisions against local prefill after which the oldest observation of a local prefill is forgotten."""
 
 
 @dataclass(frozen=True)
 class Basis:
-    """What predictions rest on. Replaced as a whole."""
+    """What predictions rest on. Immutable: the planner replaces it as a whole."""
 
     calibration: Calibration
     cost: CostModel
-    """The calibration's, scaled by the ranks' pace unless it was measured."""
+    """Costs of the calibration, scaled by the ranks' pace unless they were measured."""
     knots: PredictedPartitioner
 
 
 class ChainPlanner:
-    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Threads may ask it; one of them tells it what
-    else to go by (`adopt`, `use`, `use_steps`, `observe` and the like)."""
+    """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
+    thread may change what they rest on (`adopt`, `use`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class ChainPlanner:
         steps: StepTimes | None = None,
         local: LocalPrefill | None = None,
     ) -> None:
-        """Searches knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
-        `steps` there is no answer to `step_s`, without `local` none to `local_s`. Raises InvalidArgumentError for less
-        than one rank or token."""
+        """Search knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
+        `steps`, `step_s` raises ConfigError and `local_s` returns None; so does `local_s` without `local`. Raises
+        InvalidArgumentError for less than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
         self.max_ranks = max_ranks
         self.max_tokens = max_tokens
         self.local = local
-        """How generation groups prefill; None: nobody has said."""
+        """How generation groups prefill by themselves; None if unknown."""
         self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
@@ -81,26 +81,26 @@ class ChainPlanner:
 
     @property
     def calibration(self) -> Calibration:
-        """In force now; says whether it was measured."""
+        """The calibration in force now, which says whether it was measured."""
         return self._basis.calibration
 
     @property
     def cost(self) -> CostModel:
-        """That predictions are made of."""
+        """The costs that predictions are made of."""
         return self._basis.cost
 
     @property
     def steps(self) -> StepTimes | None:
-        """What generation steps take, by rows and tokens; None: nobody has said."""
+        """What generation steps take, by rows and tokens; None if unknown."""
         return self._steps
 
     def use_steps(self, steps: StepTimes) -> None:
-        """Predicts generation steps by these from here on."""
+        """Predict generation steps by `steps` from here on."""
         self._steps = steps
 
     def search(self, calibration: Calibration) -> Basis:
-        """What predicting by another calibration takes; changes nothing. Blocks while knots are searched: from few
-        tokens to `max_tokens`, each a factor shorter than the next."""
+        """Search the knots for another calibration and return what `adopt` needs; changes nothing. Blocks while knots
+        are searched: from few tokens to `max_tokens`, each a factor shorter than the next."""
         knots: dict[int, tuple[Knot, ...]] = {}
         for width in range(2, self._num_searched + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
@@ -114,18 +114,18 @@ class ChainPlanner:
         )
 
     def adopt(self, basis: Basis) -> None:
-        """Predicts by what `search` found from here on; in calls that have begun, the former counts. What was observed
-        is forgotten."""
+        """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the
+        former basis."""
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = basis
 
     def use(self, calibration: Calibration) -> None:
-        """Predicts by another calibration: searches, then adopts."""
+        """Predict by another calibration from here on: `search`, then `adopt`. Blocks while knots are searched."""
         self.adopt(self.search(calibration))
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
-        """A chain of that group has done a job, and this is what its ranks took: nominal costs are scaled accordingly
-        from here on. Where they were measured, only what pushing KV takes changes."""
+        """Record what the ranks of `group` took for a finished job. Nominal costs are scaled accordingly from here on;
+        where costs were measured, only the prediction for pushing KV changes."""
         basis = self._basis
         if not ranks:
             return
@@ -141,12 +141,12 @@ class ChainPlanner:
         self._basis = replace(basis, cost=nominal.times(self._pace.factor))
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """One consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are cached.
-        Fewer ranges than ranks where there are fewer tokens.
+        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
+        cached. Returns fewer ranges than ranks when there are fewer tokens.
 
-        Knots are searched without a cached prefix, which makes the best chunks more even. Behind one, and where knots
-        lie far apart, their proportions are compared with chunks of equal work by predicted times, and the better ones
-        taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
+        Knots are searched without a cached prefix; behind one, the best chunks are more even. So behind a prefix, and
+        where knots lie far apart, the knots' proportions and chunks of equal work are compared by predicted times, and
+        the faster ones taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
         """
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
@@ -162,33 +162,35 @@ class ChainPlanner:
         return as_ranges([int(chunk) for chunk in shapes[times.argmin()]], tokens.start)
 
     def ttft_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Seconds to the first token on an idle chain of one rank a chunk."""
+        """Return the seconds to the first token on an idle chain of one rank a chunk."""
         lengths, cached = _lengths(chunks)
         return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Seconds that each rank is busy with its layers, waits aside; what else a request takes is nobody's work."""
+        """Return the seconds that each rank is busy with its layers, without waits and without what a request takes
+        besides."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:
-        """Seconds of a generation step of `batch` rows with `context` tokens, in the mean; as `StepTimes.step_s`.
-        Raises ConfigError when the planner was given no step times."""
+        """Return the seconds of a generation step of `batch` rows with a mean of `context` tokens. Raises ConfigError
+        when the planner has no step times, InvalidArgumentError for less than one row."""
         if self._steps is None:
             raise ConfigError("this planner knows no step times: give it some, nominal ones at least")
         return self._steps.step_s(batch, context)
 
     def push_s(self, num_tokens: int, prefill_s: float) -> float:
-        """Seconds until the KV of so many tokens is where it is to be, after the chain that computes in `prefill_s` is
-        done: the last layer's, and whatever did not fit in between. By nominal bandwidth, scaled by what jobs took."""
+        """Return the seconds from the end of a chain that computes for `prefill_s` until the KV of its `num_tokens` has
+        arrived: the last layer's KV, and whatever did not fit in before. Uses the nominal bandwidth, scaled by what
+        jobs took; 0 when the costs already include the push."""
         if self.cost.push is not None:
-            return 0.0  # ttft_s has it
+            return 0.0  # ttft_s includes the push
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
 
     def local_s(self, tokens: TokenRange, num_rows: int, context: float) -> tuple[float, float] | None:
-        """Seconds that a generation group computes to prefill `tokens` by itself, the earlier ones cached, and that it
-        decodes `num_rows` rows of `context` tokens in between. None when nobody has said how such groups work. Both
-        are scaled by `local_factor`."""
+        """Return the seconds in which a generation group computes to prefill `tokens` by itself, the earlier tokens
+        cached, and the seconds in which it meanwhile decodes `num_rows` rows of `context` tokens. Both are scaled by
+        `local_factor`. None when it is unknown how groups prefill or what their steps take."""
         if self.local is None or self._steps is None:
             return None
         prefill_s = sum(self._rank_s((tokens,), self._basis.calibration.cost)) / self.local.speed
@@ -198,31 +200,32 @@ class ChainPlanner:
 
     @property
     def local_factor(self) -> float:
-        """What `local_s` is scaled by: as `observe_local` was told; until it was, by the ranks' pace."""
+        """Factor that scales `local_s`: learnt by `observe_local`, and by the pace of prefill ranks until then."""
         return (self._local_pace if len(self._local_pace) else self._pace).factor
 
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
-        """A generation group has prefilled; `predicted_s`: unscaled, what `local_s` says in sum."""
+        """Record that a generation group prefilled in `observed_s`; `predicted_s` is the unscaled sum of the two parts
+        of `local_s`."""
         self._num_passed_over = 0
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
-        """A chain is predicted to be faster than a generation group. What was observed of such groups is forgotten bit
-        by bit, as long as that goes on: else one that was slow once would never be tried again."""
+        """Record that a chain is predicted to be faster than a generation group. As long as that goes on, observations
+        of generation groups are forgotten one by one; else groups that were slow once would never be tried again."""
         self._num_passed_over += 1
         if self._num_passed_over >= _PASSED_OVER:
             self._num_passed_over = 0
             self._local_pace.forget_oldest()
 
     def _push_s(self, num_bytes: int, prefill_s: float) -> float:
-        """By nominal rates, beyond what overlaps."""
+        """Return the seconds of pushing KV beyond what overlaps with computing, by nominal rates."""
         link = self._basis.calibration.cost.link
         last_s = num_bytes / self.cost.num_layers / link.bandwidth
         return link.latency_s + max(last_s, num_bytes / link.bandwidth - prefill_s)
 
     def layer_s(self, chunks: Sequence[TokenRange]) -> float:
-        """Seconds of the longest step of one layer anywhere: a rank's computation, or a message on a link. A chain
-        that makes no progress for much longer has stalled."""
+        """Return the seconds of the longest part of one layer anywhere: a rank's computation, or a message on a link. A
+        chain that makes no progress for much longer has stalled."""
         lengths, cached = _lengths(chunks)
         cost = self.cost
         work = work_of(np.array([lengths], dtype=np.float64), cost, self._protocol, cached)
@@ -236,7 +239,7 @@ class ChainPlanner:
         return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
 
     def _shapes(self, tokens: TokenRange, width: int, basis: Basis) -> list[tuple[int, ...]]:
-        """What is worth comparing where no knot says it."""
+        """Return the partitions worth comparing where there is no knot for the case."""
         num_tokens, cost = len(tokens), basis.cost
         balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)
         if width > self._num_searched:
@@ -245,7 +248,7 @@ class ChainPlanner:
 
 
 def _lengths(chunks: Sequence[TokenRange]) -> tuple[tuple[int, ...], int]:
-    """Tokens of each chunk, and tokens cached before the first."""
+    """Return the tokens of each chunk, and the tokens cached before the first."""
     if not chunks:
         raise InvalidArgumentError("chunks is empty: give at least one range")
     return tuple(len(each) for each in chunks), chunks[0].start

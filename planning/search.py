@@ -1,9 +1,10 @@
 """KVR-S: the partition with the least predicted time to first token.
 
-An analytic seed (equal work on every rank, no communication) and others for slow links, each improved by moving tokens
-between ranks while that helps: seconds where the paper's grid took hours. The grid is here too, as the reference that
-the search is held against. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure; tens of milliseconds, so
-its results are kept in a table (`planning.partition_table`) rather than made once a request.
+The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
+improves each by moving tokens between ranks while that helps, which takes seconds where the paper's grid took hours.
+The grid is here too, as a reference for the search. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A
+search takes tens of milliseconds, so results are kept in a table (`planning.partition_table`) rather than made once a
+request.
 """
 
 import itertools
@@ -19,25 +20,26 @@ from planning.partition import check_partition_request
 from planning.wavefront import chain_ttft
 
 Partitions = NDArray[np.float64]
-"""Chunks `[N partitions, n ranks]`."""
+"""Chunks of many partitions, `[N partitions, n ranks]`."""
 Evaluate = Callable[[Partitions], NDArray[np.float64]]
-"""Seconds of each partition, `[N]`."""
+"""Returns the seconds of each partition, `[N]`."""
 
 _COARSE_STEPS = 256
-"""Every seed is improved in steps of at least this part of the prompt; the best two to the last token."""
+"""Each seed is first improved in steps of at least 1 / this of the prompt; the best two then to the last token."""
 _SAME = 1e-9
 _GRID_VALUES = 5
 _MAX_BATCH = 4096
 
 
 class SearchedPartitioner:
-    """KVR-S over a cost model."""
+    """Partitions a prompt by KVR-S over a cost model."""
 
     def __init__(self, cost: CostModel, protocol: Protocol) -> None:
         self._cost, self._protocol = cost, protocol
 
     def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """As `Partitioner.partition`; always as many ranges as ranks or tokens, whichever are fewer."""
+        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
+        tokens. Raises InvalidArgumentError for no tokens or no ranks."""
         check_partition_request(tokens, num_ranks)
         chunks = search(len(tokens), min(num_ranks, len(tokens)), self._cost, self._protocol, cached=tokens.start)
         return as_ranges(chunks, tokens.start)
@@ -53,11 +55,11 @@ def search(
     resolution: int = 1,
     slack: float = 0.0,
 ) -> tuple[int, ...]:
-    """The best chunks found, each at least one token, in rank order. Deterministic.
+    """Return the best chunks found, each of at least one token, in rank order. Deterministic.
 
-    `resolution`: boundaries lie at multiples of so many tokens (fewer, where the prompt is too short for that).
-    `slack`: of all chunks that take at most this fraction longer than the best, those nearest to balance. What is found
-    for one length then resembles what is found for the next, also where some ranks hardly matter (a slow link).
+    `resolution`: boundaries lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among
+    all chunks that take at most this fraction longer than the best, those nearest to balance are chosen. The result for
+    one length then resembles that for the next, also where some ranks hardly matter (a slow link).
     """
     if num_ranks == 1:
         return (num_tokens,)
@@ -86,9 +88,10 @@ def search(
 def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
-    """Chunks that take every rank equally long, communication aside: bisects that time, each chunk from its quadratic.
+    """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
+    of a quadratic.
 
-    A rank behind s tokens takes a c + b c (s + w c) for c tokens, w = 1 for dense and 1/2 for causal kernels.
+    A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for causal kernels.
     """
     weight = 1.0 if kernel is Kernel.DENSE else 0.5
     a, b = cost.linear_s, cost.pair_s
@@ -111,10 +114,10 @@ def analytic_seed(
 
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
-    """Moves tokens from one rank to another while the time falls; halves the step when no move helps.
-
-    Tries pairs of moves too: the slowest rank can often shed tokens only when two others take them. Returns the chunks
+    """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
     and their seconds.
+
+    Tries pairs of moves too, because the slowest rank can often shed tokens only when two others take them.
     """
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
@@ -133,8 +136,8 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
 
 
 def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, *, step: int, min_step: int) -> tuple[int, ...]:
-    """The paper's hierarchical grid: five values for each boundary, around the even ones first, then around the best
-    grid point with half the step, down to `min_step`. Grows as 5^(n - 1): a reference for few ranks."""
+    """Search the paper's hierarchical grid: five values for each boundary, first around the even boundaries, then
+    around the best grid point with half the step, down to `min_step`. Grows as 5^(n - 1): a reference for few ranks."""
     even = [num_tokens * rank // num_ranks for rank in range(1, num_ranks)]
     offsets = np.arange(_GRID_VALUES) - _GRID_VALUES // 2
     centre = np.array(even)
@@ -155,8 +158,8 @@ def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, *, step: in
 
 
 def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
-    """Whole chunks of at least one token, summing to `num_tokens`, with every boundary within one token of the given
-    one where that leaves room. Needs as many tokens as chunks."""
+    """Round chunks to whole ones of at least one token that sum to `num_tokens`. Every boundary stays within one token
+    of the given one where that leaves room. Needs at least as many tokens as chunks."""
     scale = num_tokens / sum(chunks)
     num_chunks = len(chunks)
     ends: list[int] = []
@@ -169,7 +172,7 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
-    """Consecutive ranges from `start`."""
+    """Return consecutive ranges of these lengths that begin at `start`."""
     edges = list(itertools.accumulate(chunks, initial=start))
     return tuple(TokenRange(*edge) for edge in itertools.pairwise(edges))
 
@@ -179,7 +182,8 @@ def _even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Starts for slow links: each rank a few times the one before it, or half; and all but a token each on the last."""
+    """Return seeds for slow links: each rank with a few times the tokens of the one before it, or half; and one token a
+    rank with the rest on the last."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]
@@ -187,7 +191,8 @@ def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
 
 
 def _moves(num_ranks: int) -> Partitions:
-    """From one rank to another; and shifts of one boundary, or of all behind it, that touch many ranks at once."""
+    """Return the moves to try, `[moves, ranks]`: a token from one rank to another; shifts that give to one rank and
+    take from all others, or the reverse; and for up to 4 ranks, pairs of the first kind."""
     unit = np.eye(num_ranks)
     single = [unit[to] - unit[source] for to, source in itertools.permutations(range(num_ranks), 2)]
     spread = []

@@ -1,13 +1,14 @@
 """How long a generation step takes, by rows in the batch and tokens a row: a measured table, or nominal rates.
 
-    {"kind": "baton-step-times", "schema": 1, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
-     "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
-     "cost": {"base_s": ..., "row_s": ..., "token_s": ...}}
+  {"kind": "baton-step-times", "schema": 1, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
+   "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
+   "cost": {"base_s": ..., "row_s": ..., "token_s": ...}}
 
-Inside the grid times are interpolated, linearly in each of the two: exact wherever a step reads its weights and its KV
-once, base_s + batch * (row_s + context * token_s). Beyond the grid such a cost, fitted to it, says how much is added to
-the nearest measured time; below, the nearest one counts. A table without a grid is that cost alone. More rows or tokens
-never take less: where they did by chance, the longer time counts. Pure but for load and save, which block on the disk.
+Inside the grid of measured times a prediction is interpolated, linearly along each axis. That is exact wherever a step
+reads its weights and its KV once, base_s + batch * (row_s + context * token_s). Beyond the grid, a cost of this form,
+fitted to the grid, says how much is added to the nearest measured time; below the grid, the nearest time counts. A
+table without a grid is that cost alone. More rows or tokens never take less: where they did by chance, the longer time
+counts. Pure, except that load and save block on the disk.
 """
 
 import hashlib
@@ -35,13 +36,13 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class StepCost:
-    """A step of B rows of C tokens: base_s + B (row_s + C token_s)."""
+    """Cost of a generation step as a formula: B rows of C tokens take base_s + B (row_s + C token_s)."""
 
     base_s: float
-    """Whatever the batch: weights, calls."""
+    """Seconds of a step whatever its batch: weights, calls."""
     row_s: float
     token_s: float
-    """A token of a row's KV, in all layers."""
+    """Seconds for one token of a row's KV, in all layers."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -49,25 +50,25 @@ class StepCost:
                 raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
 
     def seconds(self, batch: float, context: float) -> float:
-        """One step."""
+        """Return the seconds of one step of `batch` rows with `context` tokens each."""
         return self.base_s + batch * (self.row_s + context * self.token_s)
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Of one model on one kind of generation engine."""
+    """Durations of generation steps of one model on one kind of generation engine."""
 
     model: str
     hardware: str
-    """What tells this kind of engine from others: processor, threads or GPU."""
+    """Description that tells this kind of engine from others: processor, threads or GPU."""
     shape: ModelShape
     cost: StepCost
     batches: tuple[int, ...] = ()
-    """Rows, ascending."""
+    """Numbers of rows that were measured, ascending; empty if nothing was measured."""
     contexts: tuple[int, ...] = ()
-    """Tokens a row, ascending."""
+    """Tokens a row that were measured, ascending; empty if nothing was measured."""
     seconds: tuple[tuple[float, ...], ...] = ()
-    """As measured: for each batch, one for each context."""
+    """Measured seconds: one row for each of `batches`, in it one time for each of `contexts`."""
 
     def __post_init__(self) -> None:
         for name, axis in (("batches", self.batches), ("contexts", self.contexts)):
@@ -81,7 +82,7 @@ class StepTimes:
 
     @property
     def is_measured(self) -> bool:
-        """Whether there is a grid."""
+        """Whether there is a grid of measured times."""
         return bool(self.batches)
 
     @property
@@ -91,8 +92,8 @@ class StepTimes:
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
 
     def step_s(self, batch: float, context: float) -> float:
-        """Seconds of a step of `batch` rows that have `context` tokens, in the mean where they differ. Never less for
-        more of either. Raises InvalidArgumentError for less than one row, or a negative context."""
+        """Return the seconds of a step of `batch` rows with `context` tokens, the mean where they differ. More rows or
+        tokens never give less. Raises InvalidArgumentError for less than one row, or a negative context."""
         if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
             raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
         if not self.is_measured:
@@ -105,7 +106,7 @@ class StepTimes:
         return inside_s + self._beyond_s(batch, context)
 
     def _beyond_s(self, batch: float, context: float) -> float:
-        """What rows and tokens beyond the grid add."""
+        """Return the seconds that rows and tokens beyond the grid add."""
         rows = min(max(batch, self.batches[0]), self.batches[-1])
         tokens = min(max(context, self.contexts[0]), self.contexts[-1])
         outer = self.cost.seconds(max(batch, rows), max(context, tokens))
@@ -113,7 +114,7 @@ class StepTimes:
 
     @cached_property
     def _rising(self) -> NDArray[np.float64]:
-        """`seconds`, never falling with batch or context: `[batches, contexts]`."""
+        """The measured seconds, raised so that they never fall with batch or context: `[batches, contexts]`."""
         table = np.array(self.seconds, dtype=np.float64)
         rising: NDArray[np.float64] = np.maximum.accumulate(np.maximum.accumulate(table, axis=0), axis=1)
         return rising
@@ -122,9 +123,10 @@ class StepTimes:
 def tabulate(
     origin: StepTimes, batches: Sequence[int], contexts: Sequence[int], seconds: Sequence[Sequence[float]]
 ) -> tuple[StepTimes, float]:
-    """A measured table of the model and hardware that `origin` names; also the largest deviation of a measured time
-    from the cost that is fitted to all, as a fraction. What one batch or one context alone cannot tell, rows or tokens,
-    costs nothing beyond it. Raises ConfigError as StepTimes does."""
+    """Make a table of measured step times of the model and hardware that `origin` names. Return it and the largest
+    deviation of a measured time from the fitted cost, as a fraction. With a single batch, rows beyond it add nothing;
+    with a single context, tokens beyond it add nothing. Raises ConfigError for axes that do not ascend, or times that
+    are missing or not above 0."""
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
     columns = np.array([(1, rows, rows * tokens) for rows in made.batches for tokens in made.contexts], np.float64)
@@ -136,8 +138,9 @@ def tabulate(
 def nominal_steps(
     model: str, hardware: str, shape: ModelShape, rates: Hardware, *, weight_bytes: float | None = None
 ) -> StepTimes:
-    """What is assumed before anything is measured: weights, of `weight_bytes` each (as the shape says, unless given),
-    and KV read once at nominal bandwidth, rows computed at nominal FLOP/s."""
+    """Return the step times that are assumed before anything is measured: weights and KV read once at nominal
+    bandwidth, rows computed at nominal FLOP/s. `weight_bytes` is the size of one weight, by default that of the shape's
+    dtype."""
     weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
     cost = StepCost(
         base_s=weights * (weight_bytes or shape.dtype_bytes) / rates.memory_bandwidth,
@@ -148,27 +151,27 @@ def nominal_steps(
 
 
 def path_beside(calibration: Path, times: StepTimes) -> Path:
-    """Where step times are kept: in the folder of the prefill's calibration, under their fingerprint."""
+    """Return the path of the step times' file: in the folder of the prefill calibration, named by their fingerprint."""
     return calibration.with_name(f"{times.fingerprint}.json")
 
 
 def save(times: StepTimes, path: Path) -> None:
-    """Writes the file, replacing one that is there. Raises ConfigError when it cannot be written."""
+    """Write the step times to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
     json_file.write(path, dumps(times))
 
 
 def dumps(times: StepTimes) -> str:
-    """The file's text."""
+    """Return the text of the step times' file."""
     return json_file.dump(KIND, SCHEMA, {**asdict(times), "fingerprint": times.fingerprint})
 
 
 def load(path: Path) -> StepTimes:
-    """Reads what `save` wrote. Raises ConfigError that names file, field and remedy."""
+    """Read step times from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
     return _from_fields(json_file.read(path, KIND, SCHEMA), str(path))
 
 
 def loads(text: str, where: str) -> StepTimes:
-    """Reads what `dumps` wrote; `where` names it in errors. Raises ConfigError that names field and remedy."""
+    """Read step times from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
     return _from_fields(json_file.parse(text, KIND, SCHEMA, where), where)
 
 
@@ -202,7 +205,8 @@ def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 
 def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    """Between which two of an axis a value lies: the first one's index, and how far it is to the next (0 to 1)."""
+    """Find the two points of an axis between which a value lies. Return the first one's index, and the fraction of the
+    way to the next (0 to 1)."""
     if len(axis) == 1:
         return 0, 0.0
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)

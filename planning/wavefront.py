@@ -1,16 +1,16 @@
-"""When does a chain's first token come out? The recursion over ranks and layers, exactly and fast.
+"""When a chain's first token comes out: the recursion over ranks and layers, exactly and fast.
 
-A rank needs, in a layer, only that layer of the rank before it, and nothing flows back: so time advances as a wave.
-For rank i with c tokens behind P cached and s earlier ones, in layer l that it begins at h[l]:
+In a layer, a rank needs only that layer of the rank before it, and nothing flows back: so time advances as a wave. For
+rank i with c tokens behind P cached and s earlier ones, in layer l that it begins at h[l]:
 
-    q = h[l] + fixed + project(c)                                     its own KV is there
-    r = all earlier tokens' KV has come: the link's messages are FIFO, each takes latency + bytes / bandwidth
-    h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
-    h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
-    h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message sets out at the request
+  q = h[l] + fixed + project(c)                                     its own KV is there
+  r = all earlier tokens' KV has come: the link's messages are FIFO, each takes latency + bytes / bandwidth
+  h[l + 1] = max(q + own, r) + far + rest                           LOCAL_FIRST: own = c c / 2 pairs, far = c (P + s)
+  h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
+  h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message sets out at the request
 
-and no layer takes less than issue_s. `reference` is that, in plain loops. `chain_ttft` solves each line for all layers
-at once, and for many partitions at once: y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
+No layer takes less than issue_s. `reference` is this recursion in plain loops. `chain_ttft` solves each line for all
+layers at once, and for many partitions at once: y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
 ALGORITHMS: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4; docs/kv_runahead.md. Pure.
 """
 
@@ -30,25 +30,25 @@ class Work:
     """What each rank computes in a layer, in seconds; arrays `[N partitions, n ranks]`."""
 
     project: Seconds
-    """fixed_s and the projections: KV can leave afterwards."""
+    """Seconds of fixed_s and the projections, after which KV can leave."""
     own: Seconds
-    """Attention to its own chunk."""
+    """Seconds of attention to the rank's own chunk."""
     far: Seconds
-    """Attention to cached and earlier tokens, and the rest of the layer."""
+    """Seconds of attention to cached and earlier tokens, and of the rest of the layer."""
     copy: Seconds
-    """Rewriting KV before it is sent, in all but the first rank."""
+    """Seconds of rewriting KV before it is sent; 0 on the first rank."""
     last_own: Seconds
-    """In the last layer, on the last rank: `own`, `far` for all or for one query."""
+    """Seconds of `own` in the last layer on the last rank, for all queries or for one; `last_far` is that of `far`."""
     last_far: Seconds
 
     @property
     def layer(self) -> Seconds:
-        """All of a layer but the last."""
+        """Seconds of one layer, other than the last."""
         return self.project + self.own + self.far + self.copy
 
 
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
-    """Work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
+    """Return the work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
     own_keys = chunks if protocol.kernel is Kernel.DENSE else chunks / 2
     rest_s = (1 - cost.project_share) * cost.linear_s
@@ -67,8 +67,9 @@ def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, ca
 
 
 def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protocol: Protocol) -> Seconds:
-    """What ranks compute in all layers, waits and the logits aside: as the arrays of `work`. `is_last` (broadcast to
-    them) says which are the last of their chains; with `skip_last`, the others end when their last KV can leave."""
+    """Return the seconds that ranks compute in all layers, without waits and logits, in the shape of the arrays of
+    `work`. `is_last` (broadcast to that shape) marks the last ranks of chains; with `skip_last`, all other ranks end
+    when their last KV can leave."""
     layer = np.maximum(work.layer, cost.issue_s)
     end = np.maximum(work.project + work.last_own + work.last_far + work.copy, cost.issue_s)
     left = work.project + work.copy if protocol.skip_last else layer
@@ -78,14 +79,15 @@ def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protoc
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Seconds to the first token, for one partition `[n]` or many `[N, n]`; a 0-d array, or `[N]`.
+    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`; a 0-d array, or `[N]`.
 
-    With `cost.push`, the token is out when the last rank has sampled it and every rank's KV has reached the generator.
+    With `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the
+    generation group.
     """
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]
-    arrived: list[Seconds] = []  # of the chunks before a rank, in messages: `[N, L]` each
+    arrived: list[Seconds] = []  # arrivals of the earlier chunks at a rank, by message: `[N, L]` each
     pushed = np.zeros(len(chunks_Nn))
     end = pushed
     for rank in range(num_ranks):
@@ -109,7 +111,7 @@ def chain_ttft(
 def _rank(
     rank: int, work: Work, arrived: list[Seconds], setting: tuple[CostModel, Protocol]
 ) -> tuple[Seconds, Seconds]:
-    """When a rank begins each layer, and when it has the earlier tokens' KV: `[N, L]` each."""
+    """Return when a rank begins each layer, and when it has the earlier tokens' KV: `[N, L]` each."""
     cost, protocol = setting
     layers = np.arange(cost.num_layers, dtype=np.float64)
     project, own, far, copy = (each[:, rank] for each in (work.project, work.own, work.far, work.copy))
@@ -118,7 +120,9 @@ def _rank(
         begin_NL = whole[:, None] * layers
         return begin_NL, begin_NL
     came_NL = arrived[-1]
-    if protocol.receive is Receive.BLOCKING:  # here `arrived` says when the KV could set out, and the message's time
+    if (
+        protocol.receive is Receive.BLOCKING
+    ):  # here `arrived` holds the message's seconds, and when the KV could set out
         message = arrived[0]
         begin_NL = _scan(came_NL, message + whole, message + whole)
         return begin_NL, np.maximum(begin_NL, came_NL) + message[:, None]
@@ -130,7 +134,8 @@ def _rank(
 def _pass_on(
     arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
 ) -> list[Seconds]:
-    """When what a rank holds reaches the next one. BLOCKING: [a message's seconds, when it could set out]."""
+    """Return when what a rank holds reaches the next rank, by message. BLOCKING: [a message's seconds, when it could
+    set out]."""
     cost, protocol = setting
     chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
     if protocol.receive is Receive.BLOCKING:
@@ -148,7 +153,7 @@ def _pass_on(
 
 
 def _finish(begin: Seconds, have: Seconds, work: Work, setting: tuple[CostModel, Protocol]) -> Seconds:
-    """When the last rank ends the last layer, `[N]`."""
+    """Return when the last rank ends the last layer, `[N]`."""
     cost, protocol = setting
     project, own, far, copy = work.project[:, -1], work.last_own[:, -1], work.last_far[:, -1], work.copy[:, -1]
     whole = np.maximum(project + own + far + copy, cost.issue_s)
@@ -160,7 +165,7 @@ def _finish(begin: Seconds, have: Seconds, work: Work, setting: tuple[CostModel,
 
 
 def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
-    """y[l + 1] = max(y[l] + own_s, ready[l] + after_s), y[0] = 0, for l up to L - 1: y `[N, L]`."""
+    """Solve y[l + 1] = max(y[l] + own_s, ready[l] + after_s), y[0] = 0, for l up to L - 1. Return y `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * own_s[:, None]
     out = np.zeros_like(ready_NL)
     out[:, 1:] = ready_NL[:, :-1] + after_s[:, None] - steps[:, 1:]
@@ -168,18 +173,19 @@ def _scan(ready_NL: Seconds, own_s: Seconds, after_s: Seconds) -> Seconds:
 
 
 def _fifo(ready_NL: Seconds, message_s: Seconds) -> Seconds:
-    """When a link that sends one message a layer has sent each, latency aside: `[N, L]`."""
+    """Return when a link that sends one message a layer has sent each, latency aside: `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * message_s[:, None]
     return np.maximum.accumulate(ready_NL - steps, axis=1) + steps + message_s[:, None]
 
 
 def reference(chunks: Sequence[int], cost: CostModel, protocol: Protocol, *, cached: int = 0) -> float:
-    """`chain_ttft` of one partition, line by line as in the head of this file: slow, and plainly right."""
+    """Return the time of one partition as `chain_ttft` does, line by line as in the head of this file: slow, and
+    plainly right."""
     num_ranks, last_layer = len(chunks), cost.num_layers - 1
     work = work_of(np.atleast_2d(np.asarray(chunks, dtype=np.float64)), cost, protocol, cached)
     h, link_free, push_free = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
     for layer in range(cost.num_layers):
-        inbox: list[float] = []  # when each message of this layer came to this rank
+        inbox: list[float] = []  # when each message of this layer arrived at this rank
         ready = 0.0
         for rank in range(num_ranks):
             project, own, far, copy = (float(e[0, rank]) for e in (work.project, work.own, work.far, work.copy))

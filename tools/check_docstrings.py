@@ -1,8 +1,8 @@
 """Refuses docstrings that cannot be read alone: too short, beginning like the end of another sentence, or riddles.
 
-Looks at modules, classes, public functions and methods, and the notes below fields and constants. What it holds: at
-least four words; none that begins with Of, That, Likewise, As, And or Or; none with a word that hides who or what is
-meant.
+Looks at modules, classes, public functions and methods, and the notes below fields and constants. A docstring must have
+at least four words, must not begin with Of, That, As, And, Or or a word for "in the same way", and must not contain a
+pronoun that hides its noun.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""House limits on size: lines of a file, lines of a function, positional parameters. Prints each breach and p50, p90.
+"""House limits on size: lines of a file, lines of a function, positional parameters. Prints breaches, p50 and p90.
 
-`python tools/check_sizes.py [ROOT]`: exit status 1 when a limit is broken. Generated stubs are not counted.
+`python tools/check_sizes.py [ROOT]` exits with status 1 when a limit is broken. Generated stubs are not counted.
 """
 
 import ast
@@ -20,7 +20,7 @@ GENERATED = ("baton", "v1")
 
 @dataclass(frozen=True)
 class Function:
-    """One function's size."""
+    """The size of one function: its lines and its positional parameters."""
 
     name: str
     line: int
@@ -30,7 +30,8 @@ class Function:
 
 
 def python_files(root: Path) -> Iterator[Path]:
-    """The project's own Python files in the folders of `root`, sorted; without hidden folders and generated stubs."""
+    """Yield the project's own Python files in the folders of `root`, sorted; skips hidden folders and generated
+    stubs."""
     folders = (path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     for folder in sorted(folders):
         if folder.name not in NOT_OURS:
@@ -40,7 +41,7 @@ def python_files(root: Path) -> Iterator[Path]:
 
 
 def functions(tree: ast.Module) -> Iterator[Function]:
-    """All functions and methods of a module, nested ones included."""
+    """Yield the size of each function and method of a module, nested ones included."""
     methods = {
         id(item) for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for item in node.body
     }  # a method's first parameter is bound, not passed
@@ -53,7 +54,7 @@ def functions(tree: ast.Module) -> Iterator[Function]:
 
 
 def breaches(name: str, num_lines: int, sizes: list[Function]) -> Iterator[str]:
-    """One line for each broken limit of the file `name`: where, how much, the limit."""
+    """Yield one line for each broken limit of the file `name`: where, how much, the limit."""
     if num_lines > MAX_FILE_LINES:
         yield f"{name}: {num_lines} lines (the limit is {MAX_FILE_LINES}): split it by concept"
     for size in sizes:
@@ -72,7 +73,7 @@ def _is_static(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def main(root: Path) -> int:
-    """Checks the tree at `root`; returns the exit status."""
+    """Check the tree at `root` and print the breaches; return the exit status."""
     found: list[str] = []
     lengths: list[int] = []
     num_files = 0

@@ -1,6 +1,6 @@
-"""Writes the stubs in baton/v1 from proto/, or checks that they are what proto/ says.
+"""Writes the stubs in baton/v1 from proto/, or checks that they match proto/.
 
-`python tools/protos.py [--check] [--root ROOT]`: with --check nothing is written, and stale stubs end it with status 1.
+`python tools/protos.py [--check] [--root ROOT]`: with --check it writes nothing, and stale stubs give exit status 1.
 """
 
 import argparse
@@ -14,7 +14,7 @@ HANDWRITTEN = "__init__.py"
 
 
 def generate(root: Path, out: Path) -> None:
-    """Writes messages, services and their types into `out`/baton/v1. Raises CalledProcessError on a bad proto."""
+    """Write messages, services and their types into `out`/baton/v1. Raises CalledProcessError on a bad proto."""
     protos = sorted(str(path.relative_to(root)) for path in (root / "proto").rglob("*.proto"))
     bin_folder = Path(sys.executable).parent
     plugins = [f"--plugin={name}={bin_folder / name}" for name in ("protoc-gen-mypy", "protoc-gen-mypy_grpc")]
@@ -30,7 +30,8 @@ def generate(root: Path, out: Path) -> None:
 
 
 def stale(root: Path) -> list[str]:
-    """What does not match proto/: changed, missing and left-over stubs, and files that have no place in proto/."""
+    """Return what does not match proto/: changed, missing and left-over stubs, and files in proto/ that are not
+    protos."""
     foreign = [path for path in (root / "proto").rglob("*") if path.is_file() and path.suffix != ".proto"]
     found = [f"{path.relative_to(root)}: proto/ holds .proto files only: remove it" for path in sorted(foreign)]
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +52,7 @@ def _contents(root: Path) -> dict[str, bytes]:
 
 
 def main() -> int:
-    """Runs the command; returns the exit status."""
+    """Run the command; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; report stale stubs")
     parser.add_argument("--root", type=Path, default=Path.cwd(), help="the project's root")

@@ -1,1 +1,1 @@
-"""Sets up the process that it runs in: cores, garbage collection, memory."""
+"""Settings of the running process: its cores, its garbage collection and its memory."""

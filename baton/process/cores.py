@@ -1,4 +1,4 @@
-"""Which cores a process runs on, and which of its threads comes first there."""
+"""The cores on which a process runs, and the priorities of its threads there."""
 
 import contextlib
 import os
@@ -8,26 +8,26 @@ from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
 _GIVEN_WAY = 10
-"""By which others are nicer: their share of a core that all want is a tenth of the first one's."""
+"""Nice levels that other threads are lowered by: on a contended core they get a tenth of the first thread's share."""
 _NICEST = 19
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Pins this process, with the threads that it has and will have, to `cores` (empty: to none in particular); only
-    where the system can."""
+    """Pin this process, with its present and future threads, to `cores`; does nothing for an empty list, or where the
+    system cannot pin."""
     if cores and hasattr(os, "sched_setaffinity"):
         for thread in _TASKS.iterdir():
-            with contextlib.suppress(ProcessLookupError):  # it has just ended
+            with contextlib.suppress(ProcessLookupError):  # the thread has just ended
                 os.sched_setaffinity(int(thread.name), cores)
 
 
 def give_way_to(thread_id: int) -> None:
-    """Lets this process's other threads, those that it has and those that they will start, wait for the thread of that
-    native id where they want the same core; only on Linux, where threads have priorities of their own."""
+    """Lower the priority of this process's other threads, present and future, below that of the thread with native id
+    `thread_id`. Does nothing except on Linux, where threads have priorities of their own."""
     if sys.platform != "linux":
         return
     nice = min(os.getpriority(os.PRIO_PROCESS, thread_id) + _GIVEN_WAY, _NICEST)
     for other in (int(thread.name) for thread in _TASKS.iterdir()):
-        with contextlib.suppress(OSError):  # likewise; or a sandbox forbids it
+        with contextlib.suppress(OSError):  # a thread has just ended, or a sandbox forbids it
             if other != thread_id and os.getpriority(os.PRIO_PROCESS, other) < nice:
                 os.setpriority(os.PRIO_PROCESS, other, nice)

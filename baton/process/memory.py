@@ -1,4 +1,4 @@
-"""How much memory a process may still take here."""
+"""How much more memory processes may take on this machine or in this container."""
 
 from pathlib import Path
 
@@ -7,8 +7,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int:
-    """Bytes that processes can still take here: the machine's, or what the container's limit leaves. Pages of files
-    count as free, for they are dropped when memory is asked for."""
+    """Return the bytes of memory that processes can still take: what the machine has available, or less where the
+    container's limit leaves less. Pages of files count as free, because the kernel drops them when memory is needed."""
     fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
     free = int(fields["MemAvailable"].split()[0]) * 1024
     limit = cgroup / "memory.max"

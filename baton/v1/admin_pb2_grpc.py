@@ -56,25 +56,25 @@ class AdminServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Drain(self, request, context):
-        """Keeps new work from a group, and tells how it stands, now and whenever that changes; the stream ends when the group
-        has nothing left to do, or has left, if it is to. The group stays drained, however the call ends. NOT_FOUND for a
-        group that there is not, UNAVAILABLE where nobody ends workers.
+        """Keeps new work from a group, and streams its state, now and whenever it changes. The stream ends when the group has
+        nothing left to do or, with `leave`, when it has left. The group stays drained, however the call ends. NOT_FOUND
+        for a group that does not exist, UNAVAILABLE where no supervisor ends workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Undrain(self, request, context):
-        """Lets the group have work again; one that has left is started first, and the answer comes when it serves, UNAVAILABLE
-        when it cannot be started: it is tried again then, with the model that it had. Idempotent.
+        """Lets a group have work again. A group that has left is started first, and the answer comes when it serves;
+        UNAVAILABLE when it cannot be started; it is then tried again, with the model that it had. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StandIn(self, request, context):
-        """Starts another group like that one, which answers when it serves; UNAVAILABLE when it cannot be started. It leaves
-        for good when it is drained.
+        """Starts another group with the configuration of the given one, and returns it when it serves; UNAVAILABLE when it
+        cannot be started. The new group leaves for good when it is drained.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

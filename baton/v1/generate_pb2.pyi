@@ -56,8 +56,8 @@ class StreamRequest(_message.Message):
     STORE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     keep_s: _builtins.float
-    """Seconds that the stream outlives its reader, unless it is cancelled: what an orchestrator that died leaves behind can
-    be taken over by the next. 0: it ends with its reader.
+    """Seconds that the stream outlives its reader, unless it is cancelled, so that the next orchestrator can take over
+    the streams of one that died. 0: it ends with its reader.
     """
     number: _builtins.int
     """The sender's number of this stream, unique over all lives of the orchestrator. Cancel names it."""
@@ -69,14 +69,15 @@ class StreamRequest(_message.Message):
 
     @_builtins.property
     def takeover(self) -> Global___Takeover:
-        """Set: take over the request's kept stream, which must be about the same prompt and parameters, and go on after
-        these tokens. `lease` is unset then, `history.output_ids` empty.
+        """Set: take over the request's kept stream, which must have the same prompt and parameters, and go on after these
+        tokens. Then `lease` is unset and `history.output_ids` empty.
         """
 
     @_builtins.property
     def store(self) -> Global___BlockNaming:
-        """Set: when a choice has ended by itself, whole blocks of its prompt and output that the node's prefix store lacks are
-        put there, before its slot is freed. A group without a store, or whose KV is approximate, takes no notice.
+        """Set: when a choice has ended by itself, put the whole blocks of its prompt and output that the node's prefix store
+        lacks into the store, before the choice's slot is freed. Ignored by a group without a store, or whose KV is
+        approximate.
         """
 
     def __init__(
@@ -100,7 +101,7 @@ Global___StreamRequest: _TypeAlias = StreamRequest  # noqa: Y015
 
 @_typing.final
 class BlockNaming(_message.Message):
-    """What the names of a prompt's blocks rest on, beside its tokens and the layout of KV."""
+    """What the names of a prompt's blocks depend on, besides its tokens and the layout of KV."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -108,7 +109,7 @@ class BlockNaming(_message.Message):
     SALT_FIELD_NUMBER: _builtins.int
     block_tokens: _builtins.int
     salt: _builtins.str
-    """Who has another salt shares nothing."""
+    """Prompts with different salts share no blocks."""
     def __init__(
         self,
         *,
@@ -130,7 +131,7 @@ class Takeover(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Output]:
-        """One a choice."""
+        """One entry for each choice."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class TokenEvent(_message.Message):
     PROMPT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """Output position, from 0; for a bare end, the number of output tokens."""
+    """Output position, from 0; in an end without a token, the number of output tokens."""
     text: _builtins.str
     """Characters that became certain with this event."""
     unix_ns: _builtins.int
@@ -207,11 +208,11 @@ class TokenEvent(_message.Message):
     def token(self) -> _common_pb2.SampledToken: ...
     @_builtins.property
     def prompt(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SampledToken]:
-        """The prompt's tokens with their logprobs, if these were asked for: with position 0 of choice 0."""
+        """The prompt's tokens with their logprobs, if these were asked for; sent with position 0 of choice 0."""
 
     @_builtins.property
     def stored(self) -> Global___StoredBlocks:
-        """Alone in a message that follows the last choice's end, where StreamRequest.store was set. Never sent to clients."""
+        """Sent alone, in a message after the last choice's end, where StreamRequest.store was set. Never sent to clients."""
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
 
 @_typing.final
 class StoredBlocks(_message.Message):
-    """What became of the node's prefix store, by blocks' names."""
+    """How the node's prefix store has changed, by names of blocks."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -244,11 +245,11 @@ class StoredBlocks(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the answers' blocks, those that are there now: of each, the first ones, without a gap."""
+        """Of the blocks of the answers, those in the store now: of each answer the first ones, without a gap."""
 
     @_builtins.property
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Blocks of any prompt that had to go for them."""
+        """Blocks of any prompt that were evicted to make room for the stored ones."""
 
     def __init__(
         self,
@@ -320,22 +321,24 @@ class GenerationStatus(_message.Message):
     num_preemptions: _builtins.int
     """Rows so far that gave their memory to older ones, and were prefilled again later."""
     imbalance: _builtins.str
-    """What does not balance in the group's own books, for people; empty when they do."""
+    """Why slots or bytes in the group's own books do not add up, for people; empty when they do."""
     prefix_bytes: _builtins.int
-    """What the prefix store of the node holds, and how many bytes it may; 0 where there is none."""
+    """What the prefix store of the node holds, and how many bytes it may hold; 0 where there is none."""
     num_prefix_blocks: _builtins.int
     prefix_room_bytes: _builtins.int
     prefix_store: _builtins.str
-    """Equal for workers of either role that share a prefix store, and for no others; empty where there is none."""
+    """Equal for workers of either role that share a prefix store, and different for all others; empty where there is
+    none.
+    """
     num_prefix_bytes_read: _builtins.int
-    """Bytes of KV so far that slots got from there, and that went there from slots."""
+    """Bytes of KV so far that slots got from the prefix store, and that slots gave to it."""
     num_prefix_bytes_stored: _builtins.int
     num_prefix_disk_bytes_read: _builtins.int
-    """Of the bytes that slots got, those that came from disk."""
+    """The part of num_prefix_bytes_read that came from disk."""
     residency: _builtins.str
     """The residency policy: where KV lives, and which of it is attended to."""
     is_approximate: _builtins.bool
-    """Rows attend to less than all tokens."""
+    """Whether rows attend to less than all tokens."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
         """Streams that have outlived their call."""
@@ -344,7 +347,7 @@ class GenerationStatus(_message.Message):
     def kv(self) -> Global___KvLedger: ...
     @_builtins.property
     def last_step(self) -> Global___StepSample:
-        """The latest forward; unset before the first."""
+        """The latest step; unset before the first."""
 
     @_builtins.property
     def kernels(self) -> _common_pb2.KernelChoice:
@@ -388,7 +391,7 @@ Global___GenerationStatus: _TypeAlias = GenerationStatus  # noqa: Y015
 
 @_typing.final
 class KvLedger(_message.Message):
-    """KV memory at home, by the state of the slots that it is promised to. The four parts are the whole."""
+    """KV memory at home, by the state of the slots that it is promised to. The four parts add up to the whole."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -432,9 +435,9 @@ class StepSample(_message.Message):
     num_rows: _builtins.int
     """Rows that got a token."""
     num_prefill_tokens: _builtins.int
-    """Tokens of local prefill beside them."""
+    """Tokens of local prefill in the same step."""
     context_tokens: _builtins.float
-    """That a row attended to, in the mean."""
+    """Tokens that a row attended to, the mean."""
     duration_s: _builtins.float
     def __init__(
         self,
@@ -460,7 +463,7 @@ class KeptStream(_message.Message):
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     num_slots: _builtins.int
-    """Held now: rows that have ended hold none."""
+    """Slots that the stream holds now; rows that have ended hold none."""
     def __init__(
         self,
         *,
@@ -482,10 +485,10 @@ class StreamCommand(_message.Message):
     OPEN_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
     leave: _builtins.int
-    """The number of a stream that nobody reads any more, as when the call ends."""
+    """Leaves the stream with this number, which is not read any more, as if the call had ended."""
     @_builtins.property
     def open(self) -> Global___StreamRequest:
-        """Answered by events of its number."""
+        """Opens a stream. Answered by events with its number."""
 
     def __init__(
         self,
@@ -510,7 +513,7 @@ class StreamEvents(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___StreamEvent]:
-        """In order, for each number."""
+        """In order for each number."""
 
     def __init__(
         self,
@@ -533,12 +536,12 @@ class StreamEvent(_message.Message):
     EVENT_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """Of the StreamRequest."""
+    """Number of the StreamRequest."""
     @_builtins.property
     def event(self) -> Global___TokenEvent: ...
     @_builtins.property
     def end(self) -> Global___StreamEnd:
-        """Nothing follows of this number."""
+        """Set on the last message of this number."""
 
     def __init__(
         self,
@@ -563,10 +566,10 @@ class StreamEnd(_message.Message):
     TEXT_FIELD_NUMBER: _builtins.int
     RETRY_AFTER_S_FIELD_NUMBER: _builtins.int
     error: _builtins.str
-    """The name of the error's class, as in a status's metadata; empty after the last event."""
+    """Name of the error's class, as in a status's metadata; empty after the last event."""
     text: _builtins.str
     retry_after_s: _builtins.float
-    """When to try again, in seconds; 0 where that is not said."""
+    """Seconds after which to try again; 0 where unknown."""
     def __init__(
         self,
         *,

@@ -61,12 +61,12 @@ class GenerationGroupServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Streams(self, request_iterator, context):
-        """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
-        lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
-        decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
-        that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
-        otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
-        be taken over that is not kept here.
+        """Streams the tokens of any number of requests; events of several streams at the same time share one message. The
+        rows of a stream with a lease join the batch when their KV is committed; without a lease, the group prefills
+        locally, in chunks between decode steps. A stream ends with its last choice's last event or, where answers are
+        stored, with the message after it that says what was stored. When the call ends, or the caller leaves a stream, the
+        stream ends and its slots are freed, unless keep_s says otherwise. Once the caller has sent its last command, the
+        call ends with the last stream. NOT_FOUND for a takeover of a stream that is not kept here.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,14 +80,14 @@ class GenerationGroupServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The supervisor's heartbeat.
+        """Returns the group's state; the supervisor's heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixBlocks(self, request, context):
-        """What the prefix store of the group's node holds: for an orchestrator that has not seen it before.
+        """Lists what the prefix store of the group's node holds, for an orchestrator that sees the store for the first time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -33,37 +33,37 @@ class GenerationGroupStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> GenerationGroupAsyncStub: ...
     Streams: _grpc.StreamStreamMultiCallable[_generate_pb2.StreamCommand, _generate_pb2.StreamEvents]
-    """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
-    lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
-    decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
-    that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
-    otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
-    be taken over that is not kept here.
+    """Streams the tokens of any number of requests; events of several streams at the same time share one message. The
+    rows of a stream with a lease join the batch when their KV is committed; without a lease, the group prefills
+    locally, in chunks between decode steps. A stream ends with its last choice's last event or, where answers are
+    stored, with the message after it that says what was stored. When the call ends, or the caller leaves a stream, the
+    stream ends and its slots are freed, unless keep_s says otherwise. Once the caller has sent its last command, the
+    call ends with the last stream. NOT_FOUND for a takeover of a stream that is not kept here.
     """
     Cancel: _grpc.UnaryUnaryMultiCallable[_generate_pb2.CancelRequest, _generate_pb2.CancelReply]
     """Ends a stream, kept or not. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_generate_pb2.GenerationStatusRequest, _generate_pb2.GenerationStatus]
-    """The supervisor's heartbeat."""
+    """Returns the group's state; the supervisor's heartbeat."""
     ListPrefixBlocks: _grpc.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]
-    """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
+    """Lists what the prefix store of the group's node holds, for an orchestrator that sees the store for the first time."""
 
 @_typing.type_check_only
 class GenerationGroupAsyncStub(GenerationGroupStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Streams: _aio.StreamStreamMultiCallable[_generate_pb2.StreamCommand, _generate_pb2.StreamEvents]  # type: ignore[assignment]
-    """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
-    lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
-    decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
-    that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
-    otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
-    be taken over that is not kept here.
+    """Streams the tokens of any number of requests; events of several streams at the same time share one message. The
+    rows of a stream with a lease join the batch when their KV is committed; without a lease, the group prefills
+    locally, in chunks between decode steps. A stream ends with its last choice's last event or, where answers are
+    stored, with the message after it that says what was stored. When the call ends, or the caller leaves a stream, the
+    stream ends and its slots are freed, unless keep_s says otherwise. Once the caller has sent its last command, the
+    call ends with the last stream. NOT_FOUND for a takeover of a stream that is not kept here.
     """
     Cancel: _aio.UnaryUnaryMultiCallable[_generate_pb2.CancelRequest, _generate_pb2.CancelReply]  # type: ignore[assignment]
     """Ends a stream, kept or not. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_generate_pb2.GenerationStatusRequest, _generate_pb2.GenerationStatus]  # type: ignore[assignment]
-    """The supervisor's heartbeat."""
+    """Returns the group's state; the supervisor's heartbeat."""
     ListPrefixBlocks: _aio.UnaryUnaryMultiCallable[_common_pb2.ListPrefixBlocksRequest, _common_pb2.ListPrefixBlocksReply]  # type: ignore[assignment]
-    """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
+    """Lists what the prefix store of the group's node holds, for an orchestrator that sees the store for the first time."""
 
 class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -72,12 +72,12 @@ class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_generate_pb2.StreamCommand],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_generate_pb2.StreamEvents], _abc.AsyncIterator[_generate_pb2.StreamEvents]]:
-        """Streams the tokens of any number of requests; what their streams say at the same time is one message. A stream with a
-        lease has its rows join the batch when their KV is committed; without, the group prefills locally, in chunks between
-        decode steps. What ends a stream is its last choice's last event or, where answers are stored, the message after it
-        that says so. When the call ends, or the caller leaves a stream, that ends, slots and all, unless keep_s says
-        otherwise; once the caller has sent its last command, the call ends with the last of them. NOT_FOUND for a stream to
-        be taken over that is not kept here.
+        """Streams the tokens of any number of requests; events of several streams at the same time share one message. The
+        rows of a stream with a lease join the batch when their KV is committed; without a lease, the group prefills
+        locally, in chunks between decode steps. A stream ends with its last choice's last event or, where answers are
+        stored, with the message after it that says what was stored. When the call ends, or the caller leaves a stream, the
+        stream ends and its slots are freed, unless keep_s says otherwise. Once the caller has sent its last command, the
+        call ends with the last stream. NOT_FOUND for a takeover of a stream that is not kept here.
         """
 
     @_abc_1.abstractmethod
@@ -94,7 +94,7 @@ class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
         request: _generate_pb2.GenerationStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_generate_pb2.GenerationStatus, _abc.Awaitable[_generate_pb2.GenerationStatus]]:
-        """The supervisor's heartbeat."""
+        """Returns the group's state; the supervisor's heartbeat."""
 
     @_abc_1.abstractmethod
     def ListPrefixBlocks(
@@ -102,6 +102,6 @@ class GenerationGroupServicer(metaclass=_abc_1.ABCMeta):
         request: _common_pb2.ListPrefixBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_common_pb2.ListPrefixBlocksReply, _abc.Awaitable[_common_pb2.ListPrefixBlocksReply]]:
-        """What the prefix store of the group's node holds: for an orchestrator that has not seen it before."""
+        """Lists what the prefix store of the group's node holds, for an orchestrator that sees the store for the first time."""
 
 def add_GenerationGroupServicer_to_server(servicer: GenerationGroupServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

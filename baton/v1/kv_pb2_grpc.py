@@ -80,23 +80,23 @@ class KvReceiverServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """One writer's pieces, in any order. Idempotent by (stamp, layer, token range). A refused piece ends the stream
-        with an error; what was written before stays valid for another push.
+        """Takes one writer's pieces, in any order. Idempotent by (stamp, layer, token range). A refused piece ends the stream
+        with an error; pieces that were written before stay valid for another push.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Commit(self, request, context):
-        """Completes the lease with each choice's first token. Waits until every byte is in, or fails.
+        """Completes the lease with each choice's first token. Waits until every byte has arrived, or fails.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Frees the slot once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by its number, a Reserve
-        whose answer was lost is undone, also one that has not come yet.
+        """Ends the lease; its slot is free once its last writer has gone. Idempotent; a stale stamp changes nothing. Named by
+        its number, a Reserve whose answer was lost is undone, even one that has not arrived yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -56,22 +56,22 @@ class OrchestratorServicer:
 
     def Generate(self, request, context):
         """Streams a request's tokens: one Started, any number of tokens, one Finished; each choice's last token says that it
-        is the last. Cancelling the call cancels the
-        request everywhere. A request that fails has a status in place of Finished; one whose deadline passes has both.
+        is the last. Cancelling the call cancels the request everywhere. A request that fails has a status in place of
+        Finished; one whose deadline passes has both.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModel(self, request, context):
-        """The model that is served, and its limits.
+        """Returns the model that is served, and its limits.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetClusterState(self, request, context):
-        """Groups, queue and slots, as the orchestrator sees them.
+        """Returns groups, queue and slots, as the orchestrator sees them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,8 +66,8 @@ class PlanningServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UseCalibration(self, request, context):
-        """Predicts by this one from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT when it is of
-        another model or hardware, or predicts many times as much, or as little, as the one in force.
+        """Predicts by the given calibration from now on, and keeps it for the orchestrator's next lives. INVALID_ARGUMENT
+        when it is of another model or hardware, or predicts many times as much, or as little, as the one in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -80,7 +80,8 @@ class PlanningServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UseStepTimes(self, request, context):
-        """As UseCalibration.
+        """Predicts by the given step times from now on, and keeps them for the orchestrator's next lives. INVALID_ARGUMENT
+        when they are of another model or hardware, or predict many times as much, or as little, as those in force.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

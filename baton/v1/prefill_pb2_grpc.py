@@ -61,29 +61,29 @@ class PrefillRankServicer:
     """Missing associated documentation comment in .proto file."""
 
     def StartEpoch(self, request, context):
-        """Ends the links' present life and joins the next. Returns when this rank has met all the others.
+        """Ends the links' present epoch and joins the next. Returns when this rank has met all the others.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request, context):
-        """Runs this rank's chunk of a job. Returns when it is computed, passed on and pushed; the last rank also commits.
-        Cancelling the call cancels the job on this rank.
+        """Runs this rank's chunk of a job. Returns when the chunk is computed, passed on and pushed; the last rank also
+        commits. Cancelling the call cancels the job on this rank.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The supervisor's heartbeat.
+        """Returns the rank's state; the supervisor's heartbeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListPrefixBlocks(self, request, context):
-        """What the prefix store of the rank's node holds: for an orchestrator that has not seen it before.
+        """Lists what the prefix store of the rank's node holds, for an orchestrator that sees the store for the first time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

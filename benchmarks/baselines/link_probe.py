@@ -1,4 +1,4 @@
-"""How long does a message take from one rank to the next, over the links that a chain uses?"""
+"""Measures how long a message takes from one rank to the next, over the links that a chain uses."""
 
 import time
 from dataclasses import dataclass
@@ -10,30 +10,31 @@ from baton.types import TokenRange
 from prefill_workers.links import ConnectLinks, LinkHeader, LinkStatus
 
 Points = tuple[tuple[float, float], ...]
-"""(bytes, seconds) each."""
+"""(bytes, seconds) of single messages."""
 
 
 @dataclass(frozen=True)
 class MessageSizes:
-    """What is to be timed."""
+    """The messages to time."""
 
     num_bytes: tuple[int, ...]
     repeats: int
-    """Of each size; an unrecorded one comes before."""
+    """Messages of each size that are recorded; one more comes before them."""
 
 
 class LinkProbe:
-    """One end of a link that has no other use; a LinkHandler. Ranks 0 and 1 throw messages to each other."""
+    """One end of a link that has no other use; a LinkHandler. Ranks 0 and 1 send messages to each other in turn."""
 
     def __init__(self, rank: int, epoch: Epoch, connect: ConnectLinks) -> None:
-        """Blocks until all ranks have met."""
+        """Join the epoch by `connect`; block until all ranks have met."""
         self._rank, self._epoch = rank, epoch
         self._came: SimpleQueue[ChainError | None] = SimpleQueue()
         self._place = memoryview(bytearray())
         self._links = connect(self)
 
     def times(self, sizes: MessageSizes) -> Points:
-        """On rank 0 (bytes, seconds one way), every repeat of every size: half of there and back. Others: nothing."""
+        """Send messages there and back. Return on rank 0 (bytes, seconds one way) of every repeat of every size, half
+        of the time there and back; on other ranks nothing."""
         if self._rank > 1:
             return ()
         points = []
@@ -47,7 +48,7 @@ class LinkProbe:
         return tuple(points)
 
     def close(self) -> None:
-        """Ends the links; waits for those of the others."""
+        """Close the links, and wait until those of the other ranks are closed."""
         self._links.close()
         self._links.wait_closed(1.0)
 
@@ -76,14 +77,14 @@ class LinkProbe:
         self._came.put(None)
 
     def sent(self, target: Rank, header: LinkHeader) -> None:
-        """Nobody waits for that: what comes back says it too."""
+        """Ignored: the message that comes back says that this one was sent."""
 
     def broken(self, error: ChainError) -> None:
         self._came.put(error)
 
 
 def medians(points: Points) -> Points:
-    """The median of each size."""
+    """Return (bytes, median seconds) of each size."""
     sizes = sorted({num_bytes for num_bytes, _ in points})
     times = {size: sorted(seconds for num_bytes, seconds in points if num_bytes == size) for size in sizes}
     return tuple((size, found[len(found) // 2]) for size, found in times.items())

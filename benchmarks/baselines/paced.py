@@ -1,8 +1,8 @@
-"""Slow and noisy links, made of fast ones: a wrapper of the chain's link port, and one of the schemes' process group.
+"""Slow and noisy links, made from fast ones: wrappers of the chain's link port and of the schemes' process group.
 
-Both hold each message back until a link of the set pace would have carried it (`pacing`), then hand it to what is
-below, in order. So all schemes meet the same links. A collective of a paced group is the ring of messages that it
-stands for: n - 1 steps, each paced. At full speed everything goes straight through.
+Both hold each message back until a link of the given pace would have carried it (`pacing`), then pass it on, in order,
+to the link below. So all schemes meet the same links. A collective of a paced group is the ring of messages that it
+stands for: n - 1 steps, each paced. At full speed messages pass unchanged.
 """
 
 import threading
@@ -20,12 +20,12 @@ from benchmarks.baselines.schemes import Group, Work
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links
 
 Deliver = Callable[[], None]
-"""Hands a message to the link below. Must not block."""
+"""Passes a message to the link below; must not block."""
 
 
 class _Lane:
-    """One direction of one link: a thread that delivers what is posted, in order, each when it is due; at once what is
-    left when it is closed."""
+    """One direction of one link: a thread that delivers posted messages in order, each when it is due. On closing it
+    delivers the rest at once."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._schedule = LinkSchedule(pace, direction)
@@ -50,7 +50,7 @@ class _Lane:
 
 
 class Pacer:
-    """The pace of all links that start at one rank. `set` and `close` when no message is under way."""
+    """The pace of all links that start at one rank. Call `set` and `close` only while no message is under way."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -60,16 +60,16 @@ class Pacer:
 
     @property
     def is_full_speed(self) -> bool:
-        """Whether nothing is held back."""
+        """Whether messages pass without delay."""
         return self._pace.is_full_speed
 
     def set(self, pace: Pace) -> None:
-        """From here on; bursts start anew, the same for the same seed."""
+        """Use this pace from here on. Bursts start again from the beginning, equal for equal seeds."""
         self.close()
         self._pace = pace
 
     def post(self, target: int, num_bytes: int, deliver: Deliver) -> None:
-        """Has `deliver` called when a message of `num_bytes` to `target` would be through. Thread-safe."""
+        """Call `deliver` when a paced link would have carried a message of `num_bytes` to `target`. Thread-safe."""
         if self.is_full_speed:
             deliver()
             return
@@ -79,14 +79,14 @@ class Pacer:
             self._lanes[target].post(num_bytes, deliver)
 
     def close(self) -> None:
-        """Ends the threads."""
+        """End the threads of all links."""
         for lane in self._lanes.values():
             lane.close()
         self._lanes.clear()
 
 
 class PacedLinks:
-    """See `prefill_workers.links.Links`."""
+    """Links that keep to a pacer's pace. Implements `prefill_workers.links.Links`."""
 
     def __init__(self, links: Links, pacer: Pacer) -> None:
         self._links, self._pacer = links, pacer
@@ -102,7 +102,7 @@ class PacedLinks:
 
 
 def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
-    """Joins an epoch by `connect`, with links of the pacer's pace."""
+    """Return a function that joins an epoch by `connect`, with links of the pacer's pace."""
 
     def join(handler: LinkHandler) -> Links:
         return PacedLinks(connect(handler), pacer)
@@ -111,7 +111,7 @@ def paced(connect: ConnectLinks, pacer: Pacer) -> ConnectLinks:
 
 
 class _Posted:
-    """A send that may not have begun."""
+    """A send that may not have begun yet."""
 
     def __init__(self) -> None:
         self.begun: Future[Work] = Future()
@@ -121,7 +121,7 @@ class _Posted:
 
 
 class _Done:
-    """An operation that is over."""
+    """An operation that has ended."""
 
     def wait(self, timeout: timedelta) -> bool:
         return True
@@ -145,7 +145,7 @@ class PacedGroup:
         def deliver() -> None:
             try:
                 posted.begun.set_result(self._group.send(tensors, target, tag))
-            except RuntimeError as error:  # what gloo raises: for whoever waits
+            except RuntimeError as error:  # raised by gloo; the waiter gets it
                 posted.begun.set_exception(error)
 
         self._pacer.post(target, sum(each.nbytes for each in tensors), deliver)

@@ -1,4 +1,4 @@
-"""When a message gets through a link that is slow, or that others use too: arithmetic, no waiting.
+"""Computes when a message gets through a link that is slow or shared with other traffic: arithmetic, without waiting.
 
 A paced link carries one message after the other at a given bandwidth. Other traffic holds it in bursts: their lengths,
 and those of the gaps between them, are exponential, and a message stands still while one lasts. Both directions between
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Pace:
-    """What links are made to be."""
+    """The speed and disturbance of a link."""
 
     bandwidth: float = math.inf
     """Bytes a second, each way; infinite: as fast as the link below."""
     busy_share: float = 0.0
-    """Part of the time in which other traffic holds the link, below 1."""
+    """Fraction of the time in which other traffic holds the link, below 1."""
     burst_s: float = 0.0
     """Mean length of a burst of other traffic, in seconds."""
     seed: int = 0
-    """Of the bursts."""
+    """Seed of the random bursts."""
 
     def __post_init__(self) -> None:
         if not self.bandwidth > 0 or not 0 <= self.busy_share < 1 or not 0 <= self.burst_s < math.inf:
@@ -32,7 +32,7 @@ class Pace:
 
     @property
     def is_full_speed(self) -> bool:
-        """Whether nothing is held back."""
+        """Whether messages pass without delay."""
         return self.bandwidth == math.inf and not self.busy_share
 
 
@@ -40,7 +40,7 @@ FULL_SPEED = Pace()
 
 
 class LinkSchedule:
-    """One direction of a link, from the first message on. Times are seconds on any one monotonic clock."""
+    """Times at which one direction of a link delivers messages, in seconds on any one monotonic clock."""
 
     def __init__(self, pace: Pace, direction: int) -> None:
         self._pace = pace
@@ -50,7 +50,7 @@ class LinkSchedule:
         self._rng = random.Random(f"{pace.seed}/{direction}")
 
     def delivered_s(self, now_s: float, num_bytes: int) -> float:
-        """When a message that is handed over at `now_s`, not before the last one was, has got through."""
+        """Return when a message that is handed over at `now_s`, not before the previous one, has got through."""
         if self._bursts is None:
             self._bursts = bursts(self._pace, now_s, self._rng)
             self._burst = next(self._bursts)
@@ -66,7 +66,7 @@ class LinkSchedule:
 
 
 def bursts(pace: Pace, start_s: float, rng: random.Random) -> Iterator[tuple[float, float]]:
-    """Ascending, disjoint [start, end) in which other traffic holds the link; endless."""
+    """Yield ascending, disjoint [start, end) in which other traffic holds the link, without end."""
     if not pace.busy_share:
         while True:
             yield math.inf, math.inf

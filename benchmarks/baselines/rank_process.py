@@ -1,7 +1,7 @@
-"""One rank of a comparison: a process that does what it is told, one command after the other.
+"""One rank of a comparison: a process that obeys one command after the other.
 
-The chain runs on the real engine over the real links, and pushes to nobody, as its peers do not either. All links,
-the chain's and the schemes', keep to the pace that a command asks for.
+The chain runs on the real engine over the real links. It pushes its KV to no generation group, as its peers do not
+either. All links, the chain's and the schemes', keep to the pace that a command asks for.
 """
 
 import contextlib
@@ -32,34 +32,34 @@ from prefill_workers.torch_links import Meeting, connect_torch_links, make_group
 
 HOST = "127.0.0.1"
 WAIT_S = 300.0
-"""Longer than anything takes; then something is wrong."""
+"""Seconds after which a rank without an answer counts as broken; longer than any command takes."""
 _CHAIN, _GROUP, _PROBE = Epoch(1), Epoch(2), Epoch(3)
 
 
 @dataclass(frozen=True)
 class Task:
-    """One prefill by all ranks, or by some."""
+    """One prefill by all ranks, or by some of them."""
 
     scheme: str
-    """kvr, or a name of SCHEMES."""
+    """Scheme of the prefill: kvr, or a name of SCHEMES."""
     token_ids: tuple[int, ...]
     chunks: tuple[TokenRange, ...] = ()
-    """Of the chain's ranks."""
+    """Chunks of the chain's ranks, in rank order."""
     ranks: tuple[int, ...] = ()
-    """The chain's; empty: the first, one for each chunk."""
+    """Ranks of the chain; empty: the first ones, one for each chunk."""
     kernel: str = ""
-    """A name of KERNELS; empty: the fastest."""
+    """Attention kernel, a name of KERNELS; empty: the fastest."""
     pace: Pace = FULL_SPEED
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank has to say about a task."""
+    """The result of one rank for a task."""
 
     token: int | None = None
     """The first token, on the rank that has it."""
     report: JobReport | None = None
-    """Of a rank of a chain."""
+    """Report of a rank of a chain; None for other schemes."""
 
     @property
     def compute_s(self) -> float:
@@ -71,16 +71,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank's process is."""
+    """What a rank's process starts with."""
 
     folder: Path
     dtype: str
     rank: int
     num_ranks: int
     cores: tuple[int, ...]
-    """One thread each."""
+    """Cores of the rank's threads, one for each thread."""
     port: int
-    """Of the store where the ranks meet."""
+    """Port of the store where the ranks meet."""
 
 
 Command = tuple[Pace, MessageSizes] | RateProbe | Task
@@ -88,7 +88,7 @@ Reply = Answer | float | Points | None
 
 
 def run_rank(spec: RankSpec, pipe: Connection) -> None:
-    """The process's life: None when ready, then a reply to each command, until the pipe closes."""
+    """Run a rank's process: send None when it is ready, then a reply to each command, until the pipe closes."""
     use_cores(spec.cores, len(spec.cores))
     rank = _Rank(spec)
     pipe.send(None)
@@ -99,7 +99,7 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
 
 
 class _Outlet:
-    """A KvOutlet that keeps the first token only."""
+    """A KvOutlet that keeps only the first token."""
 
     num_present = 0
 
@@ -136,7 +136,8 @@ class _Rank:
         self._engine.start_epoch(_CHAIN, Rank(spec.rank), spec.num_ranks, connect(_CHAIN))
 
     def obey(self, command: Command) -> Reply:
-        """A task comes to all ranks, and the next command to none before all have replied."""
+        """Carry out a command and return its reply. A task goes to all ranks, and the next command follows when all
+        have replied."""
         if isinstance(command, Task):
             return self._prefill(command)
         if isinstance(command, RateProbe):

@@ -1,7 +1,7 @@
-"""The ranks of one comparison: a process each, on cores of its own, that prefills by any scheme when it is told to.
+"""The ranks of one comparison: a process each, on its own cores, that prefills by any scheme on command.
 
 All schemes are timed alike: from the command to all ranks until the last token's logits, or the token drawn from them,
-are there.
+have arrived.
 """
 
 import contextlib
@@ -26,16 +26,16 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """One prefill."""
+    """The time and the result of one prefill."""
 
     seconds: float
     token: int
     answers: tuple[Answer, ...]
-    """By rank."""
+    """Answers of the ranks, in rank order."""
 
 
 class Ranks:
-    """The parent's end of all processes."""
+    """The parent's end of the pipes to all ranks' processes."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self._pipes = pipes
@@ -43,7 +43,7 @@ class Ranks:
     @classmethod
     @contextlib.contextmanager
     def running(cls, folder: Path, dtype: str, cores: Sequence[tuple[int, ...]]) -> Iterator[Self]:
-        """A rank on each of `cores`, with a thread for each; ended on leaving."""
+        """Start a rank on each entry of `cores`, with a thread for each core; end them when the block is left."""
         store = dist.TCPStore(HOST, 0, None, True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         pipes: list[Connection] = []
@@ -61,7 +61,7 @@ class Ranks:
             yield made
         finally:
             for pipe in pipes:
-                pipe.close()  # they leave when nobody speaks to them any more
+                pipe.close()  # ranks exit when their pipe closes
             for process in processes:
                 process.join(_END_S)
                 process.kill()
@@ -70,11 +70,12 @@ class Ranks:
         return len(self._pipes)
 
     def run(self, task: Task) -> Outcome:
-        """One prefill by all ranks."""
+        """Run one prefill by all ranks; blocks."""
         return self.run_each([task] * len(self))
 
     def run_each(self, tasks: Sequence[Task]) -> Outcome:
-        """A prefill of its own on every rank, side by side; the seconds are the slowest one's."""
+        """Run a prefill of its own on every rank, all at the same time; blocks. The seconds are those of the
+        slowest."""
         start_s = time.perf_counter()
         answers = [answer for answer in self._ask(tasks) if isinstance(answer, Answer)]
         seconds = time.perf_counter() - start_s
@@ -82,14 +83,14 @@ class Ranks:
         return Outcome(seconds, token, tuple(answers))
 
     def link_points(self, sizes: Sequence[int], repeats: int, pace: Pace = FULL_SPEED) -> Points:
-        """(bytes, median seconds) of single messages between the first two ranks, while nothing else runs."""
+        """Measure (bytes, median seconds) of single messages between the first two ranks, while nothing else runs."""
         command = (pace, MessageSizes(tuple(sizes), repeats))
         (points, *_) = self._ask([command] * len(self))
         assert isinstance(points, tuple)
         return medians(points)
 
     def rates(self, probe: RateProbe, num_busy: int) -> list[float]:
-        """What the first `num_busy` ranks reach at the same time, while the others are idle."""
+        """Measure the rates that the first `num_busy` ranks reach at the same time, while the others are idle."""
         for pipe in self._pipes[:num_busy]:
             pipe.send(probe)
         return [rate for rate in self._replies(num_busy) if isinstance(rate, float)]

@@ -1,15 +1,16 @@
-"""Tensor-and-sequence-parallel prefill (TSP) as KV-Runahead's paper has it, the same with a causal kernel, and zigzag
-ring attention, the strong modern peer. All use the decoder and the attention kernel that the chain uses.
+"""Other schemes of prefill on several ranks: tensor-and-sequence parallel (TSP) as in the KV-Runahead paper, TSP with a
+causal kernel, and zigzag ring attention, the strong modern peer. All use the decoder and the attention kernel that the
+chain uses.
 
-Every rank calls `prefill` with the same prompt and its own process group, and returns when its part is done; the rank
+Every rank calls `prefill` with the same prompt and its own process group, and returns when its part is done. The rank
 that ends up with the last token's hidden state returns its logits. In the last layer no rank computes more than the
-next layer, which there is none of, or the last token needs: the chain's own shortcut, given to its peers.
+last token needs: the chain's own shortcut, given to its peers.
 
- - `tsp_dense`, `tsp_causal`: even chunks; each layer all ranks gather all KV, and wait for it. Dense scores a chunk's
-   queries against the whole prompt and masks half of it away (Cho, Rastegari, Naik, 2024, section 3), so it pays for
-   keys that come later; what they would add is computed and dropped.
- - `zigzag`: the prompt in 2 n chunks; rank i has chunks i and 2 n - 1 - i, so all have equal work. KV goes around a
-   ring while what has come is attended to (Brandon et al., 2023; Llama 3's context parallelism).
+- `tsp_dense`, `tsp_causal`: even chunks; in each layer all ranks gather all KV, and wait for it. Dense scores a chunk's
+  queries against the whole prompt and masks half of it away (Cho, Rastegari, Naik, 2024, section 3), so it pays for
+  keys that come later; what they would add is computed and dropped.
+- `zigzag`: the prompt in 2 n chunks; rank i has chunks i and 2 n - 1 - i, so all have equal work. KV goes around a
+  ring while the blocks that have come are attended to (Brandon et al., 2023; Llama 3's context parallelism).
 
 T tokens, N heads, G kv heads, H head dim; a KV block is `[tokens, 2, G, H]`.
 """
@@ -34,13 +35,13 @@ _TAG = 0
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """A communication that is under way."""
 
     def wait(self, timeout: timedelta) -> bool: ...
 
 
 class Group(Protocol):
-    """What is used of torch's process groups."""
+    """The part of torch's process groups that the schemes use."""
 
     def rank(self) -> int: ...
     def size(self) -> int: ...
@@ -50,7 +51,7 @@ class Group(Protocol):
 
 
 Prefill = Callable[[Decoder, Sequence[int], Group], Tensor | None]
-"""Logits `[1, V]` of the last token on the rank that has it, None on the others."""
+"""Prefills a prompt; returns logits `[1, V]` of the last token on the rank that has it, None on the others."""
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,19 @@ class _Chunk:
 
     tokens: TokenRange
     kv: Tensor
-    """`[len(tokens), 2, G, H]`, written anew in each layer."""
+    """KV of the present layer, `[len(tokens), 2, G, H]`, overwritten in each layer."""
 
     def own(self, layer: int) -> Tensor:
         return self.kv
 
 
 def tsp_dense(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """The paper's baseline."""
+    """Prefill by TSP with a dense kernel, the paper's baseline."""
     return _tsp(decoder, token_ids, group, dense=True)
 
 
 def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """The same without the masked half: the last rank has the most to do."""
+    """Prefill by TSP with a causal kernel, which computes no masked half; the last rank has the most work."""
     return _tsp(decoder, token_ids, group, dense=False)
 
 
@@ -79,7 +80,7 @@ def tsp_causal(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tens
 def _tsp(decoder: Decoder, token_ids: Sequence[int], group: Group, *, dense: bool) -> Tensor | None:
     rank, num_ranks, total = group.rank(), group.size(), len(token_ids)
     width = -(-total // num_ranks)
-    all_kv = _kv(decoder, width * num_ranks)  # padded: a gather takes equal parts
+    all_kv = _kv(decoder, width * num_ranks)  # padded, because a gather takes equal parts
     parts = list(torch.split(all_kv, width))
     tokens = TokenRange(min(rank * width, total), min((rank + 1) * width, total))
     chunk = _Chunk(tokens, _kv(decoder, width)[: len(tokens)])
@@ -103,13 +104,14 @@ def _tsp(decoder: Decoder, token_ids: Sequence[int], group: Group, *, dense: boo
 
 
 def _pay_for(decoder: Decoder, q_TNH: Tensor, kv: Tensor) -> None:
-    """Attends to keys that no query may see, as a dense kernel does before it masks them."""
+    """Attend to keys that no query may see, as a dense kernel does before it masks them."""
     decoder.kernel(q_TNH, [_rows(kv, 0)], False, None)
 
 
 @torch.inference_mode()
 def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor | None:
-    """Ring attention over chunks that are dealt out in zigzag; the prompt must have at least two tokens a rank."""
+    """Prefill by ring attention over chunks that are dealt out in zigzag. The prompt must have at least two tokens a
+    rank."""
     rank, num_ranks, last_layer = group.rank(), group.size(), decoder.config.num_layers - 1
     ranges = _zigzag_ranges(len(token_ids), num_ranks)
     low, high = ranges[rank]
@@ -122,7 +124,7 @@ def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor |
         q_TNH = decoder.project(layer, hidden_TD, step)
         if layer < last_layer:
             places = [low, high]
-        elif rank == 0:  # only the last token is wanted, and rank 0 has it
+        elif rank == 0:  # only the last token is needed, and rank 0 has it
             places, hidden_TD = [TokenRange(high.end - 1, high.end)], hidden_TD[-1:]
         else:
             places = []
@@ -138,7 +140,7 @@ def zigzag(decoder: Decoder, token_ids: Sequence[int], group: Group) -> Tensor |
 
 
 def _parts(q_TNH: Tensor, places: Sequence[TokenRange]) -> Iterator[Tensor]:
-    """The queries of each of `places`, which are the last of all."""
+    """Yield the queries of each of `places`, which are the last rows of `q_TNH`."""
     start = len(q_TNH) - sum(len(place) for place in places)
     for place in places:
         yield q_TNH[start : start + len(place)]
@@ -152,8 +154,8 @@ def _ring(
     blocks: list[Tensor],
     group: Group,
 ) -> None:
-    """One layer's KV once around the ring; each block is attended to while the next one comes. `blocks`: the own one,
-    and two for the others'."""
+    """Send one layer's KV once around the ring; each block is attended to while the next one comes. `blocks` are the
+    rank's own block, and two for those of other ranks."""
     rank, num_ranks = group.rank(), group.size()
     current, spare, other = blocks
     for turn in range(num_ranks):
@@ -164,7 +166,7 @@ def _ring(
             works.append(group.recv([spare.view(torch.uint8)], (rank - 1) % num_ranks, _TAG))
         low, high = ranges[owner]
         parts = ((low, current[: len(low)]), (high, current[len(low) : len(low) + len(high)]))
-        for attention, place in zip(queries, places, strict=True):  # without what is later than any of these queries
+        for attention, place in zip(queries, places, strict=True):  # skips chunks later than all these queries
             attention.add(*(_rows(kv, tokens.start) for tokens, kv in parts if tokens.start < place.end))
         for work in works:
             work.wait(_FOREVER)
@@ -172,7 +174,7 @@ def _ring(
 
 
 def _zigzag_ranges(total: int, num_ranks: int) -> list[tuple[TokenRange, TokenRange]]:
-    """Each rank's low and high chunk."""
+    """Return each rank's low and high chunk."""
     edges = [total * index // (2 * num_ranks) for index in range(2 * num_ranks + 1)]
     chunks = [TokenRange(start, end) for start, end in pairwise(edges)]
     return [(chunks[rank], chunks[-1 - rank]) for rank in range(num_ranks)]
@@ -188,4 +190,4 @@ def _rows(kv: Tensor, first_position: int) -> KvRows:
 
 
 SCHEMES: Mapping[str, Prefill] = MappingProxyType({"tsp_dense": tsp_dense, "tsp_causal": tsp_causal, "zigzag": zigzag})
-"""By the names that results carry."""
+"""Schemes by the names that results carry."""

@@ -1,4 +1,4 @@
-"""The orchestrator's process of the gateway benchmark: the real server, over groups that are somewhere else."""
+"""The orchestrator's process of the gateway benchmark: the real server, over groups that are in another process."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -25,20 +25,20 @@ VOCAB_SIZE = 49_152
 
 @dataclass(frozen=True)
 class Brain:
-    """What the server is told."""
+    """What the server starts with."""
 
     folder: Path
-    """Of the model whose tokenizer serves."""
+    """Folder of the model whose tokenizer is used."""
     ports: tuple[int, ...]
-    """Of the groups."""
+    """Ports of the generation groups."""
     num_slots: int
-    """Of each group."""
+    """Slots of each group."""
 
 
 @contextlib.asynccontextmanager
 async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
-    """A process's role: greets with its port. Asked `usage`, it says what it has used; `profile` begins a profile, and
-    `profiled` ends it and tells."""
+    """Run the server as a process's role: it greets with its port. Asked `usage`, it answers what the process has used;
+    `profile` starts a profile, and `profiled` ends it and returns its text."""
     members = Members()
     planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
     most = 2 * told.num_slots * len(told.ports)

@@ -1,6 +1,6 @@
 """Generation groups that compute nothing: the real service over engines whose tokens come from a script, at a pace.
 
-Output token i is 1000 + i, its text one word. All groups are in one process; their steps take turns on one thread, so
+Output token i is 1000 + i, its text one word. All groups are in one process. Their steps take turns on one thread, so
 that a group's streams get their tokens together, as from a batch.
 """
 
@@ -30,13 +30,13 @@ HOST = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Groups:
-    """How many there are, and how fast."""
+    """How many groups there are, and how fast they are."""
 
     num_groups: int
     num_slots: int
-    """Of each."""
+    """Slots of each group."""
     step_s: float
-    """Between two tokens of a stream, when the processor keeps up."""
+    """Seconds between two tokens of a stream, when the processor keeps up."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class _Row:
 
 
 class ScriptedEngine:
-    """What a servicer asks of an engine; every stream has one choice and gets a token at each step."""
+    """The part of an engine that a servicer uses; every stream has one choice and gets a token at each step."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -57,7 +57,7 @@ class ScriptedEngine:
         self._num_steps = 0
 
     def submit(self, request: GenerationRequest, on_event: EventSink, _on_filled: object) -> Ticket:
-        """Opens a stream."""
+        """Open a stream, which gets its tokens at later steps."""
         with self._lock:
             self._num_opened += 1
             ticket = Ticket(self._num_opened)
@@ -65,14 +65,14 @@ class ScriptedEngine:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends one."""
+        """End a stream with a cancelled event; does nothing if it has ended."""
         with self._lock:
             row = self._rows.pop(ticket, None)
         if row is not None:
             row.sink(TokenEvent(row.index, None, "", time.time_ns(), FinishReason.CANCELLED))
 
     def step(self) -> None:
-        """A token for each stream."""
+        """Emit one token to each stream."""
         with self._lock:
             rows = list(self._rows.items())
             now_ns = time.time_ns()
@@ -86,7 +86,7 @@ class ScriptedEngine:
         self._num_steps += 1
 
     def status(self) -> EngineStatus:
-        """Slots of the streams that run; no memory."""
+        """Return a status with the slots of the running streams, and without memory."""
         active = min(len(self._rows), self._num_slots)
         kv = KvLedger(num_bytes=0, num_bytes_free=0, num_bytes_leased=0, num_bytes_active=0, num_bytes_quarantined=0)
         ledger = SlotLedger(self._num_slots, self._num_slots - active, 0, active, 0, 0, 0, kv)
@@ -95,7 +95,8 @@ class ScriptedEngine:
 
 @contextlib.asynccontextmanager
 async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
-    """A process's role: greets with the groups' ports; asked anything, it says what it has used."""
+    """Run the engines as a process's role: it greets with the groups' ports, and answers any question with what the
+    process has used."""
     made = [ScriptedEngine(groups.num_slots) for _ in range(groups.num_groups)]
     servers, servicers, ports = [], [], []
     for engine in made:
@@ -123,7 +124,7 @@ async def engines(groups: Groups) -> AsyncIterator[tuple[list[int], Answer]]:
 
 
 def _step(made: Sequence[ScriptedEngine], step_s: float, closing: threading.Event) -> None:
-    """One engine after the other, each once in `step_s`; who is late makes no more of it."""
+    """Step one engine after the other, each once in `step_s`. A late engine does not catch up by faster steps."""
     due_s = time.monotonic()
     while True:
         for engine in made:

@@ -19,35 +19,35 @@ from transport.channel import make_channel
 
 NUM_CONNECTIONS = 8
 _PROMPT = b"The quick brown fox jumps over the lazy dog, and then it sleeps in the shade of an old oak tree."
-"""Some two dozen tokens."""
+"""A prompt of some two dozen tokens."""
 
 
 @dataclass(frozen=True)
 class Streams:
-    """What is asked for."""
+    """The streams to open."""
 
     num_streams: int
     max_tokens: int
     within_s: float
-    """They come at random times, all within so many seconds."""
+    """Seconds within which the streams begin, at random times."""
 
 
 @dataclass
 class Seen:
-    """What came of it so far."""
+    """What the clients have received so far."""
 
     num_tokens: int = 0
     num_done: int = 0
     """Streams that ended as they should: all tokens, in order, and the last message."""
     errors: list[str] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
-    """From each stream's call to its first token."""
+    """Seconds from each stream's call to its first token."""
     late_ms: list[float] = field(default_factory=list)
-    """Of each token, from the engine to the client."""
+    """Milliseconds of each token from the engine to the client."""
 
 
 class Load:
-    """Streams that run in this process."""
+    """The streams that run in this process."""
 
     def __init__(self, target: str) -> None:
         self._channels = [make_channel(target) for _ in range(NUM_CONNECTIONS)]
@@ -58,7 +58,7 @@ class Load:
         self.seen = Seen()
 
     async def open(self, asked: Streams) -> None:
-        """Returns when all have their first token, or have ended."""
+        """Open the streams; return when all have their first token, or have ended."""
         self._asked, self.seen = asked, Seen()
         self._begun.clear()
         rng = random.Random(0)
@@ -67,7 +67,7 @@ class Load:
         await self._begun.wait()
 
     async def drain(self) -> Seen:
-        """Returns when all have ended; what came of them."""
+        """Wait until all streams have ended; return what they received."""
         await asyncio.gather(*self._running)
         return self.seen
 
@@ -76,7 +76,7 @@ class Load:
             await channel.close()
 
     async def _one(self, number: int, at_s: float) -> None:
-        await asyncio.sleep(at_s)  # its time of arrival
+        await asyncio.sleep(at_s)  # the stream's time of arrival
         sampling = common_pb2.SamplingParams(max_tokens=self._asked.max_tokens, ignore_eos=True)
         request = pb.GenerateRequest(prompt=_PROMPT, sampling=sampling)
         try:
@@ -90,14 +90,14 @@ class Load:
             self._begun.set()
 
     async def _follow(self, call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]") -> None:
-        """To the end. Raises ValueError when a token is missing or out of place."""
+        """Follow a stream to its end. Raises ValueError when a token is missing or out of place."""
         seen, called_s, num_tokens, ended = self.seen, time.monotonic(), 0, False
         while isinstance(event := await call.read(), pb.GenerateEvent):
             if event.HasField("token"):
                 token = event.token
                 ended = token.finish == generate_pb2.FINISH_REASON_LENGTH
                 if not token.HasField("token"):
-                    continue  # an end alone
+                    continue  # an end without a token
                 if token.index != num_tokens or token.token.token_id != FIRST_ID + num_tokens:
                     raise ValueError(f"token {token.index} where {num_tokens} is due")
                 num_tokens += 1
@@ -118,8 +118,9 @@ class Load:
 
 @contextlib.asynccontextmanager
 async def load(target: str) -> AsyncIterator[tuple[None, Answer]]:
-    """A process's role: asked with Streams, it opens them and answers when all run; asked `seen`, it says how many
-    tokens have come, and how late those since it was last asked were; `drain`, it answers when all have ended."""
+    """Run the clients as a process's role. Asked with Streams, it opens them and answers when all run; asked `seen`, it
+    answers how many tokens have come, and how late those since the last time were; asked `drain`, it answers when all
+    streams have ended."""
     clients = Load(target)
 
     async def answer(question: Any) -> Any:

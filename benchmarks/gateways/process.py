@@ -1,4 +1,4 @@
-"""A process of the gateway benchmark: it starts, says where it is reached, and answers one question after the other."""
+"""A process of the gateway benchmark: it starts, sends a greeting, and answers one question after the other."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,8 @@ from typing import Any
 
 Answer = Callable[[Any], Awaitable[Any]]
 Role = Callable[..., contextlib.AbstractAsyncContextManager[tuple[Any, Answer]]]
-"""What a process is: on entering it, its greeting, and what answers its questions. A function of a module."""
+"""What a process does: a context manager that yields its greeting and the function that answers its questions. Must be
+a function of a module."""
 
 _END_S = 20.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -22,46 +23,47 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Usage:
-    """What a process has used so far."""
+    """What a process has used since it started."""
 
     cpu_s: float
-    """Of all its threads."""
+    """Processor time of all threads, in seconds."""
     loop_s: float
-    """Of its main thread."""
+    """Processor time of the main thread, in seconds."""
     rss_bytes: int
 
 
 class Child:
-    """The parent's end."""
+    """The parent's end of the pipe to a process."""
 
     def __init__(self, greeting: Any, pipe: Connection) -> None:
         self.greeting = greeting
         self._pipe = pipe
 
     async def ask(self, question: Any) -> Any:
-        """The process's answer; raises EOFError when it has died."""
+        """Send a question and return the process's answer. Raises EOFError when the process has died."""
         self._pipe.send(question)
         return await asyncio.to_thread(self._pipe.recv)
 
 
 @contextlib.asynccontextmanager
 async def child(role: Role, *args: Any) -> AsyncIterator[Child]:
-    """A process that has started as `role(*args)`; it has ended afterwards."""
+    """Start a process that runs `role(*args)`; end it when the block is left."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, role, args), daemon=True)
     process.start()
-    theirs.close()  # so that a process that died ends our recv
+    theirs.close()  # so that the death of the process ends our recv
     try:
         yield Child(await asyncio.to_thread(ours.recv), ours)
     finally:
-        ours.close()  # which ends it
+        ours.close()  # which ends the process
         await asyncio.to_thread(process.join, _END_S)
         process.kill()
 
 
 def usage() -> Usage:
-    """Of this process; called on its main thread. What is garbage does not count as memory."""
+    """Return what this process has used; call it on the main thread. Collects garbage first, so that it does not
+    count."""
     gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * _PAGE_BYTES
     return Usage(time.process_time(), time.thread_time(), resident)

@@ -40,7 +40,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 
 class Rows:
-    """Requests that generate for as long as they are asked to."""
+    """Requests that generate for as long as they are stepped."""
 
     def __init__(self, engine, prompts, params) -> None:
         self.engine = engine
@@ -60,7 +60,8 @@ class Rows:
         return elapsed
 
     def run_beside(self, prompts, params, asked):
-        """Steps of all rows, while prompts come; the gaps between a row's tokens, and the prompts' times."""
+        """Step all rows while prompts come; return the gaps between a row's tokens, and the prompts' times to first
+        token."""
         last, gaps, came, ttft_s = {}, {"idle_ms": [], "loaded_ms": []}, {}, {}
         start = time.perf_counter()
         loaded = start + asked["idle_s"]

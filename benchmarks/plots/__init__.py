@@ -1,1 +1,1 @@
-"""Draws what benchmarks measured."""
+"""Draws the results of benchmarks."""

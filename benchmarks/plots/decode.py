@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def draw(outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, path: Path) -> None:
-    """Writes a PNG. A step is one token for each row, so its time is the time per token that a reader sees."""
+    """Draw a PNG. A step makes one token for each row, so its time is the time per token that a reader sees."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
@@ -32,7 +32,7 @@ def draw(outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, path: Pa
 
 
 def _panel(panel: "Axes", outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, *, by_batch: bool) -> None:
-    """A curve for each batch, along contexts; or the other way round."""
+    """Draw a curve for each batch along contexts, or for each context along batches."""
     sizes = [(outcome.cell.batch, outcome.cell.context) for outcome in outcomes]
     each, along = (0, 1) if by_batch else (1, 0)
     xs = np.unique(np.geomspace(min(size[along] for size in sizes), max(size[along] for size in sizes), 60).astype(int))

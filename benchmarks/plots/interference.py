@@ -1,17 +1,17 @@
-"""The plot of `benchmarks.interference`: how often a stream waits longer than so long for its next token, a panel each
-side; alone, and while long prompts come."""
+"""The plot of `benchmarks.interference`: how often a stream waits longer than a given time for its next token, alone
+and while long prompts come; a panel for each side."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
 Rounds = Sequence[tuple[Sequence[float], Sequence[float]]]
-"""Milliseconds between tokens, alone and loaded, of each round."""
+"""Milliseconds between tokens of each round: streams alone, and while prompts come."""
 _TICKS_MS = (5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 
 
 def draw(sides: Mapping[str, Rounds], path: Path) -> None:
-    """Writes a PNG."""
+    """Draw the sides' distributions as a PNG."""
     from matplotlib.figure import Figure
 
     all_ms = [ms for rounds in sides.values() for each in rounds for part in each for ms in part]

@@ -1,5 +1,4 @@
-"""The plot of `benchmarks.slow_links`: time to the first token over bandwidth, a panel for each prompt length; measured
-points over the model's lines."""
+"""The plot of `benchmarks.slow_links`: measured times to first token and the model's lines, over bandwidth."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,25 +11,25 @@ _STYLES = {
     "zigzag": ("zigzag ring", "tab:purple"),
     "single": ("one rank", "0.5"),
 }
-"""Label and colour by scheme."""
+"""Label and colour of each scheme."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One prompt length."""
+    """The curves of one prompt length, one for each scheme."""
 
     num_tokens: int
     links_mb_s: Sequence[float]
     measured: Mapping[str, Sequence[Sequence[float]]]
-    """Seconds by scheme, at each link, each round."""
+    """Measured seconds by scheme, at each link, in each round."""
     grid_mb_s: Sequence[float]
-    """Where the model was asked."""
+    """Bandwidths in MB/s at which the model predicts."""
     predicted: Mapping[str, Sequence[float]]
-    """Seconds by scheme, over the grid."""
+    """Predicted seconds by scheme, over the grid."""
 
 
 def draw(curves: Sequence[Curve], path: Path) -> None:
-    """Writes a PNG."""
+    """Draw the curves as a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(4.6 * len(curves), 4.4), layout="constrained")

@@ -1,4 +1,4 @@
-"""The engine's own side of a comparison: one GenerationEngine in a process of its own, asked without gRPC or Ray.
+"""The engine's own side of a comparison: one GenerationEngine in a process of its own, called without gRPC or Ray.
 
 It prefills the prompts by itself. Its process waits for a load, runs it, answers with the times, and waits again.
 """
@@ -32,13 +32,13 @@ _END_S = 10.0
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """How the engine is made: as the cluster's generation group is."""
+    """How the engine is made: in the same way as a cluster's generation group."""
 
     folder: Path
     dtype: str
     num_threads: int
     cores: tuple[int, ...]
-    """That its process is pinned to; empty: not pinned."""
+    """Cores that the engine's process is pinned to; empty: not pinned."""
     config: EngineConfig
 
 
@@ -57,23 +57,23 @@ class EngineSide:
 
 @contextlib.asynccontextmanager
 async def engine_alone(spec: EngineSpec) -> AsyncIterator[EngineSide]:
-    """An engine that is ready; its process has ended afterwards."""
+    """Start an engine and yield its side when it is ready; end its process afterwards."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, spec), daemon=True)
     process.start()
-    theirs.close()  # so that a process that died ends our recv
+    theirs.close()  # so that the death of the process ends our recv
     try:
         await asyncio.to_thread(ours.recv)
         yield EngineSide(ours)
     finally:
-        ours.close()  # which ends its loop
+        ours.close()  # which ends the process's loop
         process.join(_END_S)
         process.kill()
 
 
 class _Collector:
-    """Where the engine's thread puts one stream's tokens."""
+    """Collects one stream's tokens from the engine's thread."""
 
     def __init__(self) -> None:
         self.asked_ns = time_ns()
@@ -95,7 +95,7 @@ class _Collector:
 
 
 def _run(pipe: Connection, spec: EngineSpec) -> None:
-    """The process: serves loads until the pipe is closed."""
+    """Run the engine's process: serve loads until the pipe is closed."""
     use_cores(spec.cores, spec.num_threads)
     decoder = load_decoder(spec.folder, dtype=spec.dtype)
     config, clock = spec.config, SystemClock()

@@ -1,7 +1,7 @@
-"""A generation engine whose rows run already: their KV was pushed to leased slots, as a prefill group does it.
+"""A generation engine whose rows already run: their KV was pushed to leased slots, as a prefill group does it.
 
-So a step is a served request's: the policy's memory, the batch, sampling, text and events included. Only what is said
-is none: random KV, one and the same prompt token. Used by one thread, the one that made it.
+So a step is a served request's: the policy's memory, the batch, sampling, text and events included. Only the content is
+artificial: random KV, and the same prompt token everywhere. Used by one thread, the one that made it.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ _SPREAD = 0.1
 
 
 def row_lengths(batch: int, context: int, less: int = 0) -> list[int]:
-    """A length for each row, spread evenly over a tenth around `context` on both sides, less so many tokens."""
+    """Return a length for each row, spread evenly over a tenth around `context` on both sides, minus `less` tokens."""
     shares = [(2 * row + 1) / batch - 1 for row in range(batch)]
     return [max(1, round(context * (1 + _SPREAD * share)) - less) for share in shares]
 
 
 class EngineRows:
-    """Make one with `running`."""
+    """A generation engine with running rows. Make one with `running`."""
 
     def __init__(self, engine: GenerationEngine, num_rows: int) -> None:
         self._engine = engine
@@ -48,8 +48,8 @@ class EngineRows:
     def running(
         cls, decoder: Decoder, folder: Path, lengths: Sequence[int], max_steps: int, config: EngineConfig
     ) -> Iterator["EngineRows"]:
-        """Rows that have so many tokens, and can take `max_steps` steps. Raises InvalidArgumentError and
-        ResourceExhaustedError when their KV does not fit."""
+        """Make an engine with a row for each of `lengths`, which can take `max_steps` steps, and close it afterwards.
+        Raises InvalidArgumentError and ResourceExhaustedError when the rows' KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
         engine = GenerationEngine(decoder, Tokenizer.load(folder), slots, clock, config)
@@ -68,7 +68,7 @@ class EngineRows:
             engine.close()
 
     def step_ms(self, num_steps: int) -> float:
-        """Mean milliseconds of so many steps, after one that is not counted."""
+        """Return the mean milliseconds of `num_steps` steps, after one that is not counted."""
         with torch.inference_mode():
             self._engine.step()
             start_s = time.perf_counter()
@@ -80,15 +80,15 @@ class EngineRows:
 
     @property
     def last(self) -> StepStats:
-        """What the engine says of its last step."""
+        """The engine's account of its last step."""
         stats = self._engine.status().last_step
         assert stats is not None
         return stats
 
 
 def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tuple[int, str]:
-    """How many rows of `length` tokens, to which one comes, are leased their memory; and why no more, empty when all
-    slots are taken."""
+    """Return how many rows of `length` tokens, with room for one more each, get their memory, and why no more do; the
+    reason is empty when all slots are taken."""
     memory = make_memory(decoder, config)
     slots = SlotTable(memory, SystemClock(), endpoint="none:0")
     try:
@@ -103,7 +103,7 @@ def num_rows_that_fit(decoder: Decoder, length: int, config: EngineConfig) -> tu
 
 
 def _push(slots: SlotTable, lease: Lease, source: KvBuffer) -> None:
-    """All of a lease's KV, from the first tokens of `source`, and the first token."""
+    """Push all KV of a lease, from the first tokens of `source`, and commit it with a first token."""
     tokens = TokenRange(0, lease.num_tokens)
     with slots.open_push(lease.ref) as target:
         for layer in range(slots.layout.num_layers):

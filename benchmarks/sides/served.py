@@ -1,4 +1,4 @@
-"""The served side of a comparison: a cluster on Ray, asked over gRPC as clients ask. Runs on the benchmark's loop."""
+"""The served side of a comparison: a cluster on Ray, called over gRPC. Runs on the benchmark's loop."""
 
 import asyncio
 from time import time_ns
@@ -21,8 +21,8 @@ class ServedSide:
         return Measured(tuple([times for times, _ in await asyncio.gather(*asked)]))
 
     async def spans(self, prompt: tuple[int, ...]) -> dict[str, float]:
-        """One request for one token: milliseconds from the call to the token's arrival, by span; all but `chain` are
-        what serving adds."""
+        """Send one request for one token. Return the milliseconds from the call to the token's arrival, by span; all
+        spans but `chain` are what serving adds."""
         times, timings = await self._follow(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
         return split(times, timings)
 
@@ -39,7 +39,8 @@ class ServedSide:
 
 
 def split(times: StreamTimes, timings: Timings) -> dict[str, float]:
-    """Milliseconds of the consecutive spans between the call and its first token's arrival; one machine, one clock."""
+    """Return the milliseconds of the consecutive spans between the call and its first token's arrival. All times must
+    be of one machine's clock."""
     instants = {
         "in": timings.received_ns,
         "queue": timings.admitted_ns,

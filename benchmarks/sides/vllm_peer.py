@@ -1,4 +1,4 @@
-"""vLLM in its own environment, in a process that waits to be asked (peers/vllm_cpu_bench.py --serve)."""
+"""vLLM in its own environment, in a process that waits for questions (peers/vllm_cpu_bench.py --serve)."""
 
 import contextlib
 import json
@@ -6,11 +6,11 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-_SCRIPT = Path(__file__).parent / "peers" / "vllm_cpu_bench.py"
+_SCRIPT = Path(__file__).parents[1] / "peers" / "vllm_cpu_bench.py"
 
 
 class VllmPeer:
-    """One process for as long as it runs; whoever is not asked is idle. Used by one thread."""
+    """One vLLM process, idle between questions. Used by one thread."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
@@ -27,8 +27,8 @@ class VllmPeer:
         *,
         options: Sequence[str] = (),
     ) -> Iterator["VllmPeer"]:
-        """Returns when it is ready, a minute or so later; it has ended afterwards. `settings` are vLLM's own, by their
-        environment names; `options` are the script's."""
+        """Start vLLM and yield it when it is ready, after a minute or so; end it afterwards. `settings` are vLLM's own,
+        by their environment names; `options` are the script's."""
         threads = ",".join(str(core) for core in cores)
         all_settings = {"VLLM_CPU_OMP_THREADS_BIND": threads, "OMP_NUM_THREADS": str(len(cores)), **settings}
         environment = ["env", *(f"{name}={value}" for name, value in all_settings.items())]
@@ -36,17 +36,17 @@ class VllmPeer:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             yield cls(process)
             assert process.stdin is not None
-            process.stdin.close()  # which ends it
+            process.stdin.close()  # which ends the process
 
     def ask(self, question: Mapping[str, object]) -> dict[str, object]:
-        """One of the script's questions, answered. Raises RuntimeError when the peer has ended."""
+        """Send one of the script's questions and return the answer. Raises RuntimeError when the process has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(question) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> dict[str, object]:
-        """The next line that is one of the script's; vLLM itself may print too."""
+        """Return the next line that is the script's; vLLM itself may print lines, too."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith("{"):

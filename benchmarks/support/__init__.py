@@ -1,1 +1,1 @@
-"""Holds what several benchmarks share: pairs, reports, loads, rates."""
+"""What several benchmarks share: pairs, reports, loads, rates."""

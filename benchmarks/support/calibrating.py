@@ -1,8 +1,8 @@
-"""The cost model of the ranks that are about to be compared, fitted while all of them are busy.
+"""Fits the cost model of the ranks that are about to be compared, while all of them are busy.
 
-A rank alone may be faster than one whose neighbour computes too (`benchmarks.prediction` measures it), so chains are
-run, and each rank's own seconds, waits aside, become a row: chunk, keys before it, seconds. Messages are timed between
-the ranks, over the links that the chain uses, and at their pace.
+A rank alone may be faster than one whose neighbour computes too (`benchmarks.prediction` measures it). So chains are
+run, and each rank's own seconds, without waits, become a row: chunk, keys before it, seconds. Messages are timed
+between the ranks, over the links that the chain uses, and at their pace.
 """
 
 import dataclasses
@@ -29,8 +29,8 @@ _MESSAGE_REPEATS = 3
 
 
 def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence[int] = LENGTHS) -> Calibration:
-    """Runs chains of all ranks, and messages; medians of three. `origin` says of which model. About half a minute for
-    the default lengths."""
+    """Run chains of all ranks, and messages, and fit to medians of three. `origin` names the model and hardware. Takes
+    about half a minute for the default lengths."""
     rows: list[RankRow] = []
     request_s: list[float] = []
     with progress(f"calibrating {kernel}", len(lengths) * len(_SLOPES)) as advance:
@@ -50,22 +50,23 @@ def calibrated(ranks: Ranks, origin: Calibration, kernel: str, lengths: Sequence
 
 
 def message_points(ranks: Ranks, pace: Pace = FULL_SPEED) -> Points:
-    """(bytes, seconds) of single messages; none for a single rank."""
+    """Measure (bytes, seconds) of single messages; none for a single rank."""
     return ranks.link_points(_MESSAGE_BYTES, _MESSAGE_REPEATS, pace) if len(ranks) > 1 else ()
 
 
 def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
-    """The same ranks behind links of a pace, which is measured."""
+    """Return the costs of the same ranks with links of this pace, which is measured."""
     return dataclasses.replace(cost, link=measured_link(ranks, pace))
 
 
 def measured_link(ranks: Ranks, pace: Pace) -> Link:
-    """A link of a pace, as messages find it."""
+    """Measure messages over links of this pace, and fit a link to them."""
     return fit_link(message_points(ranks, pace)).link
 
 
 def _besides(outcome: Outcome) -> float:
-    """Seconds of a prefill before its first and after its last layer on any rank: commands, logits, the answer."""
+    """Return the seconds of a prefill before its first and after its last layer on any rank: commands, logits, the
+    answer."""
     runs = [answer.report.run for answer in outcome.answers if answer.report is not None]
     span_ns = max(run.end_unix_ns for run in runs) - min(run.start_unix_ns for run in runs)
     return max(outcome.seconds - span_ns / 1e9, 0.0)

@@ -1,4 +1,4 @@
-"""Where one curve overtakes another, and whether a prediction says so too. Pure.
+"""Where one curve overtakes another, and whether a prediction agrees. Pure.
 
 Curves are sampled at the same ascending points, here bandwidths; between two points they are straight in log-log.
 """
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
-    """The first point at which `ratios`, one curve over another, pass 1; None when they never do."""
+    """Return the first point at which `ratios`, one curve over another, pass 1; None when they never do."""
     for index in range(len(points) - 1):
         low, high = math.log(ratios[index]), math.log(ratios[index + 1])
         if low == 0.0:
@@ -20,7 +20,7 @@ def crossing(points: Sequence[float], ratios: Sequence[float]) -> float | None:
 
 
 def value_at(points: Sequence[float], values: Sequence[float], at: float) -> float:
-    """A curve between its points; outside, the nearest one's value."""
+    """Return the value of a curve between its points; outside, the nearest point's value."""
     if at <= points[0]:
         return values[0]
     for index in range(len(points) - 1):
@@ -32,11 +32,11 @@ def value_at(points: Sequence[float], values: Sequence[float], at: float) -> flo
 
 
 def disagreement(points: Sequence[float], measured: Sequence[float], predicted: Sequence[float]) -> float:
-    """How far apart two curves are, as a fraction, where measurement and prediction differ on which is lower.
+    """Return how far apart two curves are, as a fraction, where measurement and prediction differ on which is lower.
 
     Both arguments are ratios of the one curve over the other. Where the prediction says they cross, the measured ones
-    ought to meet, and the other way round; the larger gap counts. When neither crosses: 0 when both say the same, else
-    the measured gap where it is smallest.
+    ought to meet, and the other way round; the larger gap counts. When neither crosses: 0 when both agree on which is
+    lower, else the smallest measured gap.
     """
     gaps = []
     for ours, theirs in ((predicted, measured), (measured, predicted)):

@@ -38,7 +38,7 @@ class Row:
 
     bench: str
     case: str
-    """key=value pairs joined by commas."""
+    """Case as key=value pairs joined by commas."""
     metric: str
     value: float
     unit: str
@@ -63,8 +63,8 @@ class Pairs:
         return statistics.median(self.theirs)
 
     def quartiles(self, smaller_is_better: bool) -> tuple[float, float, float]:
-        """Lower quartile, median and upper quartile of the pairs' ratios (for one pair, all the same); above 1 we are
-        better."""
+        """Return the lower quartile, median and upper quartile of the pairs' ratios, where above 1 our side is better.
+        For one pair all three are equal."""
         pairs = zip(self.ours, self.theirs, strict=True)
         ratios = [b / a if smaller_is_better else a / b for a, b in pairs]
         low, middle, high = statistics.quantiles(ratios * 2 if len(ratios) == 1 else ratios, n=4, method="inclusive")
@@ -72,7 +72,7 @@ class Pairs:
 
 
 def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: int) -> Pairs:
-    """Measures both sides alternately, `pairs` times each, after one unrecorded round."""
+    """Measure both sides alternately, `pairs` times each, after one unrecorded round."""
     ours(), theirs()
     mine, other = [], []
     for _ in range(pairs):
@@ -82,19 +82,19 @@ def interleave(ours: Callable[[], float], theirs: Callable[[], float], pairs: in
 
 
 def random_prompt(num_tokens: int, seed: int) -> tuple[int, ...]:
-    """Token ids that most vocabularies have; the same for the same seed."""
+    """Return token ids that most vocabularies have; the same for the same seed."""
     rng = random.Random(seed)
     return tuple(rng.randint(100, 40_000) for _ in range(num_tokens))
 
 
 def case(**keys: object) -> str:
-    """`tokens=512,ranks=2` from keyword arguments, in their order. One word each in all benchmarks; those with a unit:
-    `link` MB/s, `context` keys, `tokens` of a prompt or a chunk."""
+    """Return a case's name, like `tokens=512,ranks=2`, from keyword arguments in their order. A key has the same
+    meaning in all benchmarks; those with a unit: `link` MB/s, `context` keys, `tokens` of a prompt or a chunk."""
     return ",".join(f"{key}={value}" for key, value in keys.items())
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Options that every benchmark has."""
+    """Return a parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
     parser.add_argument("--quick", action="store_true", help="fewer cases and pairs: a smoke test, not a claim")
@@ -105,12 +105,12 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _finite(value: object) -> object:
-    """JSON has no word for what was never reached, nor for what is not there."""
+    """Return None for a number that is not finite, because JSON has no such number; any other value unchanged."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 class Reporter:
-    """Prints rows as they come: JSON lines, or a table at the end."""
+    """Prints rows as they come: as JSON lines, or in a table at the end."""
 
     def __init__(self, bench: str, as_json: bool) -> None:
         self._bench = bench
@@ -122,7 +122,7 @@ class Reporter:
         self._console.print(f"{bench}: {describe_machine()}", style="dim", highlight=False)
 
     def add(self, case_name: str, metric: str, unit: str, baseline: str, pairs: Pairs) -> Row:
-        """Reports one comparison; rates are better when larger, all else when smaller."""
+        """Report one comparison and return its row. Rates are better when larger, all other metrics when smaller."""
         low, ratio, high = pairs.quartiles(smaller_is_better=metric not in _RATES)
         ours, theirs = pairs.our_median, pairs.their_median
         row = Row(self._bench, case_name, metric, round(ours, 6), unit, baseline, round(theirs, 6), round(ratio, 3))
@@ -134,27 +134,27 @@ class Reporter:
         return row
 
     def close(self) -> None:
-        """Prints the table."""
+        """Print the table of all rows."""
         self._console.print(self._table)
 
 
 class Bars:
-    """What is promised, and whether it holds: said as it is found, and once more at the end."""
+    """Checks what is promised, and prints each verdict when it is found and once more at the end."""
 
     def __init__(self) -> None:
         self._console = Console(stderr=True, highlight=False)
         self._verdicts: list[tuple[bool, str]] = []
 
     def at_least(self, what: str, value: float, bar: float) -> None:
-        """One promise."""
+        """Check that a value is not below its bar."""
         self._check(f"{what}: {value:.3f}, at least {bar:g}", value >= bar)
 
     def at_most(self, what: str, value: float, bar: float) -> None:
-        """One promise."""
+        """Check that a value is not above its bar."""
         self._check(f"{what}: {value:.3f}, at most {bar:g}", value <= bar)
 
     def close(self) -> int:
-        """Prints all verdicts; the process's exit code, 1 when something does not hold."""
+        """Print all verdicts; return the exit status, 1 when something does not hold."""
         for verdict in self._verdicts:
             self._print(verdict)
         return 0 if all(holds for holds, _ in self._verdicts) else 1
@@ -170,12 +170,12 @@ class Bars:
 
 @contextlib.contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A line on standard error: on a terminal it counts rounds. Call what it yields after each."""
+    """Show a line on standard error, which counts rounds on a terminal. Yields a function to call after each round."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console.print(f"  {what}: {total} rounds", style="dim")
     columns = (TextColumn(f"  {what}: round"), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn between rounds only: a thread that draws takes part in what is measured.
+    # Drawn between rounds only, because a thread that draws would disturb what is measured.
     with Progress(*columns, console=console, transient=True, auto_refresh=False) as shown:
         task = shown.add_task("", total=total)
 
@@ -187,7 +187,7 @@ def progress(what: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def describe_machine() -> str:
-    """Processor, versions and commit, in one line."""
+    """Return processor, versions and commit in one line."""
     cpu = _cpu_name()
     versions: Mapping[str, str] = {name: version(name) for name in ("torch", "grpcio", "transformers")}
     commit = subprocess.run(
@@ -207,7 +207,7 @@ def _cpu_name() -> str:
 
 
 def resolve(args: argparse.Namespace) -> Path:
-    """The model's folder."""
+    """Find or make the model's folder; return its path."""
     from modeling.checkpoints.catalog import resolve_model
     from text.gguf_tokenizer import write_tokenizer
 

@@ -1,6 +1,6 @@
-"""Streams that run all along, and prompts that come meanwhile: what the former notice, and what the latter get.
+"""Running streams and prompts that come meanwhile: gaps between tokens, and times to first token.
 
-Against a controller in this process, on its loop. Times of tokens are those of the engine that made them.
+Drives a controller in this process, on its loop. Times of tokens are those of the engine that made them.
 """
 
 import asyncio
@@ -27,21 +27,21 @@ from orchestrator.requests.record import Finished
 from planning.planner import ChainPlanner
 
 STREAM_TOKENS = 192
-"""Of the prompt of a stream that runs all along."""
+"""Prompt tokens of a stream that runs all along."""
 _OUTPUT_TOKENS = 4000
-"""Of such a stream, before the next takes its place."""
+"""Output tokens of such a stream, after which another takes its place."""
 _FIRST_SEED = 1_000_000
-"""Of such streams' prompts: they share nothing with others."""
+"""Seed of the first such stream's prompt, far from those of other prompts, so that they share nothing."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One prompt that came, and was served."""
+    """The result of one prompt that came and was served."""
 
     num_tokens: int
     ttft_s: float
     reason: str
-    """Why it was prefilled where it was."""
+    """Why the prompt was prefilled where it was."""
 
 
 @dataclass
@@ -49,10 +49,10 @@ class Gaps:
     """When the tokens of each stream that runs all along were made, in unix nanoseconds."""
 
     token_ns: list[list[int]] = field(default_factory=list)
-    """One list a stream."""
+    """One list of times for each stream."""
 
     def between_ms(self, start_ns: int, end_ns: int) -> list[float]:
-        """Milliseconds from a token to the next of its stream, for those made in that time."""
+        """Return the milliseconds from a token to the next of its stream, for tokens made in that time."""
         return [
             (after - before) / 1e6
             for times in self.token_ns
@@ -62,7 +62,7 @@ class Gaps:
 
 
 def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arrival, ...]:
-    """Short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within so many seconds, a long
+    """Return short prompts (32 to 256 tokens) and long ones (2,000 to 4,000) at random times within `seconds`, a long
     one first; the same for the same seed."""
     rng = random.Random(seed)
     sizes = [rng.randint(32, 256) for _ in range(num_short)] + [rng.randint(2000, 4000) for _ in range(num_long)]
@@ -73,7 +73,7 @@ def mixed(seed: int, num_short: int, num_long: int, seconds: float) -> tuple[Arr
 
 
 async def ask(controller: Controller, arrival: Arrival) -> Asked:
-    """Hands a prompt in when its time has come, for one token; returns when it has ended."""
+    """Send a prompt for one token when its time has come; return when it has ended."""
     await asyncio.sleep(arrival.at_s)  # from the load's start
     clock, first_s, timings = SystemClock(), math.nan, None
     start_s = clock.now_s()
@@ -90,7 +90,7 @@ async def ask(controller: Controller, arrival: Arrival) -> Asked:
 
 @contextlib.asynccontextmanager
 async def streaming(controller: Controller, num_streams: int) -> AsyncIterator[Gaps]:
-    """So many streams run, each from its first token on when this begins."""
+    """Keep `num_streams` streams running for the block, which begins when each has its first token."""
     gaps, begun = Gaps(), asyncio.Semaphore(0)
     tasks = [asyncio.create_task(_run_on(controller, number, gaps, begun)) for number in range(num_streams)]
     try:
@@ -106,7 +106,7 @@ async def streaming(controller: Controller, num_streams: int) -> AsyncIterator[G
 
 
 async def _run_on(controller: Controller, number: int, gaps: Gaps, begun: asyncio.Semaphore) -> None:
-    """One stream after the other, until it is cancelled."""
+    """Run one stream after the other until cancelled."""
     is_first = True
     while True:
         times: list[int] = []
@@ -127,7 +127,7 @@ async def _run_on(controller: Controller, number: int, gaps: Gaps, begun: asynci
 async def controlled(
     cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
 ) -> AsyncIterator[Controller]:
-    """A controller over a cluster that runs; closed at the end."""
+    """Run a controller over a running cluster; close it when the block is left."""
     controller = Controller(cluster.members, SystemClock(), config, planner=planner, on_failure=cluster.suspect)
     controller.start()
     try:
@@ -137,7 +137,7 @@ async def controlled(
 
 
 def p99(values: Sequence[float]) -> float:
-    """NaN of none."""
+    """Return the 99th percentile; NaN for no values."""
     return percentile(values, 99)
 
 

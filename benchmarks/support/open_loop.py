@@ -1,7 +1,7 @@
 """Load that comes whether or not it is served: requests at random times, and what became of each.
 
-Against a controller in this process, on its loop: what a request waits for its refusal is the server's own time. An
-arrival never waits for another's answer, so a server that falls behind is asked no less.
+Drives a controller in this process, on its loop, so that the time until a refusal is the server's own. An arrival never
+waits for another's answer, so a server that falls behind gets no fewer requests.
 """
 
 import asyncio
@@ -27,38 +27,38 @@ _NUM_PROMPTS = 64
 
 @dataclass(frozen=True)
 class Ask:
-    """What every request of a load asks."""
+    """What every request of a load asks for."""
 
     num_tokens: int
-    """Of its prompt."""
+    """Tokens of the prompt."""
     max_tokens: int
     deadline_s: float | None = None
-    """From its arrival."""
+    """Seconds from the request's arrival until its deadline; None: no deadline."""
     tenant: Tenant = DEFAULT_TENANT
 
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of one request; seconds from the load's start."""
+    """What became of one request; times in seconds from the load's start."""
 
     at_s: float
-    """It came."""
+    """When the request arrived."""
     end_s: float
     first_s: float | None
-    """Its first token; None: it had none."""
+    """When its first token came; None if it had none."""
     refused: bool
-    """At once, or when its place in the queue was given away."""
+    """Whether it was refused, at once or when its place in the queue was given away."""
     in_time: bool
-    """It got all that it asked for."""
+    """Whether it got all that it asked for."""
 
     @property
     def ttft_s(self) -> float:
-        """From its arrival to its first token; for one without, the time is as long as any."""
+        """Seconds from arrival to first token; infinite without a first token."""
         return math.inf if self.first_s is None else self.first_s - self.at_s
 
 
 class Source:
-    """Asks a controller the same again and again, with prompts of its own."""
+    """Sends a controller the same request again and again, with different prompts."""
 
     def __init__(self, controller: Controller, seed: int) -> None:
         self._controller = controller
@@ -68,7 +68,7 @@ class Source:
         self._num_asked = 0
 
     async def one(self, ask: Ask, start_s: float) -> Fate:
-        """One request to its end, whatever that is; what nobody expects is raised."""
+        """Send one request and return what became of it. Raises errors other than refusals and deadlines."""
         clock = self._clock
         at_s, first_s, error = clock.now_s() - start_s, None, None
         try:
@@ -85,7 +85,8 @@ class Source:
         return Fate(at_s, end_s, first_s, isinstance(error, ResourceExhaustedError), error is None)
 
     async def at_once(self, ask: Ask, num_streams: int, seconds: float) -> list[Fate]:
-        """So many streams, each asking again when it was served, for so long: what can be served at most."""
+        """Run `num_streams` streams for `seconds`, each of which asks again when it was served: the most that can be
+        served."""
         start_s = self._clock.now_s()
 
         async def stream() -> list[Fate]:
@@ -97,7 +98,7 @@ class Source:
         return [fate for fates in await asyncio.gather(*(stream() for _ in range(num_streams))) for fate in fates]
 
     async def at_rate(self, ask: Ask, rate: float, seconds: float) -> list[Fate]:
-        """Requests at random times, so many a second in the mean, for so long; returns when the last has ended."""
+        """Send requests at random times, `rate` a second in the mean, for `seconds`; return when the last has ended."""
         start_s, tasks = self._clock.now_s(), []
         self._seed += 1
         for at_s in arrival_times(rate, seconds, self._seed):
@@ -120,21 +121,21 @@ class Source:
 
 
 def arrival_times(rate: float, seconds: float, seed: int) -> Iterator[float]:
-    """Of a Poisson process: seconds from the start, ascending; the same for the same seed."""
+    """Yield the arrivals of a Poisson process in seconds from the start, ascending; the same for the same seed."""
     rng, at_s = random.Random(seed), 0.0
     while (at_s := at_s + rng.expovariate(rate)) < seconds:
         yield at_s
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent of all do not exceed; NaN of none."""
+    """Return the smallest value that `percent` percent of all do not exceed; NaN for no values."""
     if not values:
         return math.nan
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def throughput(fates: Sequence[Fate], from_s: float, to_s: float) -> float:
-    """Requests a second that ended between these times and got all that they had asked for."""
+    """Return the requests a second that ended between these times and got all that they had asked for."""
     return sum(fate.in_time and from_s < fate.end_s <= to_s for fate in fates) / (to_s - from_s)
 
 

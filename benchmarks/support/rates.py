@@ -1,7 +1,7 @@
-"""What one core reaches at the few things that prefill is made of: matrices, attention, and moving memory.
+"""The rates that one core reaches at the parts of prefill: matrices, attention, and moving memory.
 
 Rates on random data, medians over repeats; every call blocks for `seconds` or a little more. FLOPs count a multiply-add
-as two, and of causal attention only the pairs that are seen.
+as two, and of causal attention only the visible pairs.
 """
 
 import statistics
@@ -19,31 +19,31 @@ from modeling.kv.buffers import KvRows
 from planning.model_shape import ModelShape
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType({"native": native_kernel, "sdpa": cpu_flash_kernel})
-"""The kernels of prefill attention on a CPU, by the names that results carry."""
+"""Kernels of prefill attention on a CPU, by the names that results carry."""
 _LEAST_REPEATS = 3
 _CACHED_WIDTH = 256
 _STREAM_BYTES = 2**27
 
 
 def runnable(names: list[str]) -> list[str]:
-    """Those of KERNELS that this machine can run; builds what has to be built."""
+    """Return those of KERNELS that this machine can run; builds a kernel that has to be built."""
     return [name for name in names if name != "native" or has_native_kernel()]
 
 
 @dataclass(frozen=True)
 class RateProbe:
-    """A rate that a rank is asked for."""
+    """A rate that a rank is asked to measure."""
 
     kind: str
-    """cached: bf16 matmul within the second-level cache; stream: a copy that no cache holds; layer: the matmuls of a
-    layer; attention: a causal square."""
+    """Kind of rate. cached: bf16 matmul within the second-level cache; stream: a copy that no cache holds; layer: the
+    matmuls of a layer; attention: a causal square."""
     seconds: float
     shape: ModelShape
     num_tokens: int
     kernel: str = "native"
 
     def run(self) -> float:
-        """FLOP/s; bytes a second, read and written, for stream."""
+        """Measure and return FLOP/s; for stream, bytes a second, read and written."""
         if self.kind == "cached":
             return matmul_rate(_CACHED_WIDTH, _CACHED_WIDTH, _CACHED_WIDTH, self.seconds)
         if self.kind == "stream":
@@ -54,13 +54,13 @@ class RateProbe:
 
 
 def matmul_rate(num_rows: int, num_in: int, num_out: int, seconds: float) -> float:
-    """FLOP/s of torch's bf16 linear."""
+    """Return FLOP/s of torch's bf16 linear."""
     x, weight = _random(num_rows, num_in), _random(num_out, num_in)
     return 2 * num_rows * num_in * num_out / _seconds(lambda: torch.nn.functional.linear(x, weight), seconds)
 
 
 def layer_rate(shape: ModelShape, num_tokens: int, seconds: float) -> float:
-    """FLOP/s of a layer's bf16 linears, those that the decoder has here, over a chunk of `num_tokens`."""
+    """Return FLOP/s of a layer's bf16 linears, as the decoder runs them here, over a chunk of `num_tokens`."""
     width, heads = shape.hidden, shape.num_heads * shape.head_dim
     qkv = heads + 2 * shape.num_kv_heads * shape.head_dim
     up = (2 if shape.gated else 1) * shape.ffn
@@ -75,7 +75,7 @@ def layer_rate(shape: ModelShape, num_tokens: int, seconds: float) -> float:
 
 
 def attention_rate(kernel: Kernel, shape: ModelShape, size: tuple[int, int], seconds: float) -> float:
-    """FLOP/s of a kernel with (queries, keys): a causal square when they are as many, else dense."""
+    """Return FLOP/s of a kernel with (queries, keys): a causal square when the two are equal, else dense."""
     num_queries, num_keys = size
     q_TNH = _random(num_queries, shape.num_heads, shape.head_dim)
     kv = _random(num_keys, 2, shape.num_kv_heads, shape.head_dim)
@@ -85,14 +85,14 @@ def attention_rate(kernel: Kernel, shape: ModelShape, size: tuple[int, int], sec
 
 
 def stream_rate(seconds: float) -> float:
-    """Bytes a second, read and written."""
+    """Return the bytes a second, read and written, of a copy."""
     source = torch.zeros(_STREAM_BYTES, dtype=torch.uint8)
     target = torch.zeros_like(source)
     return 2 * _STREAM_BYTES / _seconds(lambda: target.copy_(source), seconds)
 
 
 def _seconds(call: Callable[[], object], seconds: float) -> float:
-    """Median of a call's seconds, after one that is not counted."""
+    """Return the median of a call's seconds, after one that is not counted."""
     times: list[float] = []
     with torch.inference_mode():
         call()

@@ -1,4 +1,4 @@
-"""What several concurrent streams of one side took: from when each was asked, and when each of its tokens was made.
+"""Measurements of concurrent streams of one side: when each was asked for, and when its tokens were made.
 
 Throughput is measured over the window in which all streams generate: from the last stream's first token to the first
 stream's last. There every row of the batch is full, on every side.
@@ -23,18 +23,18 @@ class Load:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """One stream, in unix nanoseconds."""
+    """The times of one stream, in unix nanoseconds."""
 
     asked_ns: int
     first_ns: int
-    """When its first token reached whoever asked."""
+    """When the first token reached the side's caller."""
     token_ns: tuple[int, ...]
     """When each token was made, by the clock of the engine that made it."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One load on one side."""
+    """The measurements of one load on one side."""
 
     streams: tuple[StreamTimes, ...]
 
@@ -45,7 +45,7 @@ class Measured:
 
     @property
     def window_ns(self) -> tuple[int, int]:
-        """When all streams generate."""
+        """Window [start, end) in unix nanoseconds in which all streams generate."""
         return max(each.token_ns[0] for each in self.streams), min(each.token_ns[-1] for each in self.streams)
 
     @property
@@ -66,14 +66,14 @@ class Measured:
 
 
 class Side(Protocol):
-    """Something that streams: a served cluster, or an engine alone."""
+    """A side of a comparison that can stream: a served cluster, or an engine alone."""
 
     async def measure(self, load: Load) -> Measured:
-        """Asks for all streams at once; returns when all have ended."""
+        """Ask for all streams at once; return the measurements when all have ended."""
         ...
 
 
 def make_load(num_streams: int, num_tokens: int, max_tokens: int, seed: int) -> Load:
-    """Random prompts, the same for the same seed."""
+    """Return random prompts, the same for the same seed."""
     first = seed * num_streams
     return Load(tuple(random_prompt(num_tokens, first + each) for each in range(num_streams)), max_tokens)

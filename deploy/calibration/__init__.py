@@ -1,1 +1,1 @@
-"""Measures what the planner predicts by: prefill chains and generation steps of a running cluster."""
+"""Measures the numbers that the planner predicts by: prefill chains and generation steps of a running cluster."""

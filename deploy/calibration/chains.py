@@ -1,6 +1,6 @@
-"""Measures a chain in service: prompts of several lengths through the public client, and what their timings tell.
+"""Measures a prefill chain in service, by prompts of several lengths through the public client.
 
-A rank's computation is the time between its first and last layer, less what it waited for earlier ranks' KV: measured
+A rank's computation is the time between its first and last layer, less its waits for earlier ranks' KV. It is measured
 while all ranks of the chain compute, push and send, as they do in service. Blocks; one prompt at a time.
 """
 
@@ -23,79 +23,79 @@ from planning.pace import computed_s
 from planning.wavefront import chain_ttft
 
 LEAST_TOKENS = 8
-"""Of a prompt that is measured."""
+"""Tokens of the shortest prompt that is measured."""
 _NUM_LENGTHS = 6
 _LONGEST_SHARE = 0.75
-"""Of the tokens that a request may have: the longest prompt that is measured unless told otherwise."""
+"""Length of the longest measured prompt by default, as a fraction of the tokens that a request may have."""
 _ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One prompt's timings."""
+    """Measured timings of one prompt."""
 
     num_tokens: int
     ttft_s: float
     ranks: tuple[RankTiming, ...]
-    """Of its chain, in rank order."""
+    """Timings of the chain's ranks, in rank order."""
     num_ranks: int
-    """Of its group."""
+    """Ranks of the prefill group that the chain belongs to."""
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens of each rank."""
+        """Prompt tokens of each rank."""
         return tuple(len(rank.tokens) for rank in self.ranks)
 
     @property
     def chain_s(self) -> float:
-        """From the first rank's first layer to the last rank's last."""
+        """Seconds from the start of the first rank's first layer to the end of the last rank's last."""
         return (self.ranks[-1].end_ns - self.ranks[0].start_ns) / 1e9
 
 
 @dataclass(frozen=True)
 class Check:
-    """Prompts of one length: what was predicted, and what was measured."""
+    """Predicted and measured times to first token of prompts of one length."""
 
     num_tokens: int
     chunks: tuple[int, ...]
     is_fitted: bool
     """Whether the costs were fitted to this length."""
     measured_s: float
-    """Median time to first token."""
+    """Median time to first token, in seconds."""
     predicted_s: float
     former_s: float
-    """Predicted by the calibration that was in force before."""
+    """Time to first token, in seconds, that the calibration in force before predicts."""
 
     @property
     def error(self) -> float:
-        """Of the prediction, as a fraction of the measured time."""
+        """Error of the prediction, as a fraction of the measured time; positive if it was too long."""
         return self.predicted_s / self.measured_s - 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run found."""
+    """The calibration that was fitted, and how well it predicts."""
 
     calibration: Calibration
     residual: float
-    """The largest deviation of a rank's seconds from the fit, as a fraction."""
+    """Largest deviation of a rank's seconds from the fit, as a fraction."""
     checks: tuple[Check, ...]
-    """By length, ascending."""
+    """One check for each length and division of a prompt, by length, ascending."""
     width: int
     """Ranks of the chains that were fitted."""
     num_ranks: int
-    """Of the group."""
+    """Ranks of the prefill group."""
 
     @property
     def median_error(self) -> float:
-        """Absolute, over the lengths that were not fitted; over all, where there are none."""
+        """Median absolute error over the lengths that were not fitted; over all lengths where there are no others."""
         unseen = [abs(check.error) for check in self.checks if not check.is_fitted]
         return statistics.median(unseen or [abs(check.error) for check in self.checks])
 
 
 def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
-    """Prompt lengths for a model or slot of so many tokens: each half of the next. Raises InvalidArgumentError when
-    they would be too short to tell costs apart."""
+    """Return the prompt lengths to fit, for requests of up to `max_tokens`: each half of the next. Raises
+    InvalidArgumentError when they would be too short to tell costs apart."""
     longest = int(max_tokens * _LONGEST_SHARE)
     lengths = tuple(longest >> power for power in reversed(range(_NUM_LENGTHS)))
     if lengths[0] < LEAST_TOKENS:
@@ -107,8 +107,8 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def given_lengths(option: str, text: str, max_tokens: int) -> tuple[int, ...]:
-    """From "N,N,...", ascending. Raises InvalidArgumentError for what is no whole number, or leaves no room for an
-    output token."""
+    """Parse the prompt lengths of "N,N,..." and return them ascending. Raises InvalidArgumentError for a part that is
+    no whole number, or leaves no room for an output token."""
     lengths = set()
     for part in (each.strip() for each in text.split(",")):
         if not (part.isascii() and part.isdigit()) or not LEAST_TOKENS <= int(part) < max_tokens:
@@ -120,7 +120,8 @@ def given_lengths(option: str, text: str, max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """One between each two neighbours, where the fit is held against what it has not seen."""
+    """Return one length between each two neighbours, at which the fit is checked against prompts that it has not
+    seen."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)
@@ -129,9 +130,9 @@ def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
 def measure(
     client: Client, lengths: Sequence[int], *, repeats: int, rng: random.Random, done: Callable[[int], None]
 ) -> list[Sample]:
-    """`repeats` rounds of a prompt of each length, in random order, after a round that is thrown away. Each prompt is
-    random, so that no cache helps. `done` is told the tokens of each prompt that has ended. Raises UnavailableError
-    when a prompt was not prefilled by a chain at the first attempt."""
+    """Measure `repeats` rounds of a prompt of each length, in random order, after a round that is thrown away. Each
+    prompt is random, so that no cache helps. `done` is called with the tokens of each prompt that has ended. Raises
+    UnavailableError when a prompt was not prefilled by a chain at the first attempt."""
     vocab_size = client.model().vocab_size
     samples = []
     for round_number in range(repeats + 1):
@@ -146,9 +147,9 @@ def measure(
 
 
 def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[int]) -> Outcome:
-    """Fits to the samples of the lengths `fitted`, and predicts all. Only chains of all the group's ranks are fitted,
-    for a rank whose neighbours idle may be faster; or, where no prompt took all of them, the widest. Raises
-    InvalidArgumentError when these are of fewer than two lengths, or their times do not grow."""
+    """Fit a calibration to the samples of the lengths `fitted`, and predict all samples. Only chains of all the group's
+    ranks are fitted, because a rank whose neighbours idle may be faster; where no prompt took all ranks, the widest
+    chains are. Raises InvalidArgumentError when these are of fewer than two lengths, or their times do not grow."""
     width, num_ranks = max(len(sample.ranks) for sample in samples), max(sample.num_ranks for sample in samples)
     basis = [sample for sample in samples if sample.num_tokens in fitted and len(sample.ranks) == width]
     if len({sample.num_tokens for sample in basis}) < 2:
@@ -173,7 +174,7 @@ def evaluate(origin: Calibration, samples: Sequence[Sample], fitted: Sequence[in
 
 
 def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
-    """What each rank computed, the median of equal chunks."""
+    """Return the seconds that each rank computed, the median of equal chunks."""
     seconds: defaultdict[tuple[int, int, bool], list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks:
@@ -182,7 +183,8 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
 
 
 def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """(bytes, seconds) of a message, the median over jobs that sent messages of that size; none in chains of one."""
+    """Return (bytes, seconds) of messages, the median over jobs that sent messages of that size; none for chains of one
+    rank."""
     seconds: defaultdict[float, list[float]] = defaultdict(list)
     for sample in samples:
         for rank in sample.ranks[:-1]:

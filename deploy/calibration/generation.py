@@ -1,7 +1,7 @@
-"""`baton calibrate --generate`: measures generation steps on a running cluster, and gives it the times to keep.
+"""`baton calibrate --generate`: measures generation steps on a running cluster, and hands the times over to it.
 
-How they are measured is in deploy.calibration.steps; the table and what it means between its cells, in
-planning.step_times.
+deploy.calibration.steps says how they are measured; planning.step_times describes the table, and how it is
+interpolated.
 """
 
 import argparse
@@ -21,7 +21,8 @@ _ANSWER_S = 10.0
 
 
 def calibrate_generate(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> None:
-    """Measures, shows, and hands over unless told not to. The cluster is taken to be idle."""
+    """Measure step times, show them, and hand them over, unless --dry-run is given. Assumes that the cluster is
+    idle."""
     from planning.step_times import save, tabulate
 
     grid = _grid(args, client)
@@ -53,7 +54,8 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
 
 
 def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """From "N,N,...", ascending, each once. Raises InvalidArgumentError for what is no whole number in range."""
+    """Parse "N,N,..." and return the numbers ascending, each once. Raises InvalidArgumentError for a part that is no
+    whole number in range."""
     numbers = set()
     for part in (each.strip() for each in text.split(",")):
         if not (part.isascii() and part.isdigit()) or not least <= int(part) <= most:
@@ -63,7 +65,7 @@ def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
 
 
 def _in_force(stub: "PlanningStub") -> "StepTimes":
-    """What the cluster answers with."""
+    """Return the step times that the cluster predicts by."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.step_times import loads
@@ -73,7 +75,7 @@ def _in_force(stub: "PlanningStub") -> "StepTimes":
 
 
 def _hand_over(stub: "PlanningStub", times: "StepTimes", *, force: bool) -> str:
-    """Returns where the orchestrator keeps them."""
+    """Hand the times over to the cluster; return the path where the orchestrator keeps them."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.step_times import dumps
@@ -103,7 +105,7 @@ def _measure(args: argparse.Namespace, client: "Client", grid: "Grid", console: 
 
 
 def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Console") -> None:
-    """The table, what was predicted before, and what it means."""
+    """Print the table, earlier predictions beside it, and the fitted cost."""
     from rich.table import Table
 
     console.print(f"{times.model} on {times.hardware} (fingerprint {times.fingerprint})")

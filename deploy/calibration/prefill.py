@@ -1,6 +1,6 @@
-"""`baton calibrate`: measures what prefill costs on a running cluster, and gives the cluster the numbers to predict by.
+"""`baton calibrate`: measures what prefill costs on a running cluster, and hands the cluster the numbers to predict by.
 
-The fit and the file are planning's (planning.fit, planning.calibration); docs/kv_runahead.md says what they mean.
+planning.fit fits them, planning.calibration writes the file, and docs/kv_runahead.md says what the numbers mean.
 """
 
 import argparse
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
-"""For the orchestrator to search its partitions anew."""
+"""Seconds that the orchestrator may take to search its partitions anew."""
 _MAX_REPEATS = 1000
 
 _DESCRIPTION = """\
@@ -34,7 +34,7 @@ row. The cluster keeps it, and decides by it which prompts their generation grou
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `calibrate` command."""
+    """Add the `calibrate` command to the command line."""
     parser = commands.add_parser(
         "calibrate",
         help="measure what prefill costs on a running cluster, for its predictions",
@@ -76,13 +76,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton calibrate`; return the exit status."""
     _check_options(args)
     if args.repeats is None:
         args.repeats = 2 if args.generate else 5
     if not 1 <= args.repeats <= _MAX_REPEATS:
         raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
-    # Imported here, as below: --help and mistyped options are answered without grpc and numpy.
+    # Imported here, and below where needed, so that --help and mistyped options need neither grpc nor numpy.
     from rich.console import Console
 
     from baton import Client
@@ -117,14 +117,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Each kind of measurement has options of its own."""
+    """Raise InvalidArgumentError for an option that belongs to the other kind of measurement."""
     for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
         if getattr(args, name) is not None:
             raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
 
 
 def _in_force(stub: "PlanningStub") -> "Calibration":
-    """What the cluster predicts by."""
+    """Return the calibration that the cluster predicts by."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.calibration import loads
@@ -134,7 +134,7 @@ def _in_force(stub: "PlanningStub") -> "Calibration":
 
 
 def _hand_over(stub: "PlanningStub", calibration: "Calibration", *, force: bool) -> str:
-    """Returns where the orchestrator keeps it."""
+    """Hand the calibration over to the cluster; return the path where the orchestrator keeps it."""
     from baton.status import translate_rpc_errors
     from baton.v1 import planning_pb2 as pb
     from planning.calibration import dumps
@@ -146,7 +146,7 @@ def _hand_over(stub: "PlanningStub", calibration: "Calibration", *, force: bool)
 
 
 def _require_idle(client: "Client", role: str, anyway: bool) -> None:
-    """The cluster has a group of that role, and nothing else to do."""
+    """Raise an error unless the cluster has a group of this role, and, without `anyway`, serves no requests."""
     state = client.cluster_state()
     if not any(group.role == role for group in state.groups):
         raise ConfigError(f"the cluster has no {role} group, so there is nothing to measure: set {role}.num_groups")
@@ -185,7 +185,7 @@ def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", 
 
 
 def _show(outcome: "Outcome", console: "Console") -> None:
-    """What was fitted, and how well it predicts."""
+    """Print what was fitted, and how well it predicts."""
     from rich.table import Table
 
     calibration, cost = outcome.calibration, outcome.calibration.cost

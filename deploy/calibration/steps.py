@@ -1,9 +1,9 @@
 """Measures generation steps in service: batches of rows of one length, by the times of their tokens.
 
-A batch is one request of so many choices. Its prompt is prefilled once and its rows' KV is copied, each row's to a slot
-of its own; so all rows join in one step, leave in one step, and between the two the engine runs them and nothing else.
-A token is stamped where it is made: the time between two tokens of a row is a step's, whatever the way to the client
-takes. Blocks; one batch at a time.
+A batch is one request with as many choices as it has rows. Its prompt is prefilled once, and its KV is copied to a slot
+for each row; so all rows join in one step and leave in one step, and between the two the engine runs nothing else. A
+token is stamped where it is made, so the time between two tokens of a row is the time of a step, whatever the way to
+the client takes. Blocks; one batch at a time.
 """
 
 import itertools
@@ -18,47 +18,49 @@ from baton.sampling_params import MAX_CHOICES, SamplingParams
 from baton.types import TokenEvent
 
 NUM_STEPS = 16
-"""That are measured of each batch."""
+"""Steps that are measured of each batch."""
 _BEFORE = NUM_STEPS // 2 + 2
-"""Tokens that a row gets until it is half-way: its prompt's end and an unmeasured step bring two of them."""
+"""Tokens that a row gets until it is half-way. The prompt's end and an unmeasured step bring two of them."""
 LEAST_CONTEXT = _BEFORE + 1
-"""Tokens a row half-way, of the shortest prompt."""
+"""Tokens that a row of the shortest prompt has half-way."""
 _BATCHES = (1, 4, 16, 64)
 _CONTEXTS = (192, 1024, 4096)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured: each batch with each context."""
+    """The batches to measure: each number of rows with each context."""
 
     batches: tuple[int, ...]
-    """Rows, ascending."""
+    """Numbers of rows, ascending."""
     contexts: tuple[int, ...]
-    """Tokens a row half-way through, ascending."""
+    """Tokens that a row has half-way through the measurement, ascending."""
 
     @property
     def cells(self) -> list[tuple[int, int]]:
-        """(rows, tokens)."""
+        """All (rows, tokens) that are measured."""
         return [(batch, context) for batch in self.batches for context in self.contexts]
 
     def work(self, cell: tuple[int, int]) -> int:
-        """About how long a cell takes, in any unit: a prompt, then steps of its rows."""
+        """Return about how long a cell takes, in an arbitrary unit: a prompt, then steps of its rows."""
         return cell[1] + NUM_STEPS * cell[0]
 
 
 def default_batches(num_slots: int) -> tuple[int, ...]:
-    """Of a group of so many slots: from one row to all, or as many choices as a request may have."""
+    """Return the numbers of rows to measure on a group of `num_slots`: from one to all slots, or as many as a request
+    may have choices."""
     most = min(num_slots, MAX_CHOICES)
     return tuple(sorted({*(each for each in _BATCHES if each <= most), most}))
 
 
 def longest_context(max_tokens: int) -> int:
-    """Tokens a row half-way, of the longest request of `max_tokens`."""
+    """Return the tokens that a row has half-way, in the longest request of `max_tokens`."""
     return max_tokens - NUM_STEPS // 2
 
 
 def default_contexts(max_tokens: int) -> tuple[int, ...]:
-    """For requests of up to `max_tokens`. Raises InvalidArgumentError where no two lengths fit."""
+    """Return the contexts to measure for requests of up to `max_tokens`. Raises InvalidArgumentError where no two
+    lengths fit."""
     longest = longest_context(max_tokens)
     contexts = tuple(each for each in _CONTEXTS if each <= longest)
     if len(contexts) < 2:
@@ -74,9 +76,9 @@ def default_contexts(max_tokens: int) -> tuple[int, ...]:
 def measure_steps(
     client: Client, grid: Grid, *, repeats: int, rng: random.Random, done: Callable[[int], None]
 ) -> list[list[float]]:
-    """Seconds of a step, for each batch one for each context: the median over the steps of `repeats` rounds, each in
-    random order, after one batch that is thrown away. `done` is told the work of each batch that has ended. Raises
-    UnavailableError when a batch was lost, or did not run alone."""
+    """Measure step times. Return seconds, one row for each batch with one time for each context: the median over the
+    steps of `repeats` rounds, each in random order, after one batch that is thrown away. `done` is called with the work
+    of each batch that has ended. Raises UnavailableError when a batch was lost, or did not run alone."""
     vocab_size = client.model().vocab_size
     seconds: dict[tuple[int, int], list[float]] = {cell: [] for cell in grid.cells}
     _run(client, (grid.batches[-1], grid.contexts[0]), rng, vocab_size)
@@ -88,8 +90,8 @@ def measure_steps(
 
 
 def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
-    """Seconds of each step but the first, by the events of a batch that ran alone from its first token to its last.
-    Raises UnavailableError where its rows did not run in step."""
+    """Return the seconds of each step but the first, from the events of a batch that ran alone from its first token to
+    its last. Raises UnavailableError when its rows did not run in step."""
     stamps: list[list[int]] = [[] for _ in range(batch)]
     for event in events:
         if event.token is not None:

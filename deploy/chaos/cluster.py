@@ -1,6 +1,5 @@
-"""A cluster to be struck: supervised groups, each worker behind a network of its own, and an orchestrator in a process
-of its own, behind another. Runs on the owner's loop; leaves nothing behind.
-"""
+"""The cluster that a chaos test disturbs: supervised groups, each worker behind a faulty network, and an orchestrator
+in a child process behind another. Runs on the owner's loop; leaves nothing behind."""
 
 import asyncio
 import signal
@@ -26,33 +25,33 @@ from orchestrator.membership.members import ClusterView
 
 _STATUS_S = 2.0
 _BACKOFF = Backoff(0.2, 0.5)
-"""Short: workers are ended again and again here, and none is ill."""
+"""Short pauses: here workers are ended again and again, and none of them is broken."""
 
 
 @dataclass(frozen=True)
 class ChaosPlan:
-    """What the cluster is made of."""
+    """What the chaos cluster is made of."""
 
     spawner: Spawner
-    """Of the workers themselves."""
+    """Spawner of the workers themselves, without networks."""
     chain: Sequence[WorkerConfig]
-    """The ranks of the one prefill group."""
+    """Configurations of the ranks of the one prefill group."""
     engines: Sequence[WorkerConfig]
-    """A generation group each."""
+    """Configurations of the engines; each is a generation group."""
     life: Callable[[str], OrchestratorLife]
-    """Makes the orchestrator's; is told how the workers store KV (KvLayout.fingerprint)."""
+    """Makes the start-up values of the orchestrator, from the workers' KvLayout.fingerprint."""
     faults: SeededPlan
-    """Of all calls."""
+    """Fault plan for all calls of workers and clients."""
     heartbeat: Heartbeat
     max_tokens: int
-    """Of one request, prompt and output."""
+    """Tokens of one request, prompt and output."""
 
 
 class ChaosCluster:
-    """An async context manager, used once: entered when clients may connect."""
+    """The running chaos cluster: an async context manager that is used once. Clients may connect once it is entered."""
 
     def __init__(self, plan: ChaosPlan, clock: Clock, report: Callable[[str], None]) -> None:
-        """`report` takes a line for the user about what goes on."""
+        """Make a cluster of the plan. `report` is called with a line for the user about each event."""
         self.faults = plan.faults
         self._plan = plan
         self._spawner = NetworkedSpawner(plan.spawner, plan.faults)
@@ -67,12 +66,12 @@ class ChaosCluster:
 
     @property
     def endpoint(self) -> str:
-        """host:port for clients."""
+        """Address, host:port, for clients."""
         return self._front.endpoint
 
     @property
     def victims(self) -> tuple[str, ...]:
-        """Who may be struck."""
+        """Names of the processes that may be struck."""
         return (*(config.name for config in (*self._plan.chain, *self._plan.engines)), ORCHESTRATOR)
 
     async def __aenter__(self) -> "ChaosCluster":
@@ -89,7 +88,7 @@ class ChaosCluster:
         await self._close()
 
     def strike(self, blow: Blow) -> bool:
-        """Whether there was anybody to strike: who is down already is spared."""
+        """Kill or stop the blow's victim. Return whether it was up: a process that has already ended is spared."""
         if blow.victim == ORCHESTRATOR:
             return self._keeper.send_signal(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
         worker = self._spawner.workers[blow.victim]
@@ -102,11 +101,12 @@ class ChaosCluster:
         return True
 
     async def until_ready(self, timeout_s: float) -> None:
-        """Returns when all workers serve and the chain has links; UnavailableError after `timeout_s` seconds."""
+        """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
         await self._cluster.until_ready(timeout_s)
 
     async def num_jobs(self) -> int:
-        """In flight on the prefill ranks. Raises UnavailableError for one that does not say."""
+        """Return the jobs in flight on the prefill ranks, in sum. Raises UnavailableError when a rank does not
+        answer."""
         workers = [worker for group in self._cluster.prefill for worker in group.workers.values()]
         try:
             statuses = await asyncio.gather(*(worker.status(_STATUS_S) for worker in workers))

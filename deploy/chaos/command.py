@@ -1,5 +1,4 @@
-"""`baton chaos`: the command line of the seeded chaos test, on a cluster of child processes that it brings up itself
-(deploy.chaos.session)."""
+"""`baton chaos`: the command line of the seeded chaos test (deploy.chaos.session) on child processes."""
 
 import argparse
 from pathlib import Path
@@ -23,7 +22,7 @@ examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `chaos` command."""
+    """Add the `chaos` command to the command line."""
     parser = commands.add_parser(
         "chaos",
         help="kill, stop and disturb a cluster of its own by seeded schedules, and check what must hold",
@@ -45,13 +44,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton chaos`; return the exit status."""
     for name in ("seeds", "requests"):
         if getattr(args, name) < 1:
             raise InvalidArgumentError(f"--{name} {getattr(args, name)} is out of range: use at least 1")
     if args.blows < 0:
         raise InvalidArgumentError(f"--blows {args.blows} is out of range: use 0 or more")
-    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.chaos.session import run_session
 
     return run_session(args)

@@ -1,5 +1,5 @@
-"""What goes wrong with calls, and when: plans that faulty wrappers of ports ask at every call, and that count what they
-did. Pure."""
+"""Faults of calls, and the plans that inject them: faulty wrappers of ports ask a plan at every call. Plans count the
+faults that they injected. Pure."""
 
 import enum
 import random
@@ -10,43 +10,43 @@ from typing import Protocol
 
 
 class Fault(enum.Enum):
-    """What happens to one call."""
+    """A fault that can hit one call."""
 
     SLOW = "slow"
-    """It goes through, and takes its time."""
+    """The call goes through after a delay."""
     REFUSE = "refuse"
-    """Nobody hears it; the caller gets an error at once."""
+    """The call does not reach the server; the caller gets an error at once."""
     LOSE = "lose"
-    """It is heard, and done at least in part; the caller gets an error instead of the answer."""
+    """The server does the call, at least in part; the caller gets an error instead of the answer."""
     DROP = "drop"
     """Nothing passes any more; after a while the connection is found dead."""
     TWICE = "twice"
-    """It is heard twice."""
+    """The server gets the call twice."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that hits a call."""
+    """A fault that hits one call, and how hard."""
 
     fault: Fault
     amount: float
-    """In [0, 1): how slow, or how late."""
+    """How slow or how late the fault is, in [0, 1)."""
 
 
 class FaultPlan(Protocol):
-    """Decides at each call of a port. Thread-safe."""
+    """Decides at each call of a port which fault hits it, if any. Thread-safe."""
 
     struck: Counter[tuple[str, Fault]]
-    """How often each fault has hit each call."""
+    """How often each fault has hit each call, by the call's name."""
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """What happens to this call of that name; None: nothing."""
+        """Return the fault, among the `possible` ones, that hits this call of that name; None for no fault."""
         ...
 
 
 class SeededPlan:
-    """Hits calls at random, from `begin` to `end`. Whether the n-th call of a name since then is hit, and how, depends
-    on the seed alone. Implements FaultPlan."""
+    """Hits calls at random between `begin` and `end`. Whether the n-th call of a name is hit, and how, depends on the
+    seed alone. Implements FaultPlan."""
 
     def __init__(self) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()
@@ -55,16 +55,16 @@ class SeededPlan:
         self._calls: Counter[str] = Counter()
 
     def begin(self, seed: int, rate: float) -> None:
-        """From now on this part of all calls is hit."""
+        """Start to hit calls: the fraction `rate` of all calls from now on. Resets the counts."""
         self.struck, self._calls = Counter(), Counter()
         self._seed, self._rate = seed, rate
 
     def end(self) -> None:
-        """No call is hit any more."""
+        """Stop hitting calls from now on."""
         self._rate = 0.0
 
     def next(self, name: str, possible: Collection[Fault]) -> Strike | None:
-        """As FaultPlan.next."""
+        """Return the fault, among the `possible` ones, that hits this call of that name; None for no fault."""
         if not self._rate:
             return None
         self._calls[name] += 1

@@ -1,8 +1,8 @@
-"""Whether a stream has the tokens that it had in a run in which nothing happened, by what the two streams say.
+"""Compares a stream's tokens with those of an undisturbed run of the same schedule.
 
-Forwards of other shapes differ in rounding, so a token may differ where the calm run's decision was a close one: the
-gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. From there on the
-streams have parted, and are no longer compared. Exceptions are counted. Pure.
+Forwards of other shapes differ in rounding, so a token may differ where the undisturbed run's decision was a close one:
+the gap between the scores of the two tokens, from their logprobs and the seed's noise, is below MARGIN. From there on
+the two streams have different histories, and are no longer compared. Such exceptions are counted. Pure.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from deploy.chaos.run import Answer, Outcome
 from deploy.chaos.schedule import Ask
 
 MARGIN = 1e-3
-"""In fp32; of logits, divided by the temperature."""
+"""Largest gap of scores (logits divided by the temperature, fp32) that rounding may explain."""
 _EXCEPTIONS_PER_TOKEN = 1e-3
-"""At most; one is always allowed."""
+"""Exceptions that are allowed for each token; one exception is always allowed."""
 
 
 class CalmJudge:
-    """Knows the calm run of one schedule. Implements Judge."""
+    """Compares streams with the undisturbed run of one schedule. Implements Judge."""
 
     def __init__(self, calm: Sequence[Answer]) -> None:
-        """Every request was answered."""
+        """Take the answers of the undisturbed run; all its requests were answered."""
         assert all(answer.outcome is Outcome.ANSWERED for answer in calm)
         self.num_exceptions = 0
         self.num_tokens = 0
@@ -32,11 +32,11 @@ class CalmJudge:
 
     @property
     def has_too_many_exceptions(self) -> bool:
-        """Whether so many tokens differ that rounding is no excuse."""
+        """Whether more tokens differ than rounding can explain."""
         return self.num_exceptions > max(1, _EXCEPTIONS_PER_TOKEN * self.num_tokens)
 
     def __call__(self, ask: Ask, choice: int, tokens: Sequence[SampledToken]) -> str:
-        """What is wrong with the first tokens of a choice; empty when nothing is."""
+        """Return what is wrong with the first tokens of a choice; empty when nothing is."""
         params = ask.params.of_choice(choice)
         expected = self._expected[ask.number, choice]
         for position, (found, due) in enumerate(zip(tokens, expected, strict=False)):
@@ -52,8 +52,8 @@ class CalmJudge:
 
 
 def margin_of(params: SamplingParams, position: int, due: SampledToken, found: SampledToken) -> float:
-    """How much better than `found` the calm run's token was, as the sampler scores tokens that are all kept. Both carry
-    their logprobs, of the same history."""
+    """Return how much better than `found` the undisturbed run's token `due` was, by the sampler's score when all tokens
+    are kept. Both carry logprobs after the same history."""
     assert due.logprob is not None and found.logprob is not None
     if not params.temperature:
         return due.logprob - found.logprob

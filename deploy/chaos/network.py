@@ -1,10 +1,9 @@
-"""The network before one server: a gRPC server that passes every call on, whole or, by a plan, not quite; and a spawner
-that puts one before each worker.
+"""A faulty network in front of one server, and a spawner that puts one in front of each worker.
 
-Calls pass as bytes, so it knows no message but the lease, whose endpoint it replaces by its own: pushes, too, go
-through it. While it is frozen nothing passes in either direction, as if the worker's process were stopped. Connections
-stay up; so a dropped call ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. On the
-loop.
+It is a gRPC server that passes every call on, unchanged or with a fault from a plan. Calls pass as bytes. The only
+message that it reads is the lease, whose endpoint it replaces by its own, so that pushes go through it as well. While
+it is frozen nothing passes in either direction, as if the worker's process were stopped. Connections stay up, so a
+dropped call ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. Runs on the loop.
 """
 
 import asyncio
@@ -27,16 +26,16 @@ from transport.status import FAILED_WRITE, SentStatus
 HOST = "127.0.0.1"
 DEAD_S = 0.7
 SLOW_S = 0.2
-"""A slow call's delay, at most."""
+"""Delay of a slow call in seconds, at most."""
 _MOST_REPLIES = 8
-"""A stream is cut after fewer replies than this."""
+"""Limit on the replies that pass before a stream is cut."""
 
 _ALWAYS = frozenset((Fault.SLOW, Fault.REFUSE, Fault.LOSE, Fault.DROP))
 _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"))
-"""Whoever repeats another call gives it another number, and nothing else on the way repeats it. A push is heard twice
-as a whole; that pieces are repeated within it is up to whoever pushes."""
+"""Calls that the server may get twice. A repeat of any other call is sent under another number, and nothing on the way
+repeats it. A push is repeated as a whole; repeating pieces within a push is up to its sender."""
 _STREAMS = frozenset(("Streams", "Generate"))
-"""May be cut between two replies."""
+"""Calls that may be cut between two replies."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -44,43 +43,43 @@ Replies = AsyncGenerator[bytes, None]
 
 
 class FaultyNetwork(grpc.GenericRpcHandler):
-    """Serves on a port of its own what the server at `target` serves. Make it with `open`, on the loop."""
+    """Serves, on a port of its own, what the server at the target of `open` serves. Make and open it on the loop."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self.endpoint = ""
-        """host:port that the rest of the cluster is told."""
+        """Address of this network, host:port, which the rest of the cluster uses."""
         self._plan = plan
         self._thawed = asyncio.Event()
         self._thawed.set()
         self._closing = False
         self._inside: set[asyncio.Task[Any]] = set()
-        """Calls that have not ended."""
+        """Forwarded calls that have not ended."""
         self._server = make_server()
         self._channel: grpc.aio.Channel | None = None
 
     async def open(self, target: str) -> None:
-        """Serves, before the server at host:port."""
+        """Start to serve in front of the server at `target`, host:port."""
         self._channel = make_channel(target)
         self.endpoint = f"{HOST}:{bind(self._server, HOST)}"
         self._server.add_generic_rpc_handlers((self,))
         await self._server.start()
 
     async def close(self) -> None:
-        """Ends all calls at once, as a dying process does. Idempotent."""
+        """End all calls at once, as a dying process does. Idempotent."""
         self._closing = True
         self._thawed.set()
         await self._server.stop(0)
         if self._inside:
-            await asyncio.wait(self._inside)  # grpc loses calls that are begun while their channel closes
+            await asyncio.wait(self._inside)  # grpc loses calls that begin while their channel closes
         if self._channel is not None:
             await self._channel.close()
 
     def freeze(self) -> None:
-        """Nothing passes any more, until `close`."""
+        """Let nothing pass any more, until `close`."""
         self._thawed.clear()
 
     def service(self, details: grpc.HandlerCallDetails) -> "grpc.RpcMethodHandler[bytes, bytes]":
-        """Every method that there is."""
+        """Return a handler that forwards the method, whatever it is."""
         method = details.method
 
         async def forward(requests: AsyncIterator[bytes], context: Context) -> AsyncIterator[bytes]:
@@ -117,7 +116,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
                 yield self._own_lease(reply) if method == "Reserve" else reply
 
     async def _pass_on(self, path: str, requests: AsyncIterator[bytes], context: Context) -> Replies:
-        """The call as it should be, its status included."""
+        """Forward the call unchanged, its status included."""
         if self._closing:
             raise UnavailableError("the connection was refused")
         assert self._channel is not None
@@ -133,7 +132,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
                 raise UnavailableError("the connection broke while a request was written") from error
             await context.abort(status.code(), status.details() or "", tuple(status.trailing_metadata()))
         finally:
-            if not call.cancel():  # after a write that failed grpc.aio thinks that all is over, and its core does not
+            if not call.cancel():  # after a failed write, grpc.aio takes the call for ended while its core does not
                 call._cython_call.cancel("")  # type: ignore[attr-defined]
             pumping.cancel()
             await asyncio.gather(pumping, return_exceptions=True)
@@ -145,7 +144,7 @@ class FaultyNetwork(grpc.GenericRpcHandler):
 
 
 class NetworkedWorker:
-    """A worker behind its network. Implements WorkerHandle."""
+    """A worker behind its faulty network. Implements WorkerHandle."""
 
     def __init__(self, inner: WorkerHandle, network: FaultyNetwork) -> None:
         self.inner = inner
@@ -155,38 +154,38 @@ class NetworkedWorker:
 
     @property
     def config(self) -> WorkerConfig:
-        """What it was told."""
+        """Configuration that the worker was started with."""
         return self.inner.config
 
     @property
     def pid(self) -> int:
-        """As the worker's own; 0 for one that is a server in this process."""
+        """Process id of the worker; 0 for a worker that is a server in this process."""
         return self.inner.pid
 
     @property
     def ended(self) -> bool:
-        """As the worker's own."""
+        """Whether the worker's process has ended."""
         return self.inner.ended
 
     def stop(self) -> None:
-        """SIGSTOP: no call is answered any more, and none ends."""
+        """Stop the worker by SIGSTOP: no call is answered any more, and none ends."""
         if self.pid:
             os.kill(self.pid, signal.SIGSTOP)
         else:
             self._network.freeze()
 
     async def wait(self) -> str:
-        """As the worker's own; its calls have ended, too."""
+        """Wait until the worker and its calls have ended; return how the worker ended."""
         how = await self.inner.wait()
         await asyncio.shield(self._cutting)
         return how
 
     def kill(self) -> None:
-        """As the worker's own."""
+        """Kill the worker's process."""
         self.inner.kill()
 
     async def close(self) -> None:
-        """As the worker's own."""
+        """End the worker and wait until its calls have ended."""
         await self.inner.close()
         await asyncio.shield(self._cutting)
 
@@ -196,16 +195,16 @@ class NetworkedWorker:
 
 
 class NetworkedSpawner:
-    """Puts a network before every worker. Implements Spawner."""
+    """Puts a faulty network in front of every worker that it starts. Implements Spawner."""
 
     def __init__(self, inner: Spawner, plan: FaultPlan) -> None:
         self.workers: dict[str, NetworkedWorker] = {}
-        """By name, in their latest lives."""
+        """Present life of each worker, by name."""
         self._inner = inner
         self._plan = plan
 
     async def start(self, config: WorkerConfig) -> NetworkedWorker:
-        """A worker, served by its network."""
+        """Start a worker and the network in front of it."""
         inner = await self._inner.start(config)
         network = FaultyNetwork(self._plan)
         await network.open(inner.endpoint)
@@ -214,7 +213,7 @@ class NetworkedSpawner:
 
 
 async def _before(strike: Strike | None) -> None:
-    """What happens to a call before it is heard."""
+    """Apply a fault to a call before it reaches the server."""
     match strike:
         case Strike(Fault.SLOW, amount):
             await asyncio.sleep(amount * SLOW_S)
@@ -226,7 +225,7 @@ async def _before(strike: Strike | None) -> None:
 
 
 async def _within(strike: Strike | None, num_replies: int) -> None:
-    """What happens to a stream's reply after so many."""
+    """Apply a fault to a stream's reply that comes after `num_replies` others."""
     match strike:
         case Strike(Fault.SLOW, amount):
             await asyncio.sleep(amount * SLOW_S / _MOST_REPLIES)

@@ -1,9 +1,9 @@
-"""The orchestrator as a child process, for those who want to end it: a keeper that tells it of the cluster and replaces
-it, and the child itself, `python -m deploy.chaos.orchestrator`.
+"""The orchestrator as a child process that can be killed: a keeper that sends it heartbeats and replaces it, and the
+child itself, `python -m deploy.chaos.orchestrator`.
 
-The parent writes pickles to the child's standard input: an OrchestratorLife first, then what the cluster is like, which
-is the heartbeat. The child answers each with a line of JSON, `{"port": ...}` or `{"error": ...}`, and leaves at the end
-of its input. The keeper runs on the parent's loop, in one task.
+The parent writes pickles to the child's standard input: an OrchestratorLife first, then views of the cluster, which
+serve as heartbeats. The child answers each with a line of JSON, `{"port": ...}` or `{"error": ...}`, and exits at the
+end of its input. The keeper runs on the parent's loop, in one task.
 """
 
 import asyncio
@@ -37,10 +37,10 @@ _CLOSE_GRACE_S = 5.0
 
 @dataclass(frozen=True)
 class OrchestratorLife:
-    """What a life of the orchestrator is made of."""
+    """What an orchestrator process starts with."""
 
     folder: Path
-    """Of the resolved model: its tokenizer."""
+    """Folder of the resolved model, which has its tokenizer."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
     config: OrchestratorConfig
@@ -50,14 +50,15 @@ class OrchestratorLife:
 
 
 class ProcessKeeper:
-    """Owns the orchestrator's process, and replaces it when it has ended or is silent for too long."""
+    """Owns the orchestrator's process, and replaces it when it has ended or has been silent for too long."""
 
     def __init__(
         self, life: Callable[[], OrchestratorLife], view: Callable[[], ClusterView], heartbeat: Heartbeat, clock: Clock
     ) -> None:
-        """`life` is asked once, when the workers serve."""
+        """Make a keeper of a process that is not started yet. `life` is called once, when the workers serve; `view` at
+        each heartbeat."""
         self.port = 0
-        """That all lives listen on, once the first has started."""
+        """Port that all lives of the orchestrator listen on; 0 before the first has started."""
         self._make_life = life
         self._life: OrchestratorLife | None = None
         self._view = view
@@ -67,20 +68,20 @@ class ProcessKeeper:
         self._news = asyncio.Event()
         self._keeping: asyncio.Task[None] | None = None
         self._last_seen_s = 0.0
-        """When it answered last, or was replaced."""
+        """When the process last answered, or was replaced, on the clock."""
         self._closing = False
 
     @property
     def pid(self) -> int:
-        """Of the present life; 0 when there is none."""
+        """Process id of the present life; 0 when there is none."""
         return 0 if self._process is None or self._process.returncode is not None else self._process.pid
 
     def tell(self) -> None:
-        """The view has changed: send it now."""
+        """Send the changed view to the orchestrator now, without waiting for the next heartbeat."""
         self._news.set()
 
     def send_signal(self, number: signal.Signals) -> bool:
-        """Sends the process a signal; whether there was one."""
+        """Send the process a signal. Return whether there was a process."""
         if not self.pid:
             return False
         os.kill(self.pid, number)
@@ -88,13 +89,14 @@ class ProcessKeeper:
         return True
 
     async def start(self) -> None:
-        """Returns when it serves; from then on it is kept. Raises its reason when it cannot."""
+        """Start the orchestrator and return when it serves; from then on it is kept alive. Raises its error when it
+        cannot serve."""
         await self._begin()
         self._keeping = asyncio.create_task(self._keep())
         self._keeping.add_done_callback(self._tell_end)
 
     async def close(self) -> None:
-        """Ends it. Idempotent."""
+        """End the orchestrator's process and its supervision. Idempotent."""
         self._closing = True
         if self._keeping is not None:
             self._keeping.cancel()
@@ -119,7 +121,7 @@ class ProcessKeeper:
             tell_end("the supervision of the orchestrator")(keeping)
 
     async def _turn(self) -> None:
-        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+        with contextlib.suppress(TimeoutError):  # no news: the regular heartbeat is due
             await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
         self._news.clear()
         if await self._answers():
@@ -129,7 +131,7 @@ class ProcessKeeper:
             self._last_seen_s = self._clock.now_s()
 
     async def _answers(self) -> bool:
-        """One heartbeat."""
+        """Send one heartbeat. Return whether it was answered in time."""
         try:
             await asyncio.wait_for(self._hear(), self._heartbeat.interval_s)
         except TimeoutError:
@@ -165,8 +167,8 @@ class ProcessKeeper:
             raise
 
     async def _hear(self) -> int:
-        """The port, as an answer to the present view, or one that comes late to an earlier one. Raises UnavailableError
-        when it has ended, or cannot serve."""
+        """Send the present view and return the port from the answer, which may be a late answer to an earlier view.
+        Raises UnavailableError when the process has ended or cannot serve."""
         assert self._process is not None and self._process.stdout is not None
         self._send(self._view())
         line = await self._process.stdout.readline()
@@ -179,21 +181,21 @@ class ProcessKeeper:
 
     def _send(self, what: OrchestratorLife | ClusterView) -> None:
         assert self._process is not None and self._process.stdin is not None
-        if not self._process.stdin.is_closing():  # else it has ended: the answer that does not come says so
+        if not self._process.stdin.is_closing():  # if closing, the process has ended, and the missing answer says so
             self._process.stdin.write(pickle.dumps(what))
 
 
 async def _kill(process: asyncio.subprocess.Process) -> None:
-    """Returns when it is gone."""
+    """Kill the process; return when it has ended."""
     with contextlib.suppress(ProcessLookupError):
         process.kill()
     await process.wait()
 
 
 def main() -> int:
-    """Runs an orchestrator until its standard input ends; returns the exit status."""
+    """Run an orchestrator until its standard input ends; return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     try:
         asyncio.run(_run(answers))
@@ -217,7 +219,7 @@ async def _run(answers: TextIO) -> None:
 
 
 def _read() -> Any:
-    """What the parent, and nobody else, has sent."""
+    """Read the next pickle. Only the parent can write to this process's standard input."""
     return pickle.load(sys.stdin.buffer)
 
 

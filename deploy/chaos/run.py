@@ -1,7 +1,7 @@
-"""Runs a schedule of chaos against a cluster, through the client library, and says what did not hold: every request
-ends once, within its bound; tokens are those of a run in which nothing happens; afterwards nothing is held.
+"""Runs a schedule of chaos against a cluster through the client library, and reports what did not hold.
 
-On the cluster's loop.
+What must hold: every request ends once, within its bound; its tokens are those of a run without faults; afterwards no
+slot, byte or job is held. Runs on the cluster's loop.
 """
 
 import asyncio
@@ -30,113 +30,113 @@ from deploy.chaos.schedule import Ask, Blow, Schedule
 
 _RECONNECT = Reconnect(num_connects=40, num_resumes=40, max_delay_s=0.5)
 _LOOK_S = 0.05
-"""Between two looks at what is held."""
+"""Seconds between two looks at what is held."""
 _STATE_S = 2.0
-"""For an answer to what is held."""
+"""Seconds to wait for an answer about what is held."""
 _WATCH_S = 0.25
-"""Between two looks at the books."""
+"""Seconds between two checks that slots and bytes balance."""
 _FAILED_PART = 0.25
-"""Of all requests, that may end with an error which says to try again."""
+"""Fraction of all requests that may end with a retryable error."""
 
 Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
-"""Whether a choice's tokens, which may be only its first ones, are right; what is wrong with them, or nothing."""
+"""Judges a choice's tokens, which may be only its first ones: returns what is wrong with them, or ""."""
 
 
 class Outcome(enum.StrEnum):
-    """What became of a request."""
+    """How a request ended."""
 
     ANSWERED = "answered"
     LEFT = "left"
-    """By its client."""
+    """The client cancelled the request."""
     LATE = "late"
-    """Its deadline passed."""
+    """The request's deadline passed."""
     REFUSED = "refused"
-    """As its deadline was too near."""
+    """The request was refused because its deadline was too near."""
     FAILED = "failed"
-    """With an error that says to try again."""
+    """The request ended with a retryable error."""
     WRONG = "wrong"
-    """As no request may end."""
+    """The request ended in a way that is never allowed."""
 
 
 @dataclass(frozen=True)
 class Bounds:
-    """Seconds."""
+    """Limits in seconds on how long requests and the cluster may take."""
 
     request_s: float = 60.0
-    """For a request without a deadline to end."""
+    """Seconds in which a request without a deadline must end."""
     late_s: float = 5.0
-    """Past its deadline, for one that has one: it ends at once, and this machine is busy."""
+    """Seconds past its deadline in which a request must end. It ends at once, but this machine is busy."""
     settle_s: float = 10.0
-    """After the last one has ended, for all workers to serve and nothing to be held."""
+    """Seconds after the last request's end in which all workers must serve, and nothing may be held any more."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of one request."""
+    """The result of one request."""
 
     ask: Ask
     outcome: Outcome
     choices: tuple[tuple[SampledToken, ...], ...]
     num_attempts: int
     num_cached_tokens: int
-    """Of the prompt, in the last attempt."""
+    """Cached tokens of the prompt, in the last attempt."""
     num_ranks: int
-    """That prefilled, in the last attempt; 0: its generation group."""
+    """Ranks that prefilled, in the last attempt; 0 if its generation group did."""
     num_resumes: int
     error: str
-    """That it ended with; empty for one that was answered."""
+    """Error that the request ended with; empty for one that was answered."""
     complaints: tuple[str, ...]
-    """What did not hold."""
+    """What did not hold for this request."""
 
 
 @dataclass
 class Report:
-    """What came of a schedule."""
+    """The result of one schedule."""
 
     schedule: Schedule
     answers: list[Answer] = field(default_factory=list)
     blows: list[tuple[Blow, bool]] = field(default_factory=list)
-    """Those that came due; whether there was anybody to strike."""
+    """Blows that came due, and whether their victim was up."""
     num_calls_struck: int = 0
     complaints: list[str] = field(default_factory=list)
-    """What did not hold; empty when all did."""
+    """What did not hold; empty when everything did."""
     settled_s: float = 0.0
-    """After which nothing was held any more."""
+    """Seconds after the last request's end until nothing was held."""
     took_s: float = 0.0
 
     @property
     def outcomes(self) -> Counter[Outcome]:
-        """How many requests became what."""
+        """Number of requests by how they ended."""
         return Counter(answer.outcome for answer in self.answers)
 
     @property
     def num_tokens(self) -> int:
-        """That clients got."""
+        """Tokens that all clients received."""
         return sum(len(tokens) for answer in self.answers for tokens in answer.choices)
 
     @property
     def num_by_chains(self) -> int:
-        """Requests that prefill ranks prefilled."""
+        """Requests that were prefilled by a chain of prefill ranks."""
         return sum(answer.num_ranks > 0 for answer in self.answers)
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of prompts, that were not computed."""
+        """Prompt tokens of all requests that were cached and not computed."""
         return sum(answer.num_cached_tokens for answer in self.answers)
 
     @property
     def num_retried(self) -> int:
-        """Requests that the cluster attempted again."""
+        """Requests that the cluster attempted more than once."""
         return sum(answer.num_attempts > 1 for answer in self.answers)
 
     @property
     def num_resumed(self) -> int:
-        """Requests that their clients took up again."""
+        """Requests whose streams their clients resumed."""
         return sum(answer.num_resumes > 0 for answer in self.answers)
 
     @property
     def num_hit(self) -> int:
-        """Blows that fell on somebody."""
+        """Blows that hit a running victim."""
         return sum(hit for _, hit in self.blows)
 
     def __str__(self) -> str:
@@ -165,7 +165,7 @@ class ChaosRun:
         bounds: Bounds = Bounds(),
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
-        """`on_end` hears of each request's end."""
+        """Prepare a run. `on_end` is called with the answer of each request at its end."""
         self._cluster = cluster
         self._schedule = schedule
         self._clock = clock
@@ -176,7 +176,8 @@ class ChaosRun:
         self._report = Report(schedule)
 
     async def run(self, judge: Judge) -> Report:
-        """From the first request until nothing is held. Blows that do not come due fall on nobody."""
+        """Run the schedule from its first request until nothing is held, and return the report. Blows that do not come
+        due are skipped."""
         began_s, faults = self._clock.now_s(), self._cluster.faults
         async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
             faults.begin(self._schedule.seed, self._schedule.rate)
@@ -197,7 +198,7 @@ class ChaosRun:
         return self._report
 
     async def _ask(self, client: AsyncClient, ask: Ask) -> Answer:
-        """One request to its end, whatever that is."""
+        """Send one request and return how it ended, whatever happens."""
         stream = client.generate(token_ids=ask.prompt_ids, params=ask.params, deadline_s=ask.deadline_s)
         bound_s = self._bounds.request_s if ask.deadline_s is None else ask.deadline_s + self._bounds.late_s
         watch = Watch(stream, ask)
@@ -232,11 +233,11 @@ class ChaosRun:
         return answer
 
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
-        """They balance all the time, as far as anybody can be asked."""
+        """Check, until `over`, that slots and bytes balance; rounds without an answer are skipped."""
         while not over.is_set():
             try:
                 groups = (await client.cluster_state(_STATE_S)).groups
-            except BatonError:  # struck, or nobody is there: asked again
+            except BatonError:  # the call was hit by a fault, or the orchestrator is down: the next round asks again
                 groups = ()
             amiss = {f"{group.name}: {group.imbalance}" for group in groups if group.imbalance}
             self._report.complaints += sorted(amiss - set(self._report.complaints))
@@ -244,14 +245,14 @@ class ChaosRun:
                 await asyncio.wait_for(over.wait(), _WATCH_S)
 
     def _count(self, event: TokenEvent) -> None:
-        """A token has come: blows may be due."""
+        """Count an event's token, and strike the blows that are due."""
         self._num_tokens += event.token is not None
         while self._due and self._due[0].after_tokens <= self._num_tokens:
             blow = self._due.pop(0)
             self._report.blows.append((blow, self._cluster.strike(blow)))
 
     async def _settle(self, client: AsyncClient) -> None:
-        """Waits until all serve and nothing is held."""
+        """Wait until all workers serve and nothing is held; complain after the bound."""
         began_s, bound_s = self._clock.now_s(), self._bounds.settle_s
         try:
             await self._cluster.until_ready(bound_s)
@@ -265,7 +266,7 @@ class ChaosRun:
         self._report.settled_s = self._clock.now_s() - began_s
 
     async def _held(self, client: AsyncClient) -> str:
-        """What is held, or amiss; empty when nothing is."""
+        """Return what is held or does not balance; empty when nothing is."""
         try:
             state, num_jobs = await client.cluster_state(_STATE_S), await self._cluster.num_jobs()
         except (UnavailableError, DeadlineExceededError) as error:
@@ -273,7 +274,7 @@ class ChaosRun:
         return holdings(state) + (f" {num_jobs} jobs" if num_jobs else "")
 
     def _judge(self, judge: Judge) -> None:
-        """All streams, those that ended early as well: what came must be right."""
+        """Judge all streams, those that ended early included: the tokens that came must be right."""
         complaints = self._report.complaints
         for answer in self._report.answers:
             name = f"request {answer.ask.number}"
@@ -289,7 +290,8 @@ class ChaosRun:
 
 
 class Watch:
-    """What one stream brings: indices without a gap, one end a choice; and when its client leaves."""
+    """Checks one stream's events: indices without a gap, one end a choice. Also cancels the stream when its client is
+    to leave."""
 
     def __init__(self, stream: AsyncStream, ask: Ask) -> None:
         self.complaints: list[str] = []
@@ -303,11 +305,11 @@ class Watch:
 
     @property
     def num_running(self) -> int:
-        """Choices that have not ended."""
+        """Number of choices that have not ended."""
         return len(self._next) - len(self._ended)
 
     def take(self, event: TokenEvent) -> None:
-        """The stream's next event."""
+        """Check the stream's next event."""
         self._num_events += 1
         if event.choice in self._ended:
             self.complaints.append(f"choice {event.choice}: an event after the last")
@@ -320,7 +322,7 @@ class Watch:
         self._leave_if_due()
 
     def close(self) -> None:
-        """The stream is over, or nobody reads it any more."""
+        """End the checks and cancel the stream, which is over or not read any more."""
         if self._timer is not None:
             self._timer.cancel()
         self._stream.cancel()
@@ -331,7 +333,7 @@ class Watch:
 
 
 def holdings(state: ClusterState) -> str:
-    """What a cluster holds, and what does not balance, for people; empty when nothing does."""
+    """Return what a cluster holds and what does not balance, for people; empty when nothing is held."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
         counts |= {
@@ -345,7 +347,7 @@ def holdings(state: ClusterState) -> str:
 
 
 def outcome_of(error: BatonError, ask: Ask) -> Outcome:
-    """What an error makes of a request."""
+    """Classify a request by the error that it ended with."""
     if ask.leave is not None and isinstance(error, RequestCancelledError):
         return Outcome.LEFT
     if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):

@@ -1,8 +1,8 @@
-"""Schedules of chaos: what is asked, what is struck down and when, and how bad the network is; all of it a pure
+"""Schedules of chaos: the requests, the blows to processes and their times, and the rate of network faults, all a pure
 function of a seed.
 
-Blows fall after numbers of tokens, counted over all streams, and clients leave after numbers of events: a schedule does
-the same on a fast machine and on a slow one. Pure.
+Blows fall after numbers of tokens, counted over all streams, and clients leave after numbers of events, so that a
+schedule does the same on a fast machine and on a slow one. Pure.
 """
 
 import enum
@@ -15,28 +15,29 @@ from baton.sampling_params import SamplingParams
 
 ORCHESTRATOR = "orchestrator"
 _PAUSE_S = 0.4
-"""Until a client leaves after the event at which it decides to, at most: so that it leaves in any phase."""
+"""Longest pause in seconds between the event at which a client decides to leave and its leaving, so that clients leave
+in any phase."""
 _NUM_STEMS = 4
-"""Prompts begin like one of so many."""
+"""Number of different beginnings that prompts have."""
 
 
 class Act(enum.StrEnum):
-    """What befalls a process."""
+    """What is done to a process."""
 
     KILL = "kill"
-    """It ends at once."""
+    """The process is killed at once."""
     STOP = "stop"
-    """It stands still, and says nothing, until somebody ends it."""
+    """The process stands still, and answers nothing, until it is killed."""
 
 
 @dataclass(frozen=True)
 class Blow:
-    """What befalls whom, and when."""
+    """One process to be killed or stopped, and when."""
 
     after_tokens: int
-    """That clients have got."""
+    """Tokens that clients have received in all when the blow falls."""
     victim: str
-    """A worker's name, or ORCHESTRATOR."""
+    """Name of a worker, or ORCHESTRATOR."""
     act: Act
 
     def __str__(self) -> str:
@@ -45,65 +46,65 @@ class Blow:
 
 @dataclass(frozen=True)
 class Leave:
-    """When a client goes away."""
+    """When a client cancels its request."""
 
     after_events: int
-    """Of its stream; 0: it has only asked."""
+    """Events of its stream after which the client decides to leave; 0: right after the request was sent."""
     pause_s: float
-    """Then."""
+    """Seconds between the decision to leave and leaving."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """One request of a schedule."""
 
     number: int
     stem: int
-    """Which beginning its prompt has."""
+    """Number of the beginning that the prompt shares with others."""
     num_prompt_tokens: int
     vocab_size: int
-    """Its token ids are below."""
+    """Size of the vocabulary: token ids of the prompt are below it."""
     params: SamplingParams
     deadline_s: float | None = None
     leave: Leave | None = None
 
     @property
     def prompt_ids(self) -> tuple[int, ...]:
-        """Prompts of a stem are beginnings of each other."""
+        """Token ids of the prompt. A shorter prompt with this stem is a prefix of a longer one."""
         rng = random.Random(self.stem)
         return tuple(rng.randrange(self.vocab_size) for _ in range(self.num_prompt_tokens))
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What schedules are made for."""
+    """Limits and victims that schedules are made for."""
 
     victims: Sequence[str]
-    """That may be struck."""
+    """Names of the processes that may be struck."""
     vocab_size: int
-    """Prompts have token ids below this."""
+    """Size of the vocabulary: token ids of prompts are below it."""
     num_asks: int = 40
     max_prompt_tokens: int = 150
     max_output_tokens: int = 40
     num_blows: int = 4
     max_rate: float = 0.05
-    """Of calls that the network does not pass on as it should, at most."""
+    """Highest fraction of calls that are hit by a network fault."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What happens, in the order in which it does."""
+    """The requests, blows and fault rate of one seed."""
 
     seed: int
     asks: tuple[Ask, ...]
-    """At once."""
+    """Requests, which are all sent at once."""
     blows: tuple[Blow, ...]
     rate: float
-    """The part of all calls that something happens to (chaos_faults.SeededPlan, with the same seed)."""
+    """Fraction of all calls that are hit by a fault (deploy.chaos.faults.SeededPlan, with the same seed)."""
 
     @classmethod
     def of(cls, seed: int, shape: Shape) -> Self:
-        """The seed's."""
+        """Return the schedule of this seed for this shape."""
         rng = random.Random(f"chaos {seed}")
         asks = tuple(_ask(number, shape, rng) for number in range(shape.num_asks))
         num_tokens = sum(ask.params.max_tokens for ask in asks if ask.leave is None)
@@ -115,7 +116,7 @@ class Schedule:
 
     @property
     def calm(self) -> Self:
-        """The same requests, and nothing happens."""
+        """The same requests without deadlines, leaving clients, blows or faults."""
         asks = tuple(replace(ask, deadline_s=None, leave=None) for ask in self.asks)
         return replace(self, asks=asks, blows=(), rate=0.0)
 

@@ -1,6 +1,6 @@
-"""What `baton chaos` does: a cluster of child processes comes up, and each seed's schedule runs on it, first in peace.
+"""What `baton chaos` does: starts a cluster of child processes and runs each seed's schedule, first without faults.
 
-Progress goes to standard error, the table to standard output, what the processes say to a file. Runs on the
+Progress goes to standard error, the table to standard output, the log of the processes to a file. Runs on the
 launcher's loop.
 """
 
@@ -53,23 +53,23 @@ _LIMITS = OrchestratorConfig(
     max_attempts=8,
     lease_ttl_s=5.0,
     max_queued=4096,
-    disaggregation="always",  # prompts are short, and chains are to be struck
+    disaggregation="always",  # prompts are short, and chains are what faults should hit
 )
 _BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
-"""A worker takes seconds to load its model, and many may have to."""
+"""Generous bounds: a worker takes seconds to load its model, and many may have to."""
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What came of one seed."""
+    """The result of one seed."""
 
     report: Report
     num_exceptions: int
-    """Tokens that differ where the decision was close."""
+    """Tokens that differ from the undisturbed run where the decision was close."""
 
 
 def run_session(args: argparse.Namespace) -> int:
-    """Runs the schedules that the options of `baton chaos` name; returns the exit status."""
+    """Run the schedules that the options of `baton chaos` name; return the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
@@ -79,7 +79,7 @@ def run_session(args: argparse.Namespace) -> int:
 
 
 async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Console) -> int:
-    """1 when something did not hold."""
+    """Run all seeds and print the table. Return 1 when something did not hold, else 0."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("starting", total=2 * args.requests * len(seeds))
@@ -101,7 +101,8 @@ async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Co
 async def _judged(
     cluster: ChaosCluster, schedule: Schedule, tell: Callable[[str], None], count: Callable[[Answer], None]
 ) -> _Verdict:
-    """The schedule, after the same in peace. Raises BatonError when that went wrong: nothing can be compared then."""
+    """Run the schedule without faults, then with them, and compare. Raises BatonError when the run without faults went
+    wrong, because then there is nothing to compare with."""
     tell(f"seed {schedule.seed}, in peace")
     calm = await ChaosRun(cluster, schedule.calm, CLOCK, bounds=_BOUNDS, on_end=count).run(lambda *_: "")
     if calm.complaints or calm.outcomes[Outcome.ANSWERED] < len(calm.answers):
@@ -115,7 +116,7 @@ async def _judged(
 
 
 def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
-    """All on this machine, in fp32: tokens of other chunks and batches are equal there."""
+    """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches."""
     local = LocalConfig(
         folder,
         num_ranks=_NUM_RANKS,
@@ -144,7 +145,8 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
 
 
 def _show(verdicts: Sequence[_Verdict], args: argparse.Namespace) -> None:
-    """What was done and what came of it, a row a seed; then what did not hold, and how to see it again."""
+    """Print one row a seed: what was done and what came of it. Then print what did not hold, and the command that
+    repeats it."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     table = Table(box=None)
     for name in _COLUMNS:
@@ -173,7 +175,8 @@ def _show(verdicts: Sequence[_Verdict], args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _diverted(log: Path) -> Iterator[Console]:
-    """What this process and its children say on standard error goes to the file; a console that still shows."""
+    """Send standard error of this process and its children to the log file. Yield a console that still writes to the
+    terminal."""
     try:
         file = log.open("w")
     except OSError as error:

@@ -1,5 +1,5 @@
-"""A channel to a cluster that runs: what commands that ask its orchestrator begin with. Calls on it carry the
-operator's key, if the command was given one."""
+"""A gRPC channel from a command to the orchestrator of a running cluster. Calls on it carry the operator's API key, if
+the command was given one."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ _CONNECT_S = 5.0
 
 
 def add_key_option(parser: argparse.ArgumentParser) -> None:
-    """Adds --api-key-env, for commands of operators."""
+    """Add the option --api-key-env to an operator's command."""
     parser.add_argument(
         "--api-key-env",
         metavar="VARIABLE",
@@ -25,15 +25,16 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 
 
 def given_key(args: argparse.Namespace) -> str | None:
-    """Return the key that the command was given, or None. Raises ConfigError for a variable that is not set."""
+    """Return the API key that the command was given, or None. Raises ConfigError for an environment variable that is
+    not set."""
     return None if args.api_key_env is None else read_variable(args.api_key_env)
 
 
 @contextlib.contextmanager
 def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Channel"]:
-    """Connected; calls say that they are of the holder of this key. Raises UnavailableError when nobody answers at
-    `target`."""
-    import grpc  # here, as below: --help and mistyped options are answered without it
+    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this API key. Raises
+    UnavailableError when no orchestrator answers within 5 s."""
+    import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from deploy.commands.keyed_channel import keyed
 

@@ -1,5 +1,5 @@
 """`baton drain`: keeps new work from a group of a running cluster, waits until it has nothing left to do, and lets it
-leave; or brings it back."""
+leave. With --undo it brings the group back."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ one left to prefill, generation groups prefill by themselves."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `drain` command."""
+    """Add the `drain` command to the command line."""
     parser = commands.add_parser(
         "drain",
         help="let a group finish what it has, and leave; or bring it back",
@@ -47,10 +47,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status: 0 once the group has left, is drained, or may have work again."""
+    """Run `baton drain`; return the exit status: 0 once the group has left, is drained, or may have work again."""
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
-    # Imported here: --help and mistyped options are answered without grpc.
+    # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
     from deploy.commands.record import serving_endpoint
 
@@ -73,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | None) -> None:
-    """Drains the group, which leaves then, unless it is to `keep` its workers; shows how far that is. Raises
-    UnavailableError when it is not done in time, or not at all."""
+    """Drain the group and show its progress; then it leaves, unless `keep` says that its workers stay. Raises
+    UnavailableError when that is not done within `timeout_s`, or the drain was undone meanwhile."""
     from rich.console import Console
 
     from baton.errors import DeadlineExceededError
@@ -99,8 +99,8 @@ def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | No
 
 
 def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: str = "") -> None:
-    """Lets the group have work again, with the model in that folder, if one is named. Raises UnavailableError when it
-    cannot be started, or not in time."""
+    """Let the group have work again, with the model in the folder `model` if one is named. Raises UnavailableError when
+    it cannot be started, or not within `timeout_s`."""
     from rich.console import Console
 
     from baton.errors import DeadlineExceededError
@@ -115,7 +115,7 @@ def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: st
 
 
 def left_of(state: "GroupState") -> str:
-    """What a group has left to do, for people."""
+    """Return what a group has left to do, in words for people."""
     requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
     if state.role != "generate":
         return requests

@@ -1,4 +1,5 @@
-"""`baton gateway`: a front end of its own for an orchestrator that runs somewhere else. Any number may share one."""
+"""`baton gateway`: serves clients in a process of its own, in front of an orchestrator elsewhere. Any number of
+gateways may share one orchestrator."""
 
 import argparse
 from pathlib import Path
@@ -18,7 +19,7 @@ one. SIGTERM and Ctrl-C let running streams end first, for --grace seconds."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `gateway` command."""
+    """Add the `gateway` command to the command line."""
     parser = commands.add_parser(
         "gateway",
         help="serve clients in front of an orchestrator that runs somewhere else",
@@ -52,14 +53,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command until it is interrupted; returns the exit status."""
+    """Run `baton gateway` until it is interrupted; return the exit status."""
     if not 0 <= args.port < 2**16:
         raise InvalidArgumentError(f"--port {args.port} is out of range: use 0 to {2**16 - 1}")
     if not 0 <= args.grace < float("inf"):
         raise InvalidArgumentError(f"--grace {args.grace:g} is out of range: use 0 seconds, or more")
     if not args.orchestrator.strip():
         raise InvalidArgumentError("--orchestrator is empty: use HOST:PORT, as `baton serve` prints it")
-    # Imported here, because they take grpc and tokenizers along: --help and mistyped options are answered at once.
+    # Imported here, because they import grpc and tokenizers: --help and mistyped options are answered at once.
     import asyncio
 
     return asyncio.run(_serve(args))

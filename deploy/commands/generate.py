@@ -1,4 +1,4 @@
-"""`baton generate`: one prompt to a running server; text to standard output, everything else to standard error."""
+"""`baton generate`: sends one prompt to a running server; text goes to standard output, all else to standard error."""
 
 import argparse
 import os
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from baton.streams import Stream
 
 BROKEN_PIPE_STATUS = 141
-"""What a shell reports of a program that its pipe's end has ended."""
+"""Exit status that shells give a program whose output pipe was closed (128 + SIGPIPE)."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `generate` command."""
+    """Add the `generate` command to the command line."""
     parser = commands.add_parser(
         "generate",
         help="send one prompt to a running server and stream the answer",
@@ -44,11 +44,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton generate`; return the exit status."""
     prompt = read_prompt(args.prompt)
-    # Else gRPC's core tells of lost connections in lines of its own; it reads this once, when it is imported.
+    # Keeps gRPC's core from printing lines about lost connections; it reads this once, when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # noqa: TID251
-    # Imported here, because it takes grpc along: --help and mistyped options are answered at once.
+    # Imported here, because it imports grpc: --help and mistyped options are answered at once.
     from baton.client import Client
 
     messages = [{"role": "user", "content": prompt}] if args.chat else None
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(output: Completion) -> str:
-    """One line: what the request took."""
+    """Return what the request took, in one line."""
     finishes = dict.fromkeys("none" if each.finish is None else each.finish.value for each in output.choices)
     num_output_tokens = sum(len(choice.tokens) for choice in output.choices)
     parts = [
@@ -113,7 +113,7 @@ def _write_out(stream: "Stream") -> None:
 
 
 def _write_choices(stream: "Stream") -> None:
-    """Each choice when it has ended: interleaved, nobody could read them."""
+    """Print each choice when it has ended, because interleaved choices could not be read."""
     for event in stream:
         if event.finish is not None:
             choice = stream.output.choices[event.choice]
@@ -121,6 +121,7 @@ def _write_choices(stream: "Stream") -> None:
 
 
 def _leave_pipe() -> int:
-    """Whoever read standard output has gone: nothing more can be written, not even at the interpreter's end."""
+    """Return the exit status for a closed output pipe. Points standard output at /dev/null, so that the interpreter's
+    last flush does not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE_STATUS

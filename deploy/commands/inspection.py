@@ -1,4 +1,4 @@
-"""`baton config` and `baton doctor`: the configuration in force, and what this machine makes of it."""
+"""`baton config` and `baton doctor`: print the configuration in force, and check it against this machine."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def add_config_options(parser: argparse.ArgumentParser) -> None:
-    """The two ways to configure a cluster, for every command that needs its configuration."""
+    """Add --config and --set, for every command that needs the cluster's configuration."""
     parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file (default: none)")
     parser.add_argument(
         "--set",
@@ -18,7 +18,7 @@ def add_config_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `config` and `doctor` commands."""
+    """Add the `config` and `doctor` commands to the command line."""
     config = commands.add_parser(
         "config",
         help="print the configuration in force, each field with its meaning",
@@ -37,8 +37,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def print_config(args: argparse.Namespace) -> int:
-    """Runs `baton config`."""
-    # Imported here, as below: the command line is answered at once, without pydantic or torch.
+    """Run `baton config`: print the configuration in force; return the exit status."""
+    # Imported here and below, so that the command line is answered without pydantic or torch.
     from deploy.config.file import format_config, load_config
 
     sys.stdout.write(format_config(load_config(args.config, args.set)))
@@ -46,7 +46,7 @@ def print_config(args: argparse.Namespace) -> int:
 
 
 def print_findings(args: argparse.Namespace) -> int:
-    """Runs `baton doctor`."""
+    """Run `baton doctor`: print its findings; return 1 when one of them failed, else 0."""
     from rich.console import Console
     from rich.table import Table
 

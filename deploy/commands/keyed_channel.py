@@ -1,4 +1,4 @@
-"""A channel whose calls carry an API key. Used by commands."""
+"""A gRPC channel whose calls carry an API key, for commands."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from baton.requests import call_metadata
 
 
 class _Details(NamedTuple):
-    """A call as gRPC describes it to interceptors."""
+    """The details of a call, as gRPC hands them to interceptors."""
 
     method: str
     timeout: float | None
@@ -20,7 +20,7 @@ class _Details(NamedTuple):
 
 
 class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    """Adds metadata to each call."""
+    """Adds the same metadata to each call of a channel."""
 
     def __init__(self, metadata: tuple[tuple[str, str], ...]) -> None:
         self._metadata = metadata
@@ -38,6 +38,6 @@ class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
 
 
 def keyed(channel: grpc.Channel, api_key: str | None) -> grpc.Channel:
-    """Return the channel with this key on each unary call and server stream; as it is without one. Raises
-    InvalidArgumentError for a key that cannot be sent."""
+    """Return the channel with this API key on each unary call and server stream, or the unchanged channel without a
+    key. Raises InvalidArgumentError for a key that cannot be sent."""
     return channel if api_key is None else grpc.intercept_channel(channel, _Keyed(call_metadata(api_key, None)))

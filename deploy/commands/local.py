@@ -1,5 +1,4 @@
-"""`baton local`: the command line of one prompt through the whole relay, in one process tree
-(deploy.commands.session)."""
+"""`baton local`: runs one prompt through a relay in one process tree (deploy.commands.session). Its command line."""
 
 import argparse
 from pathlib import Path
@@ -12,7 +11,7 @@ from deploy.options.prompt import add_prompt, add_sampling, read_prompt, samplin
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `local` command."""
+    """Add the `local` command to the command line."""
     parser = commands.add_parser(
         "local",
         help="run one prompt through prefill ranks and a generation engine on this machine, without Ray",
@@ -34,12 +33,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton local`; return the exit status."""
     params = params_from_options(sampling_options(args))
     if args.ranks < 1:
         raise InvalidArgumentError(f"--ranks {args.ranks} is out of range: use at least 1, or --colocated")
     prompt = read_prompt(args.prompt)
-    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.commands.session import run_session
 
     return run_session(args, prompt, params)

@@ -1,4 +1,4 @@
-"""The relay in one process tree: an orchestrator's controller here, over workers that are this process's children."""
+"""A relay in one process tree: an orchestrator's controller in this process, over workers that are its children."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,8 @@ from orchestrator.requests.config import OrchestratorConfig
 
 @contextlib.asynccontextmanager
 async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterator[Controller]:
-    """A controller for the cluster, which is running; closed at the end, with all its requests."""
+    """Run a controller over the running cluster until the end of the `with` block; then close it with all its
+    requests."""
     local = cluster.config
     config = OrchestratorConfig(
         max_attempts=local.max_attempts, lease_ttl_s=local.lease_ttl_s, disaggregation=local.disaggregation

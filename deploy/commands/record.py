@@ -1,7 +1,8 @@
-"""What is on disk of a cluster that was brought up from this machine: enough to show it and to end it.
+"""Records on disk of clusters that were brought up on this machine: enough to show a cluster and to end it.
 
-One JSON file for each cluster in the user's cache folder, written by `baton serve`, removed when all is gone. Its owner
-is the launcher; `baton status` and `baton stop` read it, and `baton stop` removes what a killed launcher left.
+One JSON file for each cluster in the user's cache folder, written by `baton serve` and removed when the cluster is
+gone. The launcher owns it; `baton status` and `baton stop` read it, and `baton stop` removes what a killed launcher
+left.
 """
 
 import contextlib
@@ -27,25 +28,25 @@ _CONNECT_S = 5.0
 
 @dataclass(frozen=True)
 class ClusterRecord:
-    """One cluster."""
+    """The record of one cluster."""
 
     name: str
     launcher_pid: int
     launcher_started: str
-    """When, as the kernel counts: a reused process id is another launcher."""
+    """When the launcher started, in the kernel's ticks since boot: tells a reused process id from the launcher."""
     ray_address: str
-    """host:port of its Ray."""
+    """Address of the cluster's Ray, host:port."""
     ray_folder: str
-    """Temporary folder of a Ray that the launcher started; empty when it joined one."""
+    """Temporary folder of a Ray that the launcher started; empty when it joined a running one."""
     endpoint: str = ""
-    """host:port of the orchestrator, once it serves."""
+    """Address of the orchestrator, host:port; empty until it serves."""
 
     @property
     def launcher_lives(self) -> bool:
         return process_start(self.launcher_pid) == self.launcher_started
 
     def save(self) -> None:
-        """Replaces the file as a whole."""
+        """Write the record to its file, replacing one that is there in one step."""
         path = record_path(self.name)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(f".{os.getpid()}")
@@ -53,11 +54,11 @@ class ClusterRecord:
         partial.replace(path)
 
     def serving(self, endpoint: str) -> "ClusterRecord":
-        """The same, serving there."""
+        """Return this record with the endpoint of the orchestrator that now serves."""
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Forgets the cluster, removes its Ray's folder, and prefixes that killed workers left on this machine.
+        """Remove the record, its Ray's folder, and the stored prefixes that killed workers left on this machine.
         Harmless when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
@@ -66,7 +67,7 @@ class ClusterRecord:
 
 
 def record_path(name: str) -> Path:
-    """Where the cluster of that name is recorded."""
+    """Return the path of the record of the cluster of that name."""
     return cache_folder() / "clusters" / f"{name}.json"
 
 
@@ -78,7 +79,7 @@ def store_name(record: Path) -> str:
 
 
 def load_record(name: str) -> ClusterRecord | None:
-    """The cluster of that name; None when none is recorded. Raises ConfigError for a damaged file."""
+    """Read the record of the cluster of that name; None when there is none. Raises ConfigError for a damaged file."""
     path = record_path(name)
     try:
         return ClusterRecord(**json.loads(path.read_text()))
@@ -89,8 +90,8 @@ def load_record(name: str) -> ClusterRecord | None:
 
 
 def serving_endpoint(name: str) -> str:
-    """host:port of the orchestrator of the cluster of that name, which was brought up on this machine. Raises
-    ConfigError when there is none, UnavailableError while it starts."""
+    """Return host:port of the orchestrator of the cluster of that name on this machine. Raises ConfigError when there
+    is none, UnavailableError while it starts."""
     record = load_record(name)
     if record is None:
         raise ConfigError(f"cluster {name} is not running here: start it with `baton serve`, or give --target")
@@ -100,14 +101,15 @@ def serving_endpoint(name: str) -> str:
 
 
 def process_start(pid: int) -> str:
-    """When that process started, in the kernel's ticks since boot; empty when there is none, or it is a zombie."""
+    """Return when a process started, in the kernel's ticks since boot; empty when it does not exist, or is a zombie."""
     fields = _stat(pid)
     return fields[19] if fields and fields[0] != "Z" else ""
 
 
 def kill_ray(folder: str, within_s: float = 10.0) -> int:
-    """Kills what is left of the Ray whose temporary folder that is, with its workers, and waits until it is gone;
-    returns how many processes there were. Raises UnavailableError for what does not end within `within_s` seconds."""
+    """Kill the remaining processes of the Ray with that temporary folder, its workers included, and wait until they
+    are gone. Return how many there were. Raises UnavailableError for processes that do not end within `within_s`
+    seconds."""
     killed: set[int] = set()
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while doomed := _processes_of(folder):
@@ -122,7 +124,7 @@ def kill_ray(folder: str, within_s: float = 10.0) -> int:
 
 
 def require_reachable(address: str) -> None:
-    """Raises UnavailableError when nobody listens on host:port; Ray itself would try for minutes."""
+    """Raise UnavailableError when nothing listens on `address`, host:port. Ray itself would try for minutes."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
@@ -131,7 +133,7 @@ def require_reachable(address: str) -> None:
 
 
 def _processes_of(folder: str) -> set[int]:
-    """Living processes of that Ray, and their descendants; never this one."""
+    """Return the living processes of that Ray and their descendants, this process excluded."""
     parents = {pid: int(fields[1]) for pid in _pids() if (fields := _stat(pid)) and fields[0] != "Z"}
     found = {pid for pid in parents if _is_of(pid, folder)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
@@ -144,8 +146,8 @@ def _pids() -> Iterator[int]:
 
 
 def _is_of(pid: int, folder: str) -> bool:
-    """The folder is in its command line (Ray's own processes), or has a file that it holds open (workers, which rename
-    themselves: their logs)."""
+    """Return whether the process belongs to the Ray in that folder. Ray's own processes have the folder in their
+    command line; workers, which rename themselves, have files in it open: their logs."""
     process = Path("/proc") / str(pid)
     with contextlib.suppress(OSError):
         if f"{folder}/".encode() in (process / "cmdline").read_bytes():
@@ -155,7 +157,7 @@ def _is_of(pid: int, folder: str) -> bool:
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat after the name; empty when there is no such process."""
+    """Return the fields of /proc/PID/stat after the name; empty when there is no such process."""
     try:
         return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
     except OSError:

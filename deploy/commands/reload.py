@@ -1,4 +1,4 @@
-"""`baton reload`: gives the groups of a running cluster new workers, one group after another, while the rest serves."""
+"""`baton reload`: gives the groups of a running cluster new workers, one group at a time, while the others serve."""
 
 import argparse
 import sys
@@ -27,7 +27,7 @@ and it is said how to go on."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `reload` command."""
+    """Add the `reload` command to the command line."""
     parser = commands.add_parser(
         "reload",
         help="give all groups new workers, one after the other, without losing a request",
@@ -56,10 +56,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status: 0 once all groups have new workers."""
+    """Run `baton reload`; return the exit status: 0 once all groups have new workers."""
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
-    # Imported here: --help and mistyped options are answered without grpc.
+    # Imported here, so that --help and mistyped options are answered without grpc.
     from deploy.commands.record import serving_endpoint
 
     target = args.target or serving_endpoint(args.name)
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Rollout:
-    """Group after group."""
+    """Gives groups of a running cluster new workers, one group at a time."""
 
     def __init__(self, channel: "grpc.Channel", model: str, timeout_s: float | None) -> None:
         from baton.v1.admin_pb2_grpc import AdminStub
@@ -90,16 +90,17 @@ class _Rollout:
         self._model = model
         self._timeout_s = timeout_s
         self._stand_in = ""
-        """A group that is there for while another is not."""
+        """Name of the extra group that serves while the only generation group is away; empty if there is none."""
         self._is_withdrawn = False
-        """The group under way has been asked to leave."""
+        """Whether the group that is being reloaded has been asked to leave."""
 
     def names(self) -> list[str]:
-        """Of all groups that are not drained."""
+        """Return the names of all groups that are not drained."""
         return [group.name for group in self._groups() if not group.is_drained]
 
     def reload(self, name: str) -> None:
-        """Raises BatonError when a step fails; the group may be drained then, or away."""
+        """Give the group new workers; blocks until it serves again. Raises BatonError when a step fails; then the group
+        may be drained or away."""
         self._is_withdrawn = False
         if self._is_last_to_generate(name):
             self._stand_in = self._start_stand_in(name)
@@ -111,7 +112,7 @@ class _Rollout:
             self._stand_in = ""
 
     def advice(self, options: str, left: Sequence[str]) -> list[str]:
-        """How to go on when the first of those that are `left` failed."""
+        """Return lines that say how to go on after the first of the groups `left` failed."""
         name, groups = left[0], "".join(f" --group {each}" for each in left)
         lines = [f"the cluster serves on; to go on: `baton reload{options}{groups}`"]
         if self._is_withdrawn:
@@ -161,7 +162,7 @@ def _resolved(model: str) -> str:
 
 
 def _options(args: argparse.Namespace) -> str:
-    """As they were given, but for the groups."""
+    """Return the command's options as they were given, without the groups."""
     options = f" {args.name}" if args.name != "baton" else ""
     for option in ("target", "model", "timeout", "api_key_env"):
         value = getattr(args, option)

@@ -1,4 +1,4 @@
-"""`baton serve`, from the launcher's side: Ray, then the supervisor, then wait; and in the end nothing is left.
+"""The launcher of `baton serve`: starts Ray and the supervisor, waits for the end, and leaves nothing behind.
 
 The launcher only watches: it shows what the supervisor reports, and kills a silent supervisor, which Ray then restarts.
 Runs on the launcher's main thread. `ray` is imported after its environment is prepared.
@@ -36,11 +36,11 @@ from deploy.machine.model_folder import prepare_kernels, resolve_folder
 
 _POLL_S = 0.2
 _SPARE = 64
-"""Workers of each pool that a Ray that is started here has room for; the configuration's limits come first."""
+"""Workers of each pool that a Ray started here has room for; the limits of the configuration are reached first."""
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Brings a cluster up and keeps it until interrupted; returns the exit status. Raises BatonError when it fails."""
+    """Bring a cluster up and keep it until interrupted; return the exit status. Raises BatonError when that fails."""
     assignments = [*args.set, *([f"ray.address={args.address}"] if args.address else [])]
     config = load_config(args.config, assignments)
     console = Console(stderr=True, highlight=False)
@@ -51,12 +51,12 @@ def serve(args: argparse.Namespace) -> int:
     folder = resolve_folder(config.model.name, config.model.cache, console)
     require(examine(config, folder, inspect_machine()))
     if config.prefill.calibration and not config.ray.address:
-        from deploy.machine.calibrations import served_calibration  # takes torch along
+        from deploy.machine.calibrations import served_calibration  # imports torch
 
-        served_calibration(config, folder)  # refused now, not when all workers have loaded
+        served_calibration(config, folder)  # refuses a bad calibration now, not when all workers have loaded
     kernels = prepare_kernels(console)
     stopping = threading.Event()
-    # Once more, because Ray sets handlers of its own; before, because a Ray that is half started could not be ended.
+    # Set twice: before, because a half-started Ray could not be ended; and after, because Ray sets handlers of its own.
     with _interrupts(stopping), _ray(config, console) as record, _interrupts(stopping):
         _Launch(config, folder, kernels, record, console).run(stopping)
     console.print(f"cluster {config.name} is gone")
@@ -64,7 +64,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 class _Launch:
-    """One supervisor, from its making to its end."""
+    """One supervisor actor, from its making to its end."""
 
     def __init__(
         self,
@@ -84,7 +84,8 @@ class _Launch:
         self._node_id = ""
 
     def run(self, stopping: threading.Event) -> None:
-        """Until `stopping`; everything is ended then. Raises the supervisor's reason when it gave up."""
+        """Run the cluster until `stopping` is set, then end all of it. Raises the supervisor's reason when the
+        supervisor gave up."""
         from deploy.ray_cluster.supervisor import end_supervisor
 
         try:
@@ -124,11 +125,11 @@ class _Launch:
             try:
                 self._show(ray.get(supervisor.state.remote(), timeout=self._config.supervision.dead_after_s))
             except GetTimeoutError:
-                if self._pid:  # else it has not started yet, or starts again
+                if self._pid:  # without a pid, the supervisor starts for the first time or again
                     self._console.print("the supervisor is silent: killing it; Ray restarts it")
                     try:
                         kill_process(self._pid, self._node_id)
-                    except OSError as error:  # it may still answer: the cluster serves without it
+                    except OSError as error:  # it may still answer; the cluster serves without it
                         self._console.print(f"the supervisor cannot be killed ({error}): trying again")
                     else:
                         self._pid = 0
@@ -141,7 +142,7 @@ class _Launch:
             stopping.wait(_POLL_S)
 
     def _show(self, state: Any) -> None:
-        """Prints what is new. Raises what the supervisor failed with."""
+        """Print the supervisor's new reports. Raises the error that the supervisor failed with."""
         if state.pid != self._pid:
             self._pid, self._node_id, self._num_shown = state.pid, state.node_id, 0
         fresh = state.num_reports - self._num_shown
@@ -158,17 +159,17 @@ class _Launch:
 
 
 class _Failed(BatonError):
-    """The supervisor gave up; the text is its reason."""
+    """The supervisor gave up; the error's text is the supervisor's reason."""
 
 
 @contextlib.contextmanager
 def _ray(config: ClusterConfig, console: Console) -> Iterator[ClusterRecord]:
-    """A connection to Ray, and the record of the cluster; in the end both are gone, with a Ray that was started."""
+    """Connect to Ray and record the cluster. At the end remove both, and a Ray that was started here."""
     prepare_ray_environment()
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
-    record.save()  # before there is anything to find
+    record.save()  # saved before there is anything to end
     try:
         import ray
 
@@ -181,12 +182,12 @@ def _ray(config: ClusterConfig, console: Console) -> Iterator[ClusterRecord]:
 
         ray.shutdown()
         if folder:
-            kill_ray(folder)  # what Ray itself forgets, if its start failed
+            kill_ray(folder)  # processes that Ray itself forgets when its start failed
         record.remove()
 
 
 def _connect(config: ClusterConfig, folder: str) -> str:
-    """Starts Ray in that folder, or joins the configured one; returns its address."""
+    """Start Ray in that folder, or join the configured one; return its address."""
     import ray
 
     if config.ray.address:
@@ -211,7 +212,7 @@ def _connect(config: ClusterConfig, folder: str) -> str:
 
 @contextlib.contextmanager
 def _interrupts(stopping: threading.Event) -> Iterator[None]:
-    """SIGINT and SIGTERM ask to stop; while stopping, again and again, without effect."""
+    """Set `stopping` on SIGINT and SIGTERM while the block runs. Further signals have no more effect."""
 
     def ask(number: int, frame: FrameType | None) -> None:
         stopping.set()

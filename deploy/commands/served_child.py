@@ -1,7 +1,7 @@
-"""A cluster of one's own: `baton serve` as a child process, from its first line to the last of its processes.
+"""A served cluster for a while: runs `baton serve` as a child process and leaves none of its processes behind.
 
-For whoever needs a served cluster for a while: the demo, benchmarks. The child has a session of its own, so that Ctrl-C
-at the terminal reaches its owner alone, who ends it. Runs on the owner's loop.
+The demo and benchmarks use it. The child has a session of its own, so that Ctrl-C at the terminal reaches only its
+owner, which then ends the child. Runs on the owner's loop.
 """
 
 import asyncio
@@ -29,19 +29,20 @@ _READY = "ready: "
 
 @dataclass(frozen=True)
 class OwnCluster:
-    """A cluster that serves."""
+    """A cluster that serves, as its owner sees it."""
 
     name: str
     target: str
-    """host:port of its orchestrator."""
+    """Address of its orchestrator, host:port."""
     ray_address: str
-    """host:port of its Ray, which another cluster may join."""
+    """Address of its Ray, host:port, which another cluster may join."""
 
 
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
-    """Brings up a cluster on a free port, under a name that starts with `purpose`; on leaving, however that is, nothing
-    of it is left. `options` are those of `baton serve`; `report` is called with each line that it says meanwhile.
+    """Bring up a cluster on a free port under a name that starts with `purpose`. On leaving, in whatever way, nothing
+    of it is left. `options` are those of `baton serve`; `report` is called with each line that the child prints
+    meanwhile.
 
     Raises ConfigError or UnavailableError with the reason when the cluster does not come up.
     """
@@ -60,8 +61,8 @@ async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[st
 
 
 async def until_signal(work: Coroutine[Any, Any, int]) -> int:
-    """What the work returns. The first signal that asks this process to end cancels the work instead: then 128 and the
-    signal's number; what the work does about it is not disturbed by further ones."""
+    """Run `work` and return its result. The first signal that asks this process to end cancels the work, and the result
+    is then 128 plus the signal's number. Further signals do not disturb the work while it ends."""
     task = asyncio.create_task(work)
     caught: list[int] = []
 
@@ -77,7 +78,7 @@ async def until_signal(work: Coroutine[Any, Any, int]) -> int:
 
 
 class _Child:
-    """The process, and what is known of its cluster."""
+    """The child process of `baton serve`, and the record of its cluster."""
 
     def __init__(self, process: Process, name: str, report: Callable[[str], None]) -> None:
         self._process = process
@@ -89,20 +90,20 @@ class _Child:
         self._following = asyncio.create_task(self._follow())
 
     async def ready(self) -> ClusterRecord:
-        """Returns when clients may connect."""
+        """Wait until clients may connect; return the cluster's record. Raises the child's error when it ends before."""
         serving = asyncio.create_task(self._serves.wait())
         try:
             await asyncio.wait((serving, self._following), return_when=asyncio.FIRST_COMPLETED)
         finally:
             serving.cancel()
         if not self._serves.is_set():
-            await self._following  # raises what it could not read
+            await self._following  # raises an error of reading, if there was one
             raise self._failure(await self._process.wait())
         assert self._record is not None
         return self._record
 
     async def end(self) -> None:
-        """Ends it with all that it started; what it leaves, interrupted half-way through its start, is killed."""
+        """End the child with all that it started. Processes that an interrupted start left are killed."""
         self._report = _ignore
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
@@ -111,7 +112,7 @@ class _Child:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        await asyncio.wait({self._following}, timeout=_LAST_LINES_S)  # what is left may hold its end of the pipe open
+        await asyncio.wait({self._following}, timeout=_LAST_LINES_S)  # a process that is left may hold the pipe open
         if self._record is not None:
             if self._record.ray_folder:
                 await asyncio.to_thread(kill_ray, self._record.ray_folder)
@@ -120,8 +121,8 @@ class _Child:
         await asyncio.gather(self._following, return_exceptions=True)
 
     async def _follow(self) -> None:
-        """Read what the child says to its end: one that is not read stands still when the pipe is full. A line that
-        cannot be passed on is an error of the start; later, it is logged."""
+        """Read the child's lines to their end, because a child that is not read blocks when the pipe is full. A line
+        that cannot be passed on is an error while the cluster starts; later, it is logged."""
         while line := await self._next_line():
             try:
                 self._take(line.decode(errors="replace").strip() or self._last_line)
@@ -131,7 +132,7 @@ class _Child:
                 tell_failure(f"a line of cluster {self._name} is lost", error)
 
     async def _next_line(self) -> bytes:
-        """Return the next line, or a remark in place of one beyond asyncio's limit; empty at the end."""
+        """Return the next line, or a remark in place of a line beyond asyncio's limit; empty at the end."""
         assert self._process.stderr is not None
         try:
             return await self._process.stderr.readline()
@@ -139,7 +140,7 @@ class _Child:
             return b"a line that was too long\n"
 
     def _take(self, line: str) -> None:
-        """Pass a line on; the cluster's record changes before the line that tells of it."""
+        """Pass a line on. The cluster's record is read first, so that it is never older than the line."""
         self._last_line = line
         self._report(line)
         self._record = load_record(self._name) or self._record
@@ -156,7 +157,7 @@ def _ignore(line: str) -> None:
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Awaits what must not be left half done; a cancellation meanwhile is raised after it."""
+    """Await work that must not be left half done; raise a cancellation that comes meanwhile after it."""
     task = asyncio.create_task(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():

@@ -1,4 +1,4 @@
-"""`baton serve`, `baton status` and `baton stop`: their command lines, and what the short ones do."""
+"""`baton serve`, `baton status` and `baton stop`: their command lines, and the work of `baton stop`."""
 
 import argparse
 import contextlib
@@ -16,7 +16,7 @@ _POLL_S = 0.1
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `serve`, `status` and `stop` commands."""
+    """Add the `serve`, `status` and `stop` commands to the command line."""
     serve = commands.add_parser(
         "serve",
         help="bring up a cluster on Ray and serve clients over gRPC, until Ctrl-C",
@@ -43,22 +43,23 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 
 def run_serve(args: argparse.Namespace) -> int:
-    """Runs `baton serve`."""
-    # Imported here, as below: --help is answered without pydantic, grpc or ray.
+    """Run `baton serve`; return the exit status."""
+    # Imported here and below, so that --help is answered without pydantic, grpc or ray.
     from deploy.commands.serve import serve
 
     return serve(args)
 
 
 def run_status(args: argparse.Namespace) -> int:
-    """Runs `baton status`: 0 when the cluster serves, 1 when it does not."""
+    """Run `baton status`; return 0 when the cluster serves, 1 when it does not."""
     from deploy.commands.status import show_status
 
     return show_status(args.name, given_key(args))
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Runs `baton stop`; returns when everything is gone."""
+    """Run `baton stop`: end the cluster, and return when all its processes are gone; 0, or 1 if the launcher does not
+    end."""
     from deploy.commands.record import kill_ray, load_record
 
     record = load_record(args.name)
@@ -88,7 +89,7 @@ def run_stop(args: argparse.Namespace) -> int:
 
 
 def _end_on(address: str, name: str) -> None:
-    """Ends the cluster of that name on a Ray that goes on; nothing to do when that Ray is gone."""
+    """End the cluster of that name on a Ray that goes on running; does nothing when that Ray is gone."""
     from baton.errors import UnavailableError
     from deploy.commands.record import require_reachable
     from deploy.config.worker import prepare_ray_environment

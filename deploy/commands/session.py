@@ -1,4 +1,4 @@
-"""One prompt through a relay of its own: resolve the model, tokenize, start the workers, stream, draw the timeline.
+"""One prompt through a relay of its own: load the model, tokenize, start the workers, stream, draw the timeline.
 
 The answer goes to standard output, everything else to standard error. Runs on the launcher's loop.
 """
@@ -27,7 +27,7 @@ from text.tokenizer import Tokenizer
 
 
 def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -> int:
-    """Answers one prompt with the options of `baton local`; returns the exit status."""
+    """Answer one prompt with the options of `baton local`; return the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(args.model, args.cache, console)
     kernels = prepare_kernels(console)
@@ -52,7 +52,7 @@ def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -
 
 
 async def _answer(config: LocalConfig, spec: GenerateSpec, console: Console) -> tuple[Finished, list[int]]:
-    """Streams the answer to standard output; returns the stream's end, and when each token was made (unix ns)."""
+    """Stream the answer to standard output. Return the stream's end, and when each token was made (unix ns)."""
     clock = SystemClock()
     token_ns: list[int] = []
     finished: Finished | None = None
@@ -74,7 +74,7 @@ async def _answer(config: LocalConfig, spec: GenerateSpec, console: Console) -> 
                     sys.stdout.flush()
                     if event.token is not None:
                         token_ns.append(event.unix_ns)
-    print(flush=True)  # before the timeline on standard error
+    print(flush=True)  # ends the line before the timeline on standard error
     assert finished is not None, "a stream ended without its last event"
     return finished, token_ns
 

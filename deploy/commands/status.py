@@ -1,4 +1,4 @@
-"""What `baton status` shows of a running cluster: whether it serves, what it predicts by, groups and slots."""
+"""What `baton status` shows of a running cluster: its health, what its predictions rest on, its groups and slots."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,8 @@ _ANSWER_S = 5.0
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
-    """Shows the cluster of that name, asked with that key; 0 when it serves, 1 when it does not, or does not say."""
+    """Show the cluster of that name, asked with `api_key`. Return 0 when it serves, 1 when it does not, or does not
+    answer."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
@@ -47,7 +48,7 @@ def show_status(name: str, api_key: str | None = None) -> int:
 
 
 def groups_table(state: ClusterState) -> Table:
-    """One row a group."""
+    """Return the table of groups, one row a group."""
     table = Table("group", "ready", "epoch", "requests", "leaked", "preempted", "endpoints", box=None)
     for group in state.groups:
         counts = (group.epoch, group.num_requests, group.num_leaked, group.num_preemptions)
@@ -56,9 +57,9 @@ def groups_table(state: ClusterState) -> Table:
 
 
 def slots_table(state: ClusterState) -> Table:
-    """Two rows a generation group, its slots and its KV memory, with the policy that keeps it: the states together are
-    all. One row a prefill group,
-    the KV of earlier prompts on its node."""
+    """Return the table of slots and memory. A generation group has two rows, its slots and its KV memory, with the
+    policy that keeps it; the states add up to the whole. A prefix store adds a row for each group of its node: the KV
+    of earlier prompts."""
     table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", box=None)
     for group in state.groups:
         if group.role != "generate":
@@ -82,7 +83,7 @@ def _policy(group: GroupState) -> str:
 
 
 def readiness(group: GroupState) -> str:
-    """One word: whether a group gets work, and why not."""
+    """Return one word that says whether a group gets work, or why it gets none."""
     if group.is_drained:
         return "draining" if group.num_requests else "drained"
     if group.is_broken:
@@ -105,7 +106,7 @@ def _processors(state: ClusterState) -> Iterator[str]:
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:
-    """What is predicted by, and whether that was measured."""
+    """Yield the lines that say what predictions rest on, and whether that was measured."""
     chains = planning.GetCalibration(planning_pb2.GetCalibrationRequest(), timeout=_ANSWER_S)
     origin = f"measured, from {chains.path}" if chains.is_measured else "nominal rates: `baton calibrate` measures them"
     yield f"predictions by calibration {chains.fingerprint}: {origin}"

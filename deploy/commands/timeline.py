@@ -1,4 +1,4 @@
-"""Draws a request's way through the relay in the terminal: who worked when, one row a stage and rank."""
+"""Draws a request's way through the relay in the terminal: one row for each stage and rank, with its time span."""
 
 from collections.abc import Sequence
 
@@ -12,21 +12,21 @@ _LABEL_WIDTH = 18
 _NOTE_WIDTH = 34
 _RANK_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _LAYER_MARKS = ("\u2588", "\u2593")
-"""Neighbouring layers alternate, so that each can be told from the next."""
+"""Marks of even and odd layers, which differ so that neighbouring layers can be told apart."""
 
 
 def draw_timeline(
     timings: Timings, usage: Usage, reasons: Sequence[FinishReason], token_ns: Sequence[int], console: Console
 ) -> None:
-    """Prints the timeline of a request whose choices ended for `reasons`, and whose tokens were made at `token_ns`;
-    nothing when there are none."""
+    """Print the timeline of a request whose choices ended for `reasons`, and whose tokens were made at `token_ns`;
+    prints nothing when there are no tokens."""
     if token_ns:
         lines = [_title(usage, reasons), *_prefill_rows(timings, token_ns[0], console.width)]
         console.print(Group(*lines, *_token_rows(token_ns, console.width)))
 
 
 def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
-    """From the request's arrival to its first token."""
+    """Return the rows from the request's arrival to its first token."""
     pushed_ns = max((rank.push_end_ns for rank in timings.ranks), default=first_ns)
     shown = Interval(timings.received_ns, max(first_ns, pushed_ns))
     scale = _Scale(shown, _bar_width(width))
@@ -67,7 +67,7 @@ def _rank_rows(rank: RankTiming, scale: "_Scale") -> list[Text]:
 
 
 def _token_rows(token_ns: Sequence[int], width: int) -> list[Text]:
-    """The tokens, on a scale of their own."""
+    """Return the rows of the tokens, on a scale of their own."""
     if len(token_ns) < 2:
         return []
     scale = _Scale(Interval(token_ns[0], token_ns[-1]), _bar_width(width))
@@ -97,7 +97,7 @@ def _axis(scale: "_Scale") -> Text:
 
 
 def _overlay(below: Text, above: Text) -> Text:
-    """Character by character, what is not blank in `above` covers `below`."""
+    """Return `below`, covered by `above` in every cell where `above` is not blank."""
     out = Text()
     for index in range(max(len(below), len(above))):
         source = above if index < len(above) and above.plain[index] != " " else below
@@ -106,7 +106,7 @@ def _overlay(below: Text, above: Text) -> Text:
 
 
 class _Scale:
-    """Maps wall-clock time to character cells."""
+    """Maps wall-clock time to character cells of a row."""
 
     def __init__(self, interval: Interval, width: int) -> None:
         self.interval = interval

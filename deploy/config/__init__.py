@@ -1,1 +1,1 @@
-"""Defines the configuration of a cluster and of one worker, and reads it from files and options."""
+"""The configuration of a cluster and of one worker, and how it is read from files and options."""

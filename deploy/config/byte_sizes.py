@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parses amounts of memory as people write them, like "1.5GiB"."""
 
 import re
 from fractions import Fraction
@@ -9,7 +9,8 @@ _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(value: object) -> object:
-    """Text like "512MiB" or "1.5 GiB" to bytes; what is no text stays as it is. Raises ValueError for other text."""
+    """Return the bytes of a text like "512MiB" or "1.5 GiB"; a value that is no text is returned unchanged. Raises
+    ValueError for any other text."""
     if not isinstance(value, str):
         return value
     match = _AMOUNT.fullmatch(value.strip())

@@ -1,8 +1,9 @@
 """Configuration of a served cluster: one model per section, each field with its meaning and unit.
 
-What a user writes is a TOML file and `--set section.field=value` (deploy.config.file); what is here is checked once,
-when it enters, and then never changes. `baton config` prints these descriptions beside the values in force. Defaults
-that `baton local` or the orchestrator has as well are theirs.
+Users write a TOML file and `--set section.field=value` (deploy.config.file). The configuration is validated once, when
+it is read, and then never changes. `baton config` prints the first line of each section's docstring and the notes below
+its fields, beside the values in force: so each is one line. A default that `baton local` or the orchestrator has as
+well is taken from there.
 """
 
 import re
@@ -30,18 +31,19 @@ from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
-"""A number, or text like "1.5GiB"."""
+"""A number of bytes, or text like "1.5GiB"."""
 Port = Annotated[int, Field(ge=0, le=65535)]
 Cores = Annotated[tuple[Annotated[StrictInt, Field(ge=0)], ...], Field(strict=False)]
-"""Core numbers; lax, because TOML has lists and no tuples."""
+"""A tuple of core numbers; not strict, because TOML has lists and no tuples."""
 CoresOfEach = Annotated[tuple[Cores, ...], Field(strict=False)]
-"""One list of core numbers for each worker."""
+"""A tuple with one tuple of core numbers for each worker."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
-"""Letters, digits, - and _: it becomes part of file and actor names."""
+"""A name of letters, digits, - and _, because it becomes part of file and actor names."""
 
 
 def _hashed(key: str) -> str:
-    """Reads a key from the environment, here and now: other processes see its hash only."""
+    """Return an API key as its hash. Reads env:NAME from the environment of this process, so that other processes see
+    only the hash."""
     source, _, value = key.partition(":")
     if source == "env":
         try:
@@ -54,56 +56,58 @@ def _hashed(key: str) -> str:
 
 
 ApiKey = Annotated[str, AfterValidator(_hashed)]
-"""env:NAME, an environment variable that holds the key, or sha256:HEX, its hash. Always the latter once it is read."""
+"""An API key: env:NAME, an environment variable that holds it, or sha256:HEX, its hash. Validation turns the first form
+into the second."""
 
 
 class Section(BaseModel):
-    """Base of all sections: immutable, no unknown keys, no silent conversions, described by its docstrings."""
+    """Base of all sections: immutable, without unknown keys or silent conversions, fields described by their
+    docstrings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class ModelSection(Section):
-    """Which model is served."""
+    """The model that is served."""
 
     name: Annotated[str, Field(min_length=1)] = DEFAULT_MODEL
-    """Hugging Face folder, GGUF file, or known name."""
+    """Hugging Face folder, GGUF file, or known name of the model."""
     cache: Annotated[Path, Field(strict=False)] = Field(default_factory=cache_folder)
-    """Folder for converted models."""
+    """Folder in which converted models are kept."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """bfloat16 or float32, for weights, activations and KV."""
+    """Number format of weights, activations and KV: bfloat16 or float32."""
     quantization: Literal["none", "int8"] = "none"
     """none, or int8: weights rounded to half the bytes to read, which changes answers a little."""
 
     @property
     def description(self) -> str:
-        """The number formats, for people."""
+        """The number formats of weights and KV, in words for people."""
         return self.dtype if self.quantization == "none" else f"{self.dtype}, weights {self.quantization}"
 
 
 class PrefillSection(Section):
-    """The prefill groups: chains of ranks."""
+    """The prefill groups: chains of worker processes (ranks) that share each prompt."""
 
     num_groups: Annotated[int, Field(ge=0, le=64)] = 1
-    """Chains; 0 means colocated: generation groups prefill by themselves."""
+    """Prefill groups, each a chain of ranks; 0: none, generation groups prefill by themselves (colocated)."""
     num_ranks: Annotated[int, Field(ge=1, le=64)] = LocalConfig.num_ranks
-    """Ranks of each chain."""
+    """Ranks of each prefill group."""
     num_threads: Count = LocalConfig.prefill_threads
-    """torch threads of each rank."""
+    """Threads with which each rank computes."""
     cores: CoresOfEach = ()
-    """Cores that each rank is pinned to, one list for each rank of all chains in order; empty: not pinned."""
+    """Cores that each rank is pinned to, one list for each rank of all groups in order; empty: not pinned."""
     watchdog_floor_s: Seconds = LocalConfig.watchdog_floor_s
-    """Seconds without progress on a rank, at least, before the links' life is ended."""
+    """Shortest time without progress, in seconds, after which a rank counts as stalled and its chain is linked anew."""
     calibration: str = ""
-    """File of costs to predict by; `baton calibrate` replaces it. Empty: the one kept for this model and hardware."""
+    """File of costs to predict by, which `baton calibrate` replaces; empty: the one kept for model and hardware."""
     prefix_share: Annotated[float, Field(ge=0, le=1)] = LocalConfig.prefix_share
-    """Part of each node's /dev/shm for KV of earlier prompts, from which later ones that begin alike go on; 0: none."""
+    """Fraction of each node's /dev/shm for KV of earlier prompts, reused by prompts that begin alike; 0: none."""
     prefix_disk_bytes: Bytes = WorkerConfig.prefix_disk_bytes
     """Bytes of each node's disk, in model.cache, for KV that /dev/shm has no room for, like "20GiB"; 0: none."""
     block_tokens: Count = OrchestratorConfig.block_tokens
-    """Tokens of a block, the unit in which prompts that begin alike share KV: fewer share more, and cost more."""
+    """Tokens of a block, the unit in which prompts share KV; smaller blocks share more, and cost more."""
     prefix_isolation: bool = OrchestratorConfig.prefix_isolation
-    """Whether tenants share no KV; else a prompt that is answered soon tells that somebody has sent it before."""
+    """Whether tenants share no KV; if shared, a fast answer reveals that another tenant has sent the same prompt."""
 
     @field_validator("calibration")
     @classmethod
@@ -117,36 +121,36 @@ class PrefillSection(Section):
 
 
 class GenerateSection(Section):
-    """The generation groups."""
+    """The generation groups: engines that generate tokens for a batch of requests."""
 
     num_groups: Annotated[int, Field(ge=1, le=64)] = 1
-    """Engines, each with a batch of its own."""
+    """Generation groups, each an engine with a batch of its own."""
     num_threads: Annotated[int, Field(ge=0)] = LocalConfig.generate_threads
-    """torch threads of each engine; 0: one for each core."""
+    """Threads with which each engine computes; 0: one for each core."""
     cores: CoresOfEach = ()
     """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
     num_slots: Count = LocalConfig.num_slots
-    """Rows in the batch of one engine."""
+    """Slots of each engine: rows in its batch, one for each choice of a request."""
     max_slot_tokens: Count = LocalConfig.max_slot_tokens
-    """Tokens that one slot may hold, prompt and output."""
+    """Tokens that one slot may hold, prompt and output together."""
     max_prefill_tokens_per_step: Count = LocalConfig.max_prefill_tokens_per_step
-    """Tokens of local prefill between two decode steps."""
+    """Most prompt tokens that an engine prefills by itself between two decode steps."""
     max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
-    """How many times as long a decode step may take for the sake of local prefill."""
+    """Longest decode step that also prefills, as a multiple of the step's time without prefill."""
     residency: Literal["device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4"] = "device"
-    """Where KV lives: device or host, both memory of the CPU. Others are approximate: some keys, 4 bits, or both."""
+    """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: str = ""
-    """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
+    """File that `baton prepare` wrote, for policies that choose keys; empty: where it wrote for this model."""
     pool_tokens: Annotated[int, Field(ge=0)] = LocalConfig.pool_tokens
-    """Most tokens of KV that a row keeps in each layer but the first two, by residency infinigen; 0: all."""
+    """Most tokens whose KV a row keeps in each layer but the first two, with residency infinigen; 0: all."""
     pool_eviction: Literal["counter", "lru", "fifo"] = "counter"
-    """Who goes then: the token that was chosen least often, the one chosen longest ago (lru), or the oldest (fifo)."""
+    """Token evicted when pool_tokens is reached: chosen least often (counter), longest ago (lru), or oldest (fifo)."""
     kv_memory_bytes: Bytes = LocalConfig.kv_memory_bytes
-    """KV of one engine, like "4GiB"; 0: all that slots could hold, at most half of the free memory over num_groups."""
+    """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
     device_memory_bytes: Bytes = LocalConfig.device_memory_bytes
-    """Bytes for weights and KV, like "1GiB", that count as a device's: by accounts alone; 0: only kv_memory_bytes."""
+    """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     growth_tokens: Count = LocalConfig.growth_tokens
-    """Tokens by which a row is expected to grow yet, when it is taken on: less packs more, and preempts more often."""
+    """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 
     @field_validator("selection_file")
     @classmethod
@@ -168,21 +172,21 @@ class GenerateSection(Section):
 
 
 class TenantSection(Section):
-    """Whoever shares the queue with others."""
+    """A tenant, which shares the queue with other tenants."""
 
     weight: Annotated[float, Field(ge=0.1, le=1000)] = Tenant.weight
-    """Prompt tokens that it is served while others wait, beside a tenant of weight 1."""
+    """Prompt tokens that the tenant is served while others wait, for each one of a tenant of weight 1."""
     max_queued_requests: Annotated[int, Field(ge=0)] = Tenant.max_queued
-    """Requests that it may have waiting; 0: as many as the queue holds."""
+    """Requests that the tenant may have waiting; 0: as many as the queue holds."""
     max_queued_tokens: Annotated[int, Field(ge=0)] = Tenant.max_queued_tokens
-    """Prompt tokens that it may have waiting; 0: likewise."""
+    """Prompt tokens that the tenant may have waiting; 0: as many as the queue holds."""
     max_running: Annotated[int, Field(ge=0)] = Tenant.max_running
-    """Choices of its requests that may run at once; 0: as many as there are slots."""
+    """Choices of the tenant's requests that may run at once; 0: as many as there are slots."""
     api_keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
-    """Its API keys: env:NAME of the variable that holds one, or sha256:HEX; with any, only they reach the tenant."""
+    """API keys of the tenant, env:NAME or sha256:HEX; if there are any, only calls with one are the tenant's."""
 
     def tenant(self, name: str) -> Tenant:
-        """As the orchestrator takes it."""
+        """Return the tenant of that name, as the orchestrator takes it."""
         return Tenant(
             name,
             weight=self.weight,
@@ -194,40 +198,40 @@ class TenantSection(Section):
 
 
 class OrchestratorSection(Section):
-    """What clients speak to."""
+    """The orchestrator, which serves clients and places their requests."""
 
     host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Interface that the orchestrator listens on."""
+    """Address of the interface that the orchestrator listens on."""
     port: Port = 50051
-    """Its port; 0 takes any free one."""
+    """Port for clients; 0 takes any free one."""
     metrics_port: Annotated[int, Field(ge=-1, le=65535)] = 0
     """Port of /metrics, for Prometheus; 0 takes any free one, which `baton status` shows; -1: no metrics."""
     cores: Cores = ()
-    """Cores that it is pinned to; empty: not pinned."""
+    """Cores that the orchestrator is pinned to; empty: not pinned."""
     max_queued_requests: Count = OrchestratorConfig.max_queued
-    """Requests that may wait; beyond, those with the least claim are told when to come again."""
+    """Requests that may wait; beyond, the one with the weakest claim is refused, with a time after which to retry."""
     max_queued_tokens: Count = OrchestratorConfig.max_queued_tokens
     """Prompt tokens that may wait, over all requests."""
     max_attempts: Count = OrchestratorConfig.max_attempts
     """Attempts at one request before its error is reported."""
     lease_ttl_s: Seconds = OrchestratorConfig.lease_ttl_s
-    """Seconds that a reserved slot outlives the last push or renewal."""
+    """Seconds after the last push or renewal until a reserved slot is freed."""
     elastic: bool = OrchestratorConfig.elastic
-    """Whether a prompt gets the ranks and the turn that cost all least; else all ranks, first come first served."""
+    """Whether a prompt gets the ranks and turn that cost all prompts least; else all ranks, in order of arrival."""
     overtaking: Annotated[float, Field(ge=0, allow_inf_nan=False)] = OrchestratorConfig.overtaking
-    """Part of its predicted time by which a prompt may be late for the sake of shorter ones that come after it."""
+    """Delay that shorter, later prompts may cause a prompt by overtaking it, as a fraction of its predicted time."""
     disaggregation: Disaggregation = OrchestratorConfig.disaggregation
-    """Who prefills: a chain (always), the generation group by itself (never), or whoever is predicted sooner (auto)."""
+    """What prefills: a chain (always), the generation group (never), or the one predicted to be sooner (auto)."""
     trust_tenant_metadata: bool = False
-    """Whether a call without a key may name its tenant (baton-tenant): for gateways that know who calls."""
+    """Whether a call without a key may name its tenant (baton-tenant); for gateways that know their callers."""
     require_api_key: bool = False
-    """Whether a call is refused that does not say who it is; else it is of the tenant "default"."""
+    """Whether a call that does not identify its tenant is refused; if not, it belongs to the tenant "default"."""
     operator_keys: Annotated[tuple[ApiKey, ...], Field(strict=False)] = ()
-    """Keys of those who drain, reload and calibrate: env:NAME or sha256:HEX; none: whoever is on this machine may."""
+    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; none: any caller on this machine may."""
     model_folders: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
     tenants: dict[Name, TenantSection] = {}
-    """Who shares the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
+    """Tenants that share the queue, by name: each a section of its own, like [orchestrator.tenants.acme]."""
 
     @model_validator(mode="after")
     def _tenants_can_be_told_apart(self) -> Self:
@@ -238,7 +242,7 @@ class OrchestratorSection(Section):
         return self
 
     def tenancy(self) -> Tenants:
-        """As the orchestrator takes it."""
+        """Return the tenants and the rules that tell them apart, as the orchestrator takes them."""
         return Tenants(
             [section.tenant(name) for name, section in self.tenants.items()],
             trust_metadata=self.trust_tenant_metadata,
@@ -247,9 +251,10 @@ class OrchestratorSection(Section):
         )
 
     def folders_of_models(self, served: Path, cache: Path) -> tuple[Path, ...]:
-        """Return the folders below which operators may name a model, where that in `served` is configured."""
+        """Return the folders below which operators may name a model; by default, the cache and the folder that holds
+        `served`."""
         beside = served.absolute().parent
-        is_root = beside == beside.parent  # all of the machine is no folder of models
+        is_root = beside == beside.parent  # the root folder would allow every file of the machine
         default = (served.absolute() if is_root else beside, cache.absolute())
         return tuple(Path(each) for each in self.model_folders) or tuple(dict.fromkeys(default))
 
@@ -260,10 +265,10 @@ class OrchestratorSection(Section):
 
 
 class SupervisionSection(Section):
-    """How workers are watched."""
+    """How workers are watched, and when they are replaced."""
 
     start_timeout_s: Seconds = LocalConfig.start_timeout_s
-    """Seconds for a worker to load its model and answer."""
+    """Seconds in which a worker must load its model and answer."""
     heartbeat_s: Seconds = LocalConfig.heartbeat_s
     """Seconds between two heartbeats."""
     dead_after_s: Seconds = LocalConfig.dead_after_s
@@ -277,21 +282,21 @@ class SupervisionSection(Section):
 
 
 class RaySection(Section):
-    """The Ray cluster that workers live in."""
+    """The Ray cluster that the workers run on."""
 
     address: str = ""
-    """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: one is made."""
+    """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: start one."""
     object_store_mib: Annotated[int, Field(ge=75)] = 80
-    """MiB of the object store of a Ray that is started here. Baton puts nothing of size into it."""
+    """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
 
 
 class ClusterConfig(Section):
-    """All that `baton serve` brings up."""
+    """Everything that `baton serve` brings up."""
 
     name: Name = "baton"
-    """Name of the cluster: the namespace of its actors, and what `baton status` and `baton stop` call it."""
+    """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
     worker_host: Annotated[str, Field(min_length=1)] = LocalConfig.host
-    """Interface that workers, links and a Ray that is started here bind to."""
+    """Address of the interface that workers, their links and a Ray started here bind to."""
     model: ModelSection = Field(default_factory=ModelSection)
     prefill: PrefillSection = Field(default_factory=PrefillSection)
     generate: GenerateSection = Field(default_factory=GenerateSection)
@@ -301,11 +306,11 @@ class ClusterConfig(Section):
 
     @property
     def num_workers(self) -> int:
-        """Ranks and engines; the orchestrator is not one."""
+        """Workers in all: ranks and engines, without the orchestrator."""
         return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
 
     def worker(self, folder: Path, role: str, group: int, rank: int) -> WorkerConfig:
-        """What one worker is told; `folder` holds the resolved model."""
+        """Return the configuration of one worker; `folder` holds the resolved model."""
         prefill, generate = self.prefill, self.generate
         place = group * prefill.num_ranks + rank if role == "prefill" else group
         all_cores = prefill.cores if role == "prefill" else generate.cores
@@ -340,7 +345,7 @@ class ClusterConfig(Section):
 
 
 def _absolute(path: str) -> str:
-    """The cluster's processes run in folders of their own."""
+    """Return the path as an absolute one, because the cluster's processes run in folders of their own."""
     return str(Path(path).expanduser().absolute()) if path else ""
 
 

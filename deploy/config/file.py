@@ -1,6 +1,6 @@
-"""From a TOML file and `--set a.b=c` to a ClusterConfig, and back to TOML that explains itself.
+"""Reads a ClusterConfig from a TOML file and `--set a.b=c`, and prints one as TOML that explains itself.
 
-Every mistake of the user's is a ConfigError of one line: which key, which value, what to do.
+Every mistake of a user is a ConfigError of one line: which key, which value, what to do.
 """
 
 import json
@@ -17,7 +17,8 @@ from deploy.config.cluster import ClusterConfig
 
 
 def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
-    """The configuration of the file, if any, with each `a.b=value` of `assignments` put over it, in order."""
+    """Read the configuration: the file, if any, with each `a.b=value` of `assignments` put over it, in order. Raises
+    ConfigError."""
     raw: dict[str, Any] = _read(path) if path is not None else {}
     for assignment in assignments:
         _assign(raw, assignment)
@@ -28,7 +29,7 @@ def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterCo
 
 
 def format_config(config: ClusterConfig) -> str:
-    """The configuration as TOML: each value below what it means; `load_config` reads it back."""
+    """Return the configuration as TOML, with the meaning above each value; `load_config` reads it back."""
     return "\n".join(_lines(config, "")).strip() + "\n"
 
 
@@ -57,7 +58,7 @@ def _assign(raw: dict[str, Any], assignment: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A TOML value; what is none (a bare word, a path) is a string."""
+    """Return the TOML value of a text; a text that is none (a bare word, a path) is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:
@@ -76,7 +77,7 @@ def _explain_one(detail: ErrorDetails) -> str:
     if detail["type"] == "extra_forbidden":
         known = ", ".join(_section(detail["loc"][:-1]).model_fields)
         return f"{where} is no key: use one of {known}"
-    if detail["type"] == "value_error":  # raised by a section as a whole: its text says it all
+    if detail["type"] == "value_error":  # raised by a section as a whole: its text is complete
         return f"{where}: {detail['ctx']['error']}"
     if detail["type"] == "model_type":
         return f"{where} = {_shown(detail['input'])} is wrong: {where} is a section, set its keys"
@@ -94,7 +95,7 @@ def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
     names = iter(location)
     for name in names:
         annotation = section.model_fields[str(name)].annotation
-        if get_origin(annotation) is dict:  # of sections, by a name that the user gave
+        if get_origin(annotation) is dict:  # a table of sections, by a name that the user chose
             next(names)
             _, annotation = get_args(annotation)
         assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
@@ -113,7 +114,8 @@ def _lines(section: BaseModel, name: str) -> Iterator[str]:
 
 
 def _sections(key: str, value: Any) -> dict[str, BaseModel]:
-    """By place: the value, or what a table of sections holds; none of a plain value, or of an empty table."""
+    """Return the sections that a field holds, by their place: itself, or those of a table of sections. Empty for a
+    plain value or an empty table."""
     if isinstance(value, BaseModel):
         return {key: value}
     return {f"{key}.{each}": nested for each, nested in value.items()} if isinstance(value, dict) else {}
@@ -122,4 +124,4 @@ def _sections(key: str, value: Any) -> dict[str, BaseModel]:
 def _assignments(section: BaseModel, values: Mapping[str, Any]) -> Iterator[str]:
     for key, value in values.items():
         yield f"# {type(section).model_fields[key].description}"
-        yield f"{key} = {json.dumps(value, default=str)}"  # of strings, numbers and lists, JSON is TOML
+        yield f"{key} = {json.dumps(value, default=str)}"  # JSON of strings, numbers and lists is TOML

@@ -1,4 +1,4 @@
-"""Configuration of a local relay, validated once, where it enters."""
+"""Configuration of one worker and of a local relay, validated once, where it is read."""
 
 import json
 import os
@@ -11,17 +11,18 @@ from orchestrator.requests.config import DISAGGREGATION, Disaggregation, Orchest
 
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8")
-"""Of weights."""
+"""Formats of quantized weights, and none."""
 POLICIES = ("device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4")
-"""Of residency."""
+"""Names of residency policies, which say where KV lives and what is attended to."""
 EVICTIONS = ("counter", "lru", "fifo")
-"""From pools of KV."""
+"""Names of the ways to evict tokens from a pool of KV."""
 DEFAULT_MODEL = "smollm2-135m"
 
 
 def prepare_ray_environment() -> None:
-    """Before ray is imported: no token in the user's home, no statistics sent, no noise about either, and none about a
-    worker that died: its supervisor says so in one line."""
+    """Set Ray's environment variables; call it before ray is imported. Ray then writes no token to the user's home,
+    sends no statistics, and prints nothing about either, nor about a worker that died: its supervisor reports that in
+    one line."""
     os.environ.update(
         RAY_AUTH_MODE="disabled",
         RAY_USAGE_STATS_ENABLED="0",
@@ -31,7 +32,8 @@ def prepare_ray_environment() -> None:
 
 
 def read_variable(name: str) -> str:
-    """The value of an environment variable, which holds a secret. Raises ConfigError when it is unset or empty."""
+    """Return the value of an environment variable, which holds a secret. Raises ConfigError when it is unset or
+    empty."""
     value = os.environ.get(name, "").strip()
     if not value:
         raise ConfigError(f"environment variable {name} is not set: export it")
@@ -39,22 +41,22 @@ def read_variable(name: str) -> str:
 
 
 def use_threads(num_threads: int) -> int:
-    """The number itself; for 0, one for each core."""
+    """Return the number of threads to use: `num_threads`, or one for each core when it is 0."""
     return num_threads or os.cpu_count() or 1
 
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What one worker is told, as a line of JSON."""
+    """Configuration of one worker, passed to its process as a line of JSON."""
 
     role: str
-    """prefill or generate."""
+    """Role of the worker: prefill or generate."""
     rank: int
-    """Place in the prefill group; 0 for the generation engine."""
+    """Rank in the prefill group; 0 for the generation engine."""
     model_folder: str
     """Hugging Face folder, already resolved and converted."""
     dtype: str
-    """bfloat16 or float32."""
+    """Number format of weights, activations and KV: bfloat16 or float32."""
     num_threads: int
     """Threads of torch's matmuls in this process."""
     host: str
@@ -64,52 +66,54 @@ class WorkerConfig:
     max_slot_tokens: int
     """Generation: tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: int
-    """Generation: tokens of local prefill between two decode steps."""
+    """Generation: prompt tokens that are prefilled locally between two decode steps, at most."""
     watchdog_floor_s: float
-    """Prefill: seconds without progress, at least, before the links are given up, or the rank as one that hangs."""
+    """Prefill: seconds without progress, at least, before the rank gives up its links, or counts as hanging."""
     quantization: str = "none"
-    """none, or int8: of weights."""
+    """Format of quantized weights: none or int8."""
     group: int = 0
-    """Which of the groups of its role."""
+    """Number of the worker's group among those of its role."""
     cores: tuple[int, ...] = ()
     """Cores that the process is pinned to; empty: not pinned."""
     residency: str = "device"
-    """Generation: where KV lives, and which of it is attended to."""
+    """Generation: residency policy, which says where KV lives and what is attended to."""
     selection_file: str = ""
-    """Generation: what `baton prepare` wrote; empty: where it wrote for the model."""
+    """Generation: file that `baton prepare` wrote; empty: where it wrote for the model."""
     pool_tokens: int = 0
-    """Generation: most tokens of KV that a row keeps in a layer that chooses keys; 0: all."""
+    """Generation: most tokens whose KV a row keeps in a layer that chooses keys; 0: all."""
     pool_eviction: str = "counter"
-    """Generation: who goes then."""
+    """Generation: which token is evicted when pool_tokens is reached: counter, lru or fifo."""
     kv_memory_bytes: int = 0
-    """Generation: of KV, over all slots; 0: derived."""
+    """Generation: bytes of KV over all slots; 0: derived from the free memory."""
     device_memory_bytes: int = 0
-    """Generation: of the device, for weights and KV; 0: no limit."""
+    """Generation: bytes of the device for weights and KV; 0: no limit."""
     max_step_stretch: float = 1.5
-    """Generation: how many times as long a step may take for the sake of local prefill."""
+    """Generation: longest step with local prefill, as a multiple of the step's time without."""
     growth_tokens: int = 256
-    """Generation: by which a row is expected to grow yet, when it is taken on."""
+    """Generation: output tokens for which a row gets memory when it starts."""
     num_engines: int = 1
-    """Generation: engines among which a machine's free memory is divided, where that decides: all of the cluster, as if
-    it were one machine. With several, that is cautious: kv_memory_bytes says it exactly."""
+    """Generation: engines among which the machine's free memory is divided, where kv_memory_bytes is derived from
+    it. All engines of the cluster count, as if they ran on one machine; on several, setting kv_memory_bytes is more
+    exact."""
     cluster: str = ""
-    """Whose prefixes its node keeps, and all of the cluster's workers there share."""
+    """Name of the cluster whose workers on one node share a prefix store."""
     prefix_share: float = 0.0
-    """Part of /dev/shm, of all that fits there, that they may take; 0: none are kept."""
+    """Fraction of the size of /dev/shm that the prefix store may take; 0: no prefixes are kept."""
     prefix_disk: str = ""
-    """Folder for what has no room there."""
+    """Folder on disk for prefixes that have no room in /dev/shm."""
     prefix_disk_bytes: int = 0
-    """That they may take there, on each node; 0: nothing is kept there."""
+    """Bytes that prefixes may take on the disk of each node; 0: none are kept there."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Chosen by the launcher for its kind of processor; a worker on another kind uses what its own machine has kept."""
+    """Kernels that the launcher chose for its kind of processor; a worker on another kind uses its own machine's
+    choice."""
 
     @property
     def name(self) -> str:
-        """prefill-GROUP.RANK or generate-GROUP."""
+        """Name of the worker: prefill-GROUP.RANK or generate-GROUP."""
         return f"{self.role}-{self.group}" + (f".{self.rank}" if self.role == "prefill" else "")
 
     def to_json(self) -> str:
-        """One line; `from_json` reads it back."""
+        """Return the configuration as one line of JSON, which `from_json` reads."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -121,14 +125,14 @@ class WorkerConfig:
 
 @dataclass(frozen=True)
 class LocalConfig:
-    """A relay in one process tree: `num_ranks` prefill ranks and one generation engine."""
+    """Configuration of a relay in one process tree: `num_ranks` prefill ranks and one generation engine."""
 
     model_folder: Path
     """Hugging Face folder, already resolved and converted."""
     num_ranks: int = 2
-    """Prefill ranks; 0 means colocated: the generation engine prefills by itself."""
+    """Prefill ranks; 0: the generation engine prefills by itself (colocated)."""
     dtype: str = "bfloat16"
-    """bfloat16 or float32, for weights, activations and KV."""
+    """Number format of weights, activations and KV: bfloat16 or float32."""
     quantization: str = "none"
     """none, or int8: weights rounded to half the bytes, which changes answers a little."""
     prefill_threads: int = 1
@@ -136,49 +140,49 @@ class LocalConfig:
     generate_threads: int = 0
     """torch threads of the generation engine; 0: one for each core."""
     num_slots: int = 16
-    """Rows in the generation batch."""
+    """Rows in the batch of the generation engine."""
     max_slot_tokens: int = 8192
     """Tokens that one slot may hold, prompt and output."""
     max_prefill_tokens_per_step: int = 256
-    """Tokens of local prefill between two decode steps."""
+    """Prompt tokens that are prefilled locally between two decode steps, at most."""
     max_step_stretch: float = 1.5
-    """How many times as long a step may take for the sake of local prefill, where rows decode; inf: no bound."""
+    """Longest step with local prefill, as a multiple of the step's time without, where rows decode; inf: no bound."""
     disaggregation: Disaggregation = "always"
-    """Who prefills, where there are ranks: their chain, always, so that it can be seen; auto or never, as
-    orchestrator.disaggregation."""
+    """What prefills where there are ranks. Default: always their chain, so that it can be seen; auto and never have the
+    meaning of orchestrator.disaggregation."""
     residency: str = "device"
-    """Where KV lives: device or host, both memory of the CPU. Others are approximate: some keys, 4 bits, or both."""
+    """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: str = ""
-    """What `baton prepare` wrote, for approximate policies; empty: where it wrote for the model."""
+    """File that `baton prepare` wrote, for policies that choose keys; empty: where it wrote for the model."""
     pool_tokens: int = 0
-    """Most tokens of KV that a row keeps in each layer but the first two, by residency infinigen; 0: all."""
+    """Most tokens whose KV a row keeps in each layer but the first two, with residency infinigen; 0: all."""
     pool_eviction: str = "counter"
-    """Who goes then: counter, lru or fifo."""
+    """Which token is evicted when pool_tokens is reached: counter, lru or fifo."""
     kv_memory_bytes: int = 0
     """Bytes of KV over all slots; 0: what all slots could hold, at most half of the memory free at the start."""
     device_memory_bytes: int = 0
-    """Bytes for weights and KV that count as a device's, by accounts alone; 0: no limit but that of KV."""
+    """Limit in bytes of weights and KV, as on a device with that memory; only counted. 0: no limit but that of KV."""
     growth_tokens: int = 256
-    """Tokens by which a row is expected to grow yet, when it is taken on."""
+    """Output tokens for which a row gets memory when it starts."""
     host: str = "127.0.0.1"
     """Interface that all workers bind to."""
     start_timeout_s: float = 120.0
-    """Seconds for a worker to load its model and answer."""
+    """Seconds in which a worker must load its model and answer."""
     heartbeat_s: float = 1.0
     """Seconds between two heartbeats."""
     dead_after_s: float = 5.0
     """Seconds without an answered heartbeat after which a worker is killed and replaced."""
     watchdog_floor_s: float = 2.0
-    """Seconds without progress on a rank, at least, before the links' life is ended, or the rank's."""
+    """Seconds without progress, at least, before a rank gives up its links, or is killed as hanging."""
     prefix_share: float = 0.1
-    """Part of /dev/shm, of all that fits there, that KV of earlier prompts may take, for later ones that begin alike;
-    0: none is kept."""
+    """Fraction of the size of /dev/shm for KV of earlier prompts, reused by prompts that begin alike; 0: none is
+    kept."""
     lease_ttl_s: float = OrchestratorConfig.lease_ttl_s
-    """Seconds a reserved slot outlives the last push or renewal."""
+    """Seconds after the last push or renewal until a reserved slot is freed."""
     max_attempts: int = OrchestratorConfig.max_attempts
     """Attempts at one request before its error is reported."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Chosen by the launcher for this kind of processor; empty: what this machine has kept."""
+    """Kernels that the launcher chose for this kind of processor; empty: what this machine has kept."""
 
     def __post_init__(self) -> None:
         self._require(0 <= self.num_ranks <= 64, "num_ranks", "use 0 (colocated) to 64")
@@ -205,7 +209,7 @@ class LocalConfig:
         self._require(self.dead_after_s > self.heartbeat_s, "dead_after_s", "use more than heartbeat_s")
 
     def worker(self, role: str, rank: int) -> WorkerConfig:
-        """The part of this that one worker needs."""
+        """Return the configuration of one worker of this relay."""
         threads = self.prefill_threads if role == "prefill" else use_threads(self.generate_threads)
         return WorkerConfig(
             role=role,

@@ -1,4 +1,4 @@
-"""The demo's requests on the screen: one whose text appears as it comes, or many as the rows of a table that fills."""
+"""The demo's requests on the screen: one whose text appears as it comes, or many as rows of a table that fills."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -16,33 +16,33 @@ from deploy.commands.timeline import draw_timeline
 
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
-"""Characters of a running text that are shown, where there is room."""
+"""Characters at the end of a running text that are shown, where there is room."""
 
 
 class DemoRequest:
-    """A request that runs. Followed by one task; drawn from any thread."""
+    """A running request of the demo. Followed by one task; drawn from any thread."""
 
     def __init__(self, asked: str, stream: AsyncStream) -> None:
         self.asked = asked
         self.text = ""
         self._stream = stream
         self.token_ns: list[int] = []
-        """When each token was made, on the server."""
+        """When each token was made, by the server's clock, in unix nanoseconds."""
 
     @property
     def num_tokens(self) -> int:
-        """So far."""
+        """Output tokens received so far."""
         return len(self.token_ns)
 
     @property
     def first_token_s(self) -> float:
-        """Seconds on the server until the first token; 0 before the end."""
+        """Seconds until the first token, by the server's clock; 0 before the end."""
         timings = self._stream.timings
         return (timings.time_to_first_token_s or 0.0) if timings is not None else 0.0
 
     @property
     def pace(self) -> str:
-        """How many tokens there are, and how fast they came after the first."""
+        """The number of tokens, and the rate at which they came after the first, for people."""
         num_after_first = len(self.token_ns) - 1
         if num_after_first < 1:
             return f"{self.num_tokens} tokens"
@@ -51,7 +51,7 @@ class DemoRequest:
         )
 
     async def follow(self) -> AsyncIterator[str]:
-        """The text, as it comes."""
+        """Yield the text, piece by piece, as it comes."""
         async for event in self._stream:
             if event.token is not None:
                 self.token_ns.append(event.unix_ns)
@@ -59,27 +59,27 @@ class DemoRequest:
             yield event.text
 
     async def finish(self) -> None:
-        """Follows it to its end."""
+        """Follow the request to its end."""
         async for _ in self.follow():
             pass
 
     async def show(self, console: Console) -> None:
-        """Prints the text as it comes, then what it took."""
+        """Print the text as it comes, then what the request took."""
         async for text in self.follow():
             console.print(text, end="", markup=False, soft_wrap=True)
         console.print()
         console.print(describe(self._stream.output), style="dim")
 
     def draw_timeline(self, console: Console) -> None:
-        """Draws the way that it took; after its end."""
+        """Draw the request's timeline, after its end."""
         output = self._stream.output
         assert output.finish is not None and output.usage is not None and output.timings is not None
         draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
 
 
 async def show_all(requests: Sequence[DemoRequest], console: Console) -> None:
-    """Follows all to their ends: a terminal shows the latest of each text meanwhile; then all are printed. The first
-    failure ends the others and is raised."""
+    """Follow all requests to their ends and then print them; a terminal meanwhile shows the end of each text. The first
+    failure ends the other requests and is raised."""
     tasks = [asyncio.create_task(request.finish()) for request in requests]
     rate, table = _REFRESHES_A_SECOND, partial(_running_table, requests)
     with Live(console=console, refresh_per_second=rate, transient=True, get_renderable=table):
@@ -100,7 +100,7 @@ async def show_all(requests: Sequence[DemoRequest], console: Console) -> None:
 
 
 def group_table(state: ClusterState) -> Table:
-    """One row a group."""
+    """Return the table of groups, one row a group."""
     table = Table("group", "ready", "slots", "free", "leaked", box=None)
     for group in state.groups:
         counts = (group.num_slots, group.num_free, group.num_leaked)
@@ -109,7 +109,7 @@ def group_table(state: ClusterState) -> Table:
 
 
 def _running_table(requests: Sequence[DemoRequest]) -> Table:
-    """One line a row, so that the table's height stays."""
+    """Return the table of running requests, one line a row, so that its height stays the same."""
     table = Table("asked", Column("tokens", justify="right"), Column("the latest", no_wrap=True), box=None)
     for request in requests:
         latest = " ".join(request.text.split())[-_TAIL:]

@@ -1,7 +1,8 @@
-"""`make demo`: a cluster of its own comes up, streams a chat, a long passage and eight answers at once, and goes.
+"""`make demo`: shows a cluster of its own that streams a chat, a long passage and eight answers at once.
 
-`python -m deploy.demo.show PASSAGE`. What is shown goes to standard output, which need be no terminal; the reason of a
-failure, one line, to standard error. Ctrl-C ends it at any point, with all that it started. Runs on a loop of its own.
+Run as `python -m deploy.demo.show PASSAGE`. The show goes to standard output, which need not be a terminal; the reason
+of a failure, one line, to standard error. Ctrl-C ends it at any point, with all that it started. Runs on a loop of its
+own.
 """
 
 import argparse
@@ -34,31 +35,32 @@ QUESTIONS = (
     "What is the capital of France?",
     "Give a small robot a name.",
 )
-"""Asked at once."""
+"""Questions that are asked at the same time."""
 _ANSWER_TOKENS = 96
 _PASSAGE_TOKENS = 64
 _SHORT_TOKENS = 48
 _DEADLINE_S = 120.0
 _SHOWN_OF_PASSAGE = 240
-"""Characters of the passage's end that are shown before what follows it."""
+"""Characters of the passage's end that are shown before its continuation."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the demo; returns the exit status: 0, 1 or 2 for what failed, 128 and its number for a signal."""
+    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of the signal that ended
+    it."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.demo.show", description="Shows Baton at work on this machine."
     )
     parser.add_argument("passage", type=Path, help="text file that the model goes on with")
     add_config_options(parser)
     args = parser.parse_args(argv)
-    # Else gRPC's core tells of lost connections in lines of its own; it reads this once, when it is imported.
+    # Keeps gRPC's core from printing lines about lost connections; it reads this once, when it is imported.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # noqa: TID251
-    # Imported here, as below: --help is answered at once.
+    # Imported here and below, so that --help is answered at once.
     from deploy.commands.served_child import until_signal
 
     try:
         status = asyncio.run(until_signal(_run(args, Console(highlight=False))))
-    except KeyboardInterrupt:  # before the loop was there to catch it, or anything else
+    except KeyboardInterrupt:  # Ctrl-C before the loop's handler was set
         return 128 + signal.SIGINT
     except BatonError as error:
         print(f"demo: {error}", file=sys.stderr)
@@ -69,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(args: argparse.Namespace, console: Console) -> int:
-    """The whole show; 0. Raises BatonError for what fails; nothing is left then either."""
+    """Run the whole show and return 0. Raises BatonError for a failure; nothing is left then either."""
     passage = _read(args.passage)
     async with _cluster(args, console) as client:
         await _chat(client, console)
@@ -83,7 +85,7 @@ async def _run(args: argparse.Namespace, console: Console) -> int:
 
 @asynccontextmanager
 async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator[AsyncClient]":
-    """A client of a cluster that is gone afterwards."""
+    """Yield a client of a cluster of the demo's own, which is gone afterwards."""
     from baton.client import AsyncClient
     from deploy.commands.served_child import own_cluster
 
@@ -92,7 +94,7 @@ async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator
     def report(line: str) -> None:
         console.print(f"{time.monotonic() - started_s:5.1f} s  {line}", markup=False)
 
-    settings = ["orchestrator.disaggregation=always", *args.set]  # what is shown is a chain
+    settings = ["orchestrator.disaggregation=always", *args.set]  # the demo shows a chain
     options = [part for each in settings for part in ("--set", each)]
     options += ["--config", str(args.config)] if args.config else []
     console.rule("A cluster of its own: prefill ranks in a chain, a generation group, the orchestrator", align="left")
@@ -137,7 +139,7 @@ async def _all_at_once(client: "AsyncClient", console: Console) -> None:
 
 
 async def _state(client: "AsyncClient", console: Console) -> None:
-    """What the cluster holds when nothing runs. Raises BatonError for what is leaked."""
+    """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
     from deploy.demo.requests import group_table
 
     console.rule("What the cluster holds now", align="left")

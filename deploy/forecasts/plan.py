@@ -1,7 +1,8 @@
-"""`baton plan`: how long must a generation step take, how many tokens a second is that, and what fits into memory?
+"""`baton plan`: how long a generation step must take, how many tokens a second that is, and what fits into memory.
 
-No cluster and no model's weights: it asks the roofline (`planning.study.roofline`). With `--hardware here` this machine
-is measured first (`deploy.machine.probe`); only then is torch needed, or for a MODEL that is a folder.
+It needs no cluster and no model's weights: it asks the roofline (`planning.study.roofline`). With `--hardware here`
+this machine is measured first (`deploy.machine.probe`). torch is needed only for that, and for a MODEL that is a
+folder.
 """
 
 import argparse
@@ -49,27 +50,27 @@ examples:
 
 @dataclass(frozen=True)
 class Cell:
-    """One batch at one context length."""
+    """The prediction for one batch at one context length."""
 
     batch: int
     context: int
     kv_bytes: float
     total_bytes: float
-    """With the weights."""
+    """Bytes of weights and KV together."""
     fits: bool
     step_s: float
     attention_s: float
     linear_s: float
     other_s: float
     bound: str
-    """kv, weights, compute, or calls: the largest part."""
+    """The largest part of the step: kv, weights, compute, or calls."""
     tokens_s: float
-    """All rows together."""
+    """Tokens a second of all rows together."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is printed."""
+    """Everything that `baton plan` prints."""
 
     title: str
     model: "ServedModel"
@@ -77,12 +78,12 @@ class Plan:
     num_chips: int
     critical_batch: float
     largest_batch: dict[int, int]
-    """By context length."""
+    """Rows that fit into memory, by context length."""
     cells: tuple[Cell, ...]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `plan` command."""
+    """Add the `plan` command to the command line."""
     parser = commands.add_parser(
         "plan",
         help="predict generation: step time, tokens a second, and what fits, by batch and context",
@@ -132,8 +133,8 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
-    # Imported here, as below: --help and mistyped options are answered without numpy.
+    """Run `baton plan`; return the exit status."""
+    # Imported here and below, so that --help and mistyped options are answered without numpy.
     from rich.console import Console
 
     plan = make_plan(args)
@@ -156,7 +157,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """What the options ask for. Raises InvalidArgumentError, ConfigError, ModelError; blocks to measure `here`."""
+    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises InvalidArgumentError,
+    ConfigError, ModelError."""
     from deploy.forecasts.plan_options import find_chip, find_model, find_num_chips
     from planning.study.roofline import critical_batch, largest_batch
 
@@ -198,7 +200,7 @@ def _cell(model: "ServedModel", chip: "Chip", num_chips: int, size: tuple[int, i
 
 
 def summary(plan: Plan) -> "Table":
-    """What does not depend on batch and context."""
+    """Return the table of what does not depend on batch and context."""
     from rich.table import Table
 
     model = plan.model
@@ -215,7 +217,7 @@ def summary(plan: Plan) -> "Table":
 
 
 def cells_table(plan: Plan, title: str, show: Callable[[Cell], str]) -> "Table":
-    """A line a context length, a column a batch."""
+    """Return a table with a line for each context length and a column for each batch."""
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
@@ -233,5 +235,5 @@ def _gb(num_bytes: float) -> str:
 
 
 def _short(value: float) -> str:
-    """Four digits, without an exponent."""
+    """Format a number with four digits and without an exponent."""
     return f"{value:.0f}" if value >= 1000 else f"{value:#.4g}".rstrip(".")

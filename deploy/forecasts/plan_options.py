@@ -1,4 +1,4 @@
-"""What the options of `baton plan` say of model and hardware."""
+"""Finds the model and the hardware that the options of `baton plan` name."""
 
 import argparse
 from dataclasses import dataclass, replace
@@ -20,23 +20,24 @@ _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as it was asked for."""
+    """A model as the user asked for it, and its formats."""
 
     name: str
     formats: str
-    """Of weights and KV, in words."""
+    """Formats of weights and KV, in words."""
     model: "ServedModel"
     shape: "ModelShape | None"
-    """None when only its size was given."""
+    """Shape of the model; None when only its size was given."""
 
 
 def find_num_chips(args: argparse.Namespace) -> int:
-    """Raises InvalidArgumentError."""
+    """Return the number of chips. Raises InvalidArgumentError when --chips is out of range."""
     return option_values.count("--chips", args.chips, MAX_CHIPS)
 
 
 def find_model(args: argparse.Namespace) -> NamedModel:
-    """The model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Return the model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError,
+    ModelError."""
     given = [
         name for name, value in (("MODEL", args.model), ("--shape", args.shape), ("--params", args.params)) if value
     ]
@@ -51,7 +52,7 @@ def find_model(args: argparse.Namespace) -> NamedModel:
 
 
 def find_chip(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
-    """The hardware's name and numbers; measures this machine when that is asked for, with matrices of `shape`. Raises
+    """Return the hardware's name and rates; for `here`, measure this machine with matrices of `shape`. Raises
     InvalidArgumentError, ConfigError."""
     from planning.study.chips import chip_of
 
@@ -153,5 +154,5 @@ def _serve(
 
 
 def _bytes(args: argparse.Namespace, what: str) -> int:
-    """Of an element: the one format besides the dtype's is int8."""
+    """Return the bytes of an element: 1 for int8, the only format besides the dtype's."""
     return 1 if getattr(args, what) else _DTYPE_BYTES[args.dtype]

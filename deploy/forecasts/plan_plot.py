@@ -1,4 +1,4 @@
-"""The plot of `baton plan`: step time and tokens a second, against context for each batch, and the other way round."""
+"""The plot of `baton plan`: step time and tokens a second, against context for each batch, and the reverse."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
 
 def draw(plan: "Plan", path: Path) -> None:
-    """Writes a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or for a path
-    that cannot be written to."""
+    """Draw the plan as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or
+    for a path that cannot be written to."""
     if path.suffix != ".png":
         raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
     try:
@@ -50,7 +50,7 @@ def draw(plan: "Plan", path: Path) -> None:
 
 
 def _curves(panel: "Axes", cells: "Sequence[Cell]", along: str, each: str, value: "Callable[[Cell], float]") -> None:
-    """A curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
+    """Draw a curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
     for at, number in enumerate(sorted({getattr(cell, each) for cell in cells})):
         curve = [cell for cell in cells if getattr(cell, each) == number]
         fitting = [cell for cell in curve if cell.fits]

@@ -1,7 +1,7 @@
-"""`baton simulate`: what would the time to the first token be, with more ranks, other links, another model?
+"""`baton simulate`: predicts the time to the first token with more ranks, other links or another model.
 
-No cluster, no model and no torch: it asks the cost model (`planning`), which docs/kv_runahead.md explains and
-benchmarks.simulate_paper holds against the KV-Runahead paper.
+It needs no cluster, no model and no torch: it asks the cost model (`planning`), which docs/kv_runahead.md explains and
+benchmarks.simulate_paper checks against the KV-Runahead paper.
 """
 
 import argparse
@@ -50,7 +50,7 @@ examples:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `simulate` command."""
+    """Add the `simulate` command to the command line."""
     parser = commands.add_parser(
         "simulate",
         help="predict the time to the first token for other ranks, links, models and hardware",
@@ -100,8 +100,8 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
-    # Imported here, as below: --help and mistyped options are answered without numpy.
+    """Run `baton simulate`; return the exit status."""
+    # Imported here and below, so that --help and mistyped options are answered without numpy.
     from rich.console import Console
 
     from planning.cost_model import PROTOCOLS as KNOWN
@@ -128,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
-    """What the options say of model and hardware: a line of text, and the costs."""
+    """Return the model and hardware that the options name: a line of text, and the costs."""
     from planning.cost_model import Link
 
     _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
@@ -146,7 +146,7 @@ def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
 
 
 def times_table(title: str, rows: "list[Comparison]") -> "Table":
-    """One line a context length; the least of the real schemes is marked."""
+    """Return a table with one line a context length; the fastest of the real schemes is marked."""
     headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
     table = _table(title, headings.split("|"))
     for row in rows:
@@ -157,7 +157,7 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 
 
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
-    """KVR-S by number of ranks, how many are enough, and what each rank takes of the prompt."""
+    """Return a table of KVR-S by number of ranks, how many ranks are enough, and each rank's part of the prompt."""
     from planning.study.comparison import enough_ranks
 
     headings = ["tokens", "1 rank", *(f"{n} ranks" for n in by_ranks), "enough", "KVR-S takes, % of the tokens"]
@@ -179,7 +179,7 @@ def _table(title: str, headings: list[str]) -> "Table":
 
 
 def _shares(row: "Comparison") -> str:
-    """Percent of the prompt, by rank."""
+    """Return each rank's part of the prompt in percent, in rank order."""
     shares = [100 * chunk / row.num_tokens for chunk in row.chunks]
     return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
 
@@ -208,7 +208,7 @@ def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
 
 
 def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...]) -> None:
-    """No option is ignored in silence."""
+    """Raise InvalidArgumentError for two options that exclude each other, so that none is silently ignored."""
     for other in others:
         if getattr(args, option) is not None and getattr(args, other) is not None:
             raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")
@@ -231,7 +231,7 @@ def _counts(option: str, text: str, most: int) -> list[int]:
 
 
 def _count(option: str, text: str, most: int) -> int:
-    """A whole number, `k` for 1024 times it."""
+    """Parse a whole number, in which `k` stands for 1024 times."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= most:
         raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: use whole numbers from 1 to {most}")
@@ -256,5 +256,5 @@ def _positive(option: str, text: str) -> float:
 
 
 def _seconds(value: float) -> str:
-    """Four digits, and no fewer than four decimals below 1."""
+    """Format seconds with four digits, and at least four decimals below 1."""
     return f"{value:.4f}" if value < 1 else f"{value:.4g}"

@@ -1,5 +1,5 @@
-"""The plot of `baton simulate`: time to the first token over context length, a column for each number of ranks;
-above in seconds, below as multiples of KVR-S."""
+"""The plot of `baton simulate`: time to the first token over context length, a column for each number of ranks; above
+in seconds, below as multiples of KVR-S."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,11 +18,12 @@ _CURVES = (
     ("bound", "bound", "0.3", "--"),
     ("paper_bound", "TTFT*", "tab:green", "--"),
 )
-"""Field of Comparison, label, colour, line style."""
+"""Curves of the plot: field of Comparison, label, colour, line style."""
 
 
 def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
-    """Writes a PNG. Raises ConfigError without matplotlib or for a path that cannot be written to."""
+    """Draw the comparisons as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without
+    matplotlib or for a path that cannot be written to."""
     if path.suffix != ".png":
         raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
     try:

@@ -1,4 +1,4 @@
-"""The lives of one chain's links: each is an epoch, in which all ranks meet at a store that outlives them."""
+"""The epochs of one chain's links: in each, all ranks meet at a store that outlives them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,21 +18,21 @@ class ChainLinks:
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self.epoch = Epoch(0)
-        """The present life's number; 0 before the first."""
+        """Number of the present epoch; 0 before the first."""
         self._host = host
         self._timeout_s = timeout_s
         self._store: TCPStore | None = None
 
     def skip_to(self, epoch: int) -> None:
-        """Let the next life come after `epoch`, which a rank has reached under an earlier supervisor, or by somebody
-        else's call. Raises UnavailableError when no epoch comes after it: that rank can only be replaced."""
+        """Let the next epoch come after `epoch`, which a rank has reached under an earlier supervisor or by a foreign
+        StartEpoch call. Raises UnavailableError when no epoch comes after it: that rank can only be replaced."""
         if epoch >= MAX_EPOCH:
             raise UnavailableError(f"a rank is in epoch {epoch}, and {MAX_EPOCH} is the last: its process must end")
         self.epoch = Epoch(max(self.epoch, epoch))
 
     async def renew(self, ranks: Sequence[Worker]) -> None:
-        """Starts the next epoch; returns when all ranks have met. Raises grpc.aio.AioRpcError of the first that has
-        not."""
+        """Start the next epoch; return when all ranks have met. Raises the first grpc.aio.AioRpcError of a rank that
+        has not joined."""
         if self._store is None:
             self._store = await asyncio.to_thread(_make_store, self._host)
         self.epoch = Epoch(self.epoch + 1)
@@ -53,7 +53,8 @@ class ChainLinks:
 
 
 def _make_store(host: str) -> "TCPStore":
-    """Where ranks meet. torch is imported here, in a thread, because only the store needs it in this process."""
+    """Make the store where ranks meet. torch is imported here, in a thread, because only the store needs it in this
+    process."""
     from torch.distributed import TCPStore
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False)

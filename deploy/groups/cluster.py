@@ -1,7 +1,7 @@
-"""Clusters of supervised groups: any number of them over any spawner, and the local relay's two over child processes.
+"""Clusters of supervised groups: any number of groups over any spawner, and the local relay over child processes.
 
-A cluster starts its groups together, tells what they are as a view for the orchestrator, and ends chains before the
-engines that they push to. Groups may join and leave while it serves (`deploy.groups.roster` says which). Runs on the
+A cluster starts its groups together, describes them to the orchestrator as a view, and ends chains before the engines
+that they push to. Groups may join and leave while it serves (`deploy.groups.roster` decides which). Runs on the
 supervisor's asyncio loop; leaves no worker behind.
 """
 
@@ -33,11 +33,12 @@ class Cluster:
 
     @property
     def groups(self) -> tuple[WorkerGroup, ...]:
-        """Of both roles."""
+        """All groups, generation groups first."""
         return (*self.generation, *self.prefill)
 
     async def start(self) -> None:
-        """Returns when all groups are ready. Raises the first failure, when nothing is left running."""
+        """Start all groups and return when they are ready. If one fails, end all of them and raise the first
+        failure."""
         try:
             started = await asyncio.gather(*(group.start() for group in self.groups), return_exceptions=True)
             for failure in started:
@@ -48,7 +49,7 @@ class Cluster:
             raise
 
     async def close(self) -> None:
-        """Ends all workers, ranks before the engines, to which they hold connections. Raises the first failure once all
+        """End all workers, ranks before the engines, to which they hold connections. Raises the first failure once all
         groups have been closed as far as they can be. Idempotent."""
         outcomes: list[BaseException | None] = []
         for groups in (self.prefill, self.generation):
@@ -58,33 +59,33 @@ class Cluster:
                 raise failure
 
     def add(self, group: WorkerGroup) -> None:
-        """A started group is one of the cluster's from now on."""
+        """Add a started group to the cluster."""
         if group.links is not None:
             self.prefill = tuple(sorted((*self.prefill, group), key=_by_number))
         else:
             self.generation = tuple(sorted((*self.generation, group), key=_by_number))
 
     def remove(self, group: WorkerGroup) -> None:
-        """A closed group is none of the cluster's any more."""
+        """Remove a closed group from the cluster."""
         self.prefill = tuple(each for each in self.prefill if each is not group)
         self.generation = tuple(each for each in self.generation if each is not group)
 
     async def until_ready(self, timeout_s: float) -> None:
-        """Returns when all groups are ready, at once; UnavailableError after `timeout_s` seconds."""
+        """Wait until all groups are ready at the same time. Raises UnavailableError after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 while unready := next((group for group in self.groups if not group.ready), None):
-                    await unready.until_ready()  # meanwhile another may have ceased to be: look again
+                    await unready.until_ready()  # meanwhile another group may have become unready: look again
         except TimeoutError as error:
             raise UnavailableError(f"the workers have not been ready for {timeout_s:g} s: see their output") from error
 
     def suspect(self) -> None:
-        """Something failed: all workers are looked at now."""
+        """Look at all workers now, not at the next heartbeat, because something failed."""
         for group in self.groups:
             group.suspect()
 
     def view(self, num_slots: int, max_slot_tokens: int) -> ClusterView:
-        """What the orchestrator needs to know; the arguments are each generation group's."""
+        """Return the view of the groups for the orchestrator; the arguments hold for each generation group."""
         return ClusterView(
             prefill=tuple(
                 PrefillGroup(
@@ -119,7 +120,7 @@ class Cluster:
 
 
 def _by_number(group: WorkerGroup) -> tuple[int, str]:
-    """generate-10 comes after generate-9."""
+    """Return a sort key by which generate-10 comes after generate-9."""
     return len(group.name), group.name
 
 
@@ -129,9 +130,9 @@ class LocalCluster:
     def __init__(self, config: LocalConfig, clock: Clock, report: Callable[[str], None] = logger.info) -> None:
         self.config = config
         self.max_tokens = tokens_of_slot(config.model_folder, config.max_slot_tokens)
-        """Of one request, prompt and output."""
+        """Tokens that one request may have, prompt and output."""
         self.members = Members()
-        """What an orchestrator needs to know; kept up to date."""
+        """The groups as the controller sees them; kept up to date."""
         heartbeat = Heartbeat(config.heartbeat_s, config.dead_after_s)
         spawner = ProcessSpawner(config.start_timeout_s)
         self._around = Surroundings(spawner, heartbeat, clock, report, changed=self._tell_members)
@@ -151,25 +152,25 @@ class LocalCluster:
 
     @property
     def epoch(self) -> Epoch:
-        """Of the chain's links."""
+        """Present epoch of the chain's links."""
         return self._links.epoch
 
     @property
     def generation(self) -> Worker:
-        """The generation engine, in its present life."""
+        """The generation engine's worker in its present life."""
         return self._cluster.generation[0].workers[0]
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
-        """The prefill ranks, in their present lives, in rank order."""
+        """The prefill ranks' workers in their present lives, in rank order."""
         return tuple(group.workers[rank] for group in self._cluster.prefill for rank in range(self.config.num_ranks))
 
     async def until_ready(self, timeout_s: float) -> None:
-        """Returns when all workers serve and the chain has links; UnavailableError after `timeout_s` seconds."""
+        """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
         await self._cluster.until_ready(timeout_s)
 
     def suspect(self) -> None:
-        """Something failed: the workers are looked at now, not at the next heartbeat."""
+        """Look at all workers now, not at the next heartbeat, because something failed."""
         self._cluster.suspect()
 
     def _tell_members(self) -> None:

@@ -1,11 +1,11 @@
-"""One group's supervisor: starts its workers, watches them, replaces the dead, and gives a chain new links.
+"""One group's supervisor: starts its workers, watches them, replaces dead ones, and gives a chain new links.
 
-A worker whose process has ended is replaced at once, one that ends again and again after a pause that grows. Two kinds
-are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its neighbours'
-links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that its links
-broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a group's
-supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at again after
-a pause (baton.endless).
+A worker whose process has ended is replaced at once; one that ends again and again, after a pause that grows. Two kinds
+of worker are killed first: one that leaves heartbeats unanswered for `dead_after_s` (a stopped process holds its
+neighbours' links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that
+its links broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a
+group's supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at
+again after a pause (baton.endless).
 
 Runs on the supervisor's asyncio loop, in one task for each group.
 """
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """How workers are watched."""
+    """How workers are watched by heartbeats."""
 
     interval_s: float
     """Seconds between two heartbeats, and for an answer to one."""
@@ -47,17 +47,17 @@ class Heartbeat:
 @dataclass
 class Agreement:
     """What all workers of a cluster must have in common: the version, the KV layout of those that load the same model
-    folder, and the kernels of those that run on the same kind of processor. Set by the first that is asked."""
+    folder, and the kernels of those on the same kind of processor. The first worker that is asked sets each."""
 
     version: str = ""
     told_by: str = ""
     layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """By model folder: the fingerprint, and who told it."""
+    """KV layout by model folder: its fingerprint, and the worker that reported it."""
     kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
-    """By kind of processor: the kernels, and who told them."""
+    """Kernels by kind of processor, with the worker that reported them."""
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
-        """Raises VersionMismatchError for a worker that is not like those before it."""
+        """Raise VersionMismatchError for a worker that differs from those checked before."""
         if not self.told_by:
             self.version, self.told_by = status.version, config.name
         layout, told_by = self.layouts.setdefault(config.model_folder, (status.layout_fingerprint, config.name))
@@ -82,19 +82,19 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the groups of one cluster share."""
+    """What the groups of one cluster share: spawner, heartbeat, clock and reports."""
 
     spawner: Spawner
     heartbeat: Heartbeat
     clock: Clock
     report: Callable[[str], None]
-    """Takes one line for the user about what goes on."""
+    """Shows one line of text about an event to the user."""
     changed: Callable[[], None] = lambda: None
-    """Called when a group became ready, or ceased to be."""
+    """Called when a group has become ready, or has ceased to be."""
     agreement: Agreement = field(default_factory=Agreement)
     backoff: Backoff = field(default_factory=Backoff)
     room: Room | None = None
-    """Where workers need a place; None: they need none."""
+    """Reserves the places of workers; None where workers need none."""
 
 
 class WorkerGroup:
@@ -103,21 +103,22 @@ class WorkerGroup:
     def __init__(
         self, name: str, configs: Sequence[WorkerConfig], surroundings: Surroundings, links: ChainLinks | None = None
     ) -> None:
-        """`links`: for a chain."""
+        """Make a group that is not started yet. Only a chain has `links`."""
         self.name = name
         self.links = links
         self.workers: dict[int, Worker] = {}
-        """By rank, in their present lives; a group that never started has none."""
+        """Workers by rank, in their present lives; empty before the group has started."""
         self.prefix_store = ""
-        """That its workers share with those of the same node, as they said when they started; empty: they have none."""
+        """Prefix store that the workers share with others of their node, as reported at their start; empty if there is
+        none."""
         self.layout_fingerprint = ""
-        """Of its KV, as its workers said when they started."""
+        """Fingerprint of the group's KV layout, as its workers reported it at their start."""
         self.residency = ""
-        """The policy of a generation engine, likewise."""
+        """Residency policy of a generation engine, as it was reported at the engine's start; empty for a chain."""
         self.is_approximate = False
-        """Whether that attends to less than all tokens."""
+        """Whether the residency policy attends to less than all tokens."""
         self._kernels: dict[int, KernelChoice] = {}
-        """Of each rank, as it said when it started."""
+        """Kernels of each rank, as the worker reported them at its start."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -130,32 +131,33 @@ class WorkerGroup:
 
     @property
     def ready(self) -> bool:
-        """All workers serve and, in a chain, have links; as far as the supervisor knows."""
+        """Whether all workers serve and, in a chain, have links, as far as the supervisor knows."""
         return self._ready.is_set()
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Of the workers in rank order."""
+        """Addresses of the workers, host:port, in rank order."""
         return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
 
     @property
     def processors(self) -> tuple[str, ...]:
-        """The kinds of processor that the workers run on, in rank order, each with the kernels in use there."""
+        """Kinds of processor that the workers run on, in rank order, each with the kernels in use there."""
         choices = (self._kernels[rank] for rank in sorted(self._kernels))
         return tuple(dict.fromkeys(f"{choice.processor}: {choice}" for choice in choices))
 
     async def until_ready(self) -> None:
-        """Returns when the group is ready."""
+        """Wait until the group is ready."""
         await self._ready.wait()
 
     def suspect(self) -> None:
-        """Something failed: the supervisor looks at the workers now, not at the next heartbeat, and `until_ready`
-        waits for what it finds."""
+        """Look at the workers now, not at the next heartbeat, because something failed. The group is not ready until
+        that is done."""
         self._set_ready(False)
         self._look.set()
 
     async def start(self) -> None:
-        """Returns when the group is ready; from then on it is watched. Raises the first failure; `close` cleans up."""
+        """Start the workers and return when the group is ready; from then on it is watched. Raises the first failure;
+        `close` cleans up."""
         if self._around.room is not None:
             await self._around.room.reserve(self.name, len(self._configs))
         started = await asyncio.gather(*(self._spawn(config) for config in self._configs), return_exceptions=True)
@@ -170,8 +172,8 @@ class WorkerGroup:
         self._keep(supervising)
 
     async def close(self) -> None:
-        """Ends the supervision, then the workers, and gives their place back: also what an earlier supervisor left, if
-        the group was not started. Idempotent."""
+        """End the supervision, then the workers, and release their room. For a group that was not started, this ends
+        what an earlier supervisor left. Idempotent."""
         self._closing = True
         for task in tuple(self._tasks):
             task.cancel()
@@ -190,13 +192,13 @@ class WorkerGroup:
         try:
             await self._check(worker)
         except BaseException:
-            handle.kill()  # then it counts as ended, and is replaced again
+            handle.kill()  # it then counts as ended, and is replaced
             raise
         self._restarts[config.rank].began()
         self._around.report(f"{worker.name} serves on {handle.endpoint}")
 
     async def _check(self, worker: Worker) -> None:
-        """The new worker answers, and is like the others."""
+        """Check that the new worker answers and agrees with the others, and keep what it reports."""
         try:
             status = await worker.status(self._around.heartbeat.dead_after_s)
         except grpc.aio.AioRpcError as error:
@@ -212,11 +214,11 @@ class WorkerGroup:
         self.prefix_store = status.prefix_store
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
-        """Let the supervisor look when the worker's process is gone. A wait that fails wakes it, too, and leaves the
-        rest to the heartbeats."""
+        """Wake the supervisor when the worker's process has ended. A wait that fails wakes it, too, and leaves the rest
+        to the heartbeats."""
         try:
             await handle.wait()
-        except Exception as error:  # noqa: BLE001 - told with its traceback
+        except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
             tell_failure(f"{handle.config.name}: its end cannot be waited for", error, self._around.report)
         self._look.set()
 
@@ -244,9 +246,9 @@ class WorkerGroup:
         await repeat(f"the supervision of {self.name}", self._turn, pauses, self._around.report)
 
     async def _turn(self) -> None:
-        """Wait until a heartbeat is due or something failed, then repair what is amiss. What a worker refuses or leaves
+        """Wait until a heartbeat is due or something failed, then repair what is wrong. What a worker refuses or leaves
         unanswered is tried again at the next heartbeat."""
-        with contextlib.suppress(TimeoutError):  # nobody called: the regular heartbeat is due
+        with contextlib.suppress(TimeoutError):  # not woken: the regular heartbeat is due
             await asyncio.wait_for(self._look.wait(), self._around.heartbeat.interval_s)
         self._look.clear()
         try:
@@ -259,8 +261,8 @@ class WorkerGroup:
             raise
 
     async def _repair(self) -> None:
-        """Hear all workers, replace those that ended, link a chain anew if need be; the group is ready afterwards,
-        unless a worker is missing or silent."""
+        """Ask all workers for their status, replace those that ended, and link a chain anew if necessary. The group is
+        ready afterwards, unless a worker is missing or silent."""
         broken = await self._hear_all()
         replaced = await self._replace_ended()
         if self._missing:
@@ -268,13 +270,13 @@ class WorkerGroup:
         if self.links is not None and (broken or replaced):
             self._set_ready(False)
             if any(worker.is_silent for worker in self.workers.values()):
-                return  # the others would wait for it in vain: it answers soon, or is killed
+                return  # the others would wait in vain: the silent worker answers soon, or is killed
             await self._link(self.links)
         self._set_ready(True)
 
     async def _hear_all(self) -> bool:
-        """One heartbeat to every worker; kills those that are silent or hang. Returns whether a rank's links are
-        broken. Raises the first failure once all have been heard."""
+        """Send one heartbeat to every worker; kill those that are silent or hang. Return whether a rank's links are
+        broken. Raises the first failure once all workers have been asked."""
         hearing = (self._hear(worker) for worker in self.workers.values())
         heard = await asyncio.gather(*hearing, return_exceptions=True)
         for outcome in heard:
@@ -283,7 +285,7 @@ class WorkerGroup:
         return any(heard)
 
     async def _hear(self, worker: Worker) -> bool:
-        if worker.handle.ended:  # its channel may be closed already: a replacement failed
+        if worker.handle.ended:  # its channel may be closed already, if a replacement failed
             return False
         asked_s = self._around.clock.now_s()
         try:
@@ -304,8 +306,8 @@ class WorkerGroup:
         return bool(status.epoch_error) or has_moved or not self.ready
 
     async def _has_moved(self, worker: Worker, epoch: int) -> bool:
-        """Return whether a rank is in another epoch than its group, as somebody else's StartEpoch makes it; the next
-        epoch comes after both. A rank in the last epoch of all is killed."""
+        """Return whether a rank is in another epoch than its group, as a foreign StartEpoch call makes it; the next
+        epoch comes after both. A rank in the last possible epoch is killed."""
         assert self.links is not None
         if epoch == self.links.epoch:
             return False
@@ -317,14 +319,15 @@ class WorkerGroup:
         return True
 
     async def _kill(self, worker: Worker, why: str) -> None:
-        """Returns when its process is gone."""
+        """Kill the worker; return when its process has ended."""
         if not worker.handle.ended:
             logger.warning("%s %s: killing it", worker.name, why)
             worker.handle.kill()
             await worker.handle.wait()
 
     async def _replace_ended(self) -> bool:
-        """Starts a new life for every worker whose process has ended, if it may begin yet; returns whether one did."""
+        """Start a new life for every worker whose process has ended, if its pause is over. Return whether one has
+        begun."""
         for rank, worker in self.workers.items():
             if worker.handle.ended and rank not in self._missing:
                 self._set_ready(False)
@@ -335,20 +338,20 @@ class WorkerGroup:
         return any(replaced)
 
     async def _how_it_ended(self, worker: Worker) -> str:
-        """How a process ended that is gone: a word for the report, also where nobody can tell."""
+        """Return how a worker's process ended, for the report, even if waiting for it fails."""
         try:
             return await worker.handle.wait()
-        except Exception as error:  # noqa: BLE001 - told with its traceback
+        except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
             tell_failure(f"{worker.name} ended, and how cannot be told", error)
             return describe(error)
 
     async def _replace(self, config: WorkerConfig) -> bool:
-        """Close what is left of the worker's former life, and begin a new one. Returns whether that has begun; whatever
-        prevented it, it is tried again after the worker's pause."""
+        """Close the rest of the worker's former life, and begin a new one. Return whether that has begun; after any
+        failure it is tried again after the worker's pause."""
         try:
             await self.workers[config.rank].close()
             await self._spawn(config)
-        except Exception as error:  # noqa: BLE001 - told with its traceback where it was not foreseen
+        except Exception as error:  # noqa: BLE001 - logged with its traceback unless it is a BatonError
             if not isinstance(error, BatonError):
                 tell_failure(f"{config.name} could not be replaced", error)
             self._report_end(config.rank, f"{config.name} could not be replaced ({describe(error)})")

@@ -1,4 +1,4 @@
-"""From a WorkerConfig to a running server: the one place that knows which host belongs to which role.
+"""Starts the server of a worker from its WorkerConfig: the one place that knows which host class belongs to which role.
 
 Runs in the worker's process, on its asyncio loop.
 """
@@ -10,7 +10,7 @@ from deploy.config.worker import WorkerConfig
 
 
 class Server(Protocol):
-    """What both roles' servers have in common."""
+    """The server of a worker of either role."""
 
     port: int
 
@@ -18,7 +18,7 @@ class Server(Protocol):
 
 
 async def start_server(config: WorkerConfig) -> Server:
-    """Loads the model and serves. Raises a BatonError of one line when that cannot be."""
+    """Load the model and start to serve. Raises a BatonError of one line when that fails."""
     folder = Path(config.model_folder)
     if config.role == "prefill":
         from prefill_workers.host import PrefillHost

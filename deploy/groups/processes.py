@@ -1,8 +1,8 @@
-"""Workers as child processes: started, awaited, killed; and never left behind.
+"""Workers as child processes: started, awaited, killed, and never left behind.
 
-Parent and child speak two lines: the parent writes the WorkerConfig as JSON to the child's standard input and keeps
-the pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. End of
-input tells the child to leave, so a killed parent takes its children along.
+Parent and child speak two lines: the parent writes the WorkerConfig as JSON to the child's standard input and keeps the
+pipe open; the child answers with one line of JSON on standard output, `{"port": ...}` or `{"error": ...}`. End of input
+tells the child to exit, so a killed parent takes its children along.
 
 Runs on the parent's asyncio loop.
 """
@@ -18,7 +18,7 @@ from baton.errors import BatonError, UnavailableError
 from deploy.config.worker import WorkerConfig
 
 CLOSE_GRACE_S = 5.0
-"""Seconds that a worker has for leaving by itself."""
+"""Seconds that a worker has to exit by itself before it is killed."""
 
 
 class WorkerStartError(BatonError):
@@ -27,11 +27,11 @@ class WorkerStartError(BatonError):
 
 @dataclass
 class WorkerProcess:
-    """A running, ready worker. Implements WorkerHandle."""
+    """A child process that serves as a worker. Implements WorkerHandle."""
 
     config: WorkerConfig
     endpoint: str
-    """host:port of the worker's gRPC server."""
+    """Address of the worker's gRPC server, host:port."""
     process: asyncio.subprocess.Process
 
     @property
@@ -46,12 +46,13 @@ class WorkerProcess:
         return f"status {await self.process.wait()}"
 
     def kill(self) -> None:
-        """SIGKILL, which also ends a stopped process."""
+        """Send SIGKILL, which also ends a stopped process; harmless when the process has ended."""
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(signal.SIGKILL)
 
     async def close(self) -> None:
-        """Ends its input."""
+        """End the worker's input, which asks it to exit; kill it after CLOSE_GRACE_S. Returns when the process has
+        ended."""
         if self.process.stdin is not None:
             self.process.stdin.close()
         try:
@@ -64,7 +65,7 @@ class WorkerProcess:
 class ProcessSpawner:
     """Makes workers that are children of this process. Implements Spawner.
 
-    `start_timeout_s`: seconds until a worker must serve. `module`: what a worker's process runs.
+    `start_timeout_s`: seconds in which a worker must serve. `module`: the module that a worker's process runs.
     """
 
     def __init__(self, start_timeout_s: float, module: str = "deploy.groups.worker_process") -> None:
@@ -72,7 +73,8 @@ class ProcessSpawner:
         self._module = module
 
     async def start(self, config: WorkerConfig) -> WorkerProcess:
-        """Starts `python -m deploy.groups.worker_process` and waits until it serves."""
+        """Start `python -m deploy.groups.worker_process` and wait until it serves. Raises WorkerStartError or
+        UnavailableError."""
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", self._module, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
         )

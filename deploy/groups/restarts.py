@@ -1,4 +1,4 @@
-"""When a worker that ended may be started again: at once after a long life, later and later after short ones. Pure."""
+"""When a worker that ended may start again: at once after a long life, after growing pauses if they are short."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from baton.clock import Clock
 
 @dataclass(frozen=True)
 class Backoff:
-    """How fast a worker that ends again and again is started again."""
+    """How soon a worker that ends again and again is started again."""
 
     first_s: float = 1.0
     """Seconds before the second start in a row; doubles with each further one. The first is made at once."""
     most_s: float = 30.0
-    """Seconds before a start, at most."""
+    """Longest pause before a start, in seconds."""
     healthy_s: float = 60.0
     """Seconds of life after which a worker's earlier ends no longer count."""
 
 
 class Restarts:
-    """The lives of one worker. Owned by its group."""
+    """Counts the short lives of one worker, and says when its next may begin. Owned by its group."""
 
     def __init__(self, backoff: Backoff, clock: Clock, num_at_once: int = 1) -> None:
-        """`num_at_once` starts in a row are made without a pause."""
+        """Make the count of a worker that has not lived yet; `num_at_once` starts in a row are made without a pause."""
         self.num_ends = 0
         """Lives in a row that were short, or did not begin."""
         self._backoff = backoff
@@ -32,15 +32,15 @@ class Restarts:
 
     @property
     def is_due(self) -> bool:
-        """The next life may begin."""
+        """Whether the next life may begin now."""
         return self._clock.now_s() >= self._due_s
 
     def began(self) -> None:
-        """The worker serves."""
+        """Record that the worker serves from now on."""
         self._began_s = self._clock.now_s()
 
     def ended(self) -> float:
-        """A life has ended, or could not begin; returns the seconds until the next may."""
+        """Record that a life has ended, or could not begin. Return the seconds until the next may begin."""
         now_s = self._clock.now_s()
         if self._began_s is not None and now_s - self._began_s >= self._backoff.healthy_s:
             self.num_ends = 0

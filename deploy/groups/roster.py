@@ -1,9 +1,10 @@
-"""Which groups of a cluster have workers: those that operators did not send away, and those that stand in for others.
-They leave and come back one by one, while the rest serves.
+"""Which groups of a cluster have workers: configured groups and stand-ins, except those that operators sent away.
+Groups leave and come back one by one, while the others serve.
 
-What is wanted comes with every heartbeat (`orchestrator.membership.members.Orders`), and is compared with what there
-is: an order that was missed is carried out later, and one that was taken back meanwhile is not. A group that cannot be
-started is tried again, after pauses that grow. Runs on the supervisor's loop, in one task for each group on its way.
+The orders of operators come with every heartbeat (`orchestrator.membership.members.Orders`), and are compared with the
+present groups: an order that was missed is carried out later, and one that was taken back meanwhile is not. A group
+that cannot be started is tried again, after pauses that grow. Runs on the supervisor's loop, in one task for each group
+that is starting or ending.
 """
 
 import asyncio
@@ -22,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 
 MakeGroup = Callable[[str, str], WorkerGroup]
-"""A group's next life, by its name and the folder of its model; empty: the configured one. Raises ConfigError for a
-model that cannot be served here."""
+"""Makes a group's next life, from its name and the folder of its model (empty: the configured one). Raises ConfigError
+for a model that cannot be served here."""
 
 
 class Roster:
-    """Owns the coming and going of a cluster's groups; used by its supervisor."""
+    """Starts and ends the groups of a cluster as operators order. Owned and used by the cluster's supervisor."""
 
     def __init__(self, cluster: Cluster, names: Iterable[str], make: MakeGroup, around: Surroundings) -> None:
-        """`names`: of all groups that are configured, like prefill-0."""
+        """Make a roster that starts nothing yet. `names` are those of all configured groups, like prefill-0."""
         self._cluster = cluster
         self._configured = tuple(names)
         self._make = make
@@ -38,17 +39,17 @@ class Roster:
         self._orders = Orders()
         self._absent: dict[str, AbsentGroup] = {}
         self._restarts: dict[str, Restarts] = {}
-        """Of groups that could not be started."""
+        """Failed starts of groups that could not be started, by name."""
         self._moves: dict[str, asyncio.Task[None]] = {}
 
     @property
     def absent(self) -> tuple[AbsentGroup, ...]:
-        """Groups without workers."""
+        """Groups without workers, by name."""
         return tuple(self._absent[name] for name in sorted(self._absent))
 
     async def adopt(self, orders: Orders) -> None:
-        """For a supervisor's second life: finds the groups that are to be there, and ends what is left of the others.
-        One that does not come up is tried again later; UnavailableError when none does."""
+        """Take over in a supervisor's second life: find the groups that should be there, and end what is left of the
+        others. A group that does not come up is tried again later. Raises UnavailableError when none comes up."""
         self._orders = orders
         for name in self._known:
             is_leaving = name in orders.leaving
@@ -59,11 +60,11 @@ class Roster:
             raise UnavailableError(f"no group could be started again: {'; '.join(errors)}")
 
     def follow(self, orders: Orders) -> None:
-        """Groups that are configured or stand in are to have workers, but for those that are to leave. To be called
-        again and again."""
+        """Carry out the orders: give workers to groups that are configured or stand in, except those that are to leave.
+        To be called with every heartbeat."""
         self._orders = orders
         present = {group.name: group for group in self._cluster.groups}
-        for name in {*self._known, *present, *self._absent} - self._moves.keys():  # those are seen to when they arrive
+        for name in {*self._known, *present, *self._absent} - self._moves.keys():  # moving groups come later
             if name not in self._known or name in orders.leaving:
                 self._send_away(name, present.get(name))
             elif name not in present and (name not in self._restarts or self._restarts[name].is_due):
@@ -74,7 +75,8 @@ class Roster:
         return (*self._configured, *sorted(self._orders.stand_ins))
 
     async def close(self) -> None:
-        """Gives up what is under way: a group that was being started is ended. The cluster's own are its to end."""
+        """Cancel starts and ends that are under way; a group that was being started is ended. Groups of the cluster are
+        left to it."""
         moves = tuple(self._moves.values())
         for move in moves:
             move.cancel()
@@ -84,7 +86,7 @@ class Roster:
         self._restarts.pop(name, None)
         if group is not None:
             self._move(name, self._end(group))
-        elif name not in self._absent or self._absent[name].starts:  # its end or start failed: something may be left
+        elif name not in self._absent or self._absent[name].starts:  # its end or start failed: workers may be left
             self._move(name, self._end(self._make(name, "")))
         elif name not in self._known:
             del self._absent[name]
@@ -95,7 +97,7 @@ class Roster:
     async def _watch(self, name: str, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
-        except Exception:  # whatever it is: with the next heartbeat it is tried again
+        except Exception:  # any error: the next heartbeat tries again
             logger.warning("%s could not be ended", name, exc_info=True)
         finally:
             del self._moves[name]
@@ -106,7 +108,7 @@ class Roster:
         try:
             group = self._make(name, self._orders.models.get(name, ""))
             await _started(group)
-        except Exception as error:  # whatever it is: it is told, and tried again
+        except Exception as error:  # any error: it is reported, and tried again
             logger.warning("%s could not be started", name, exc_info=not isinstance(error, BatonError))
             self._failed(name, error)
             return
@@ -116,7 +118,7 @@ class Roster:
         self._around.changed()
 
     def _failed(self, name: str, error: Exception) -> None:
-        # Not at once: who ordered this start hears of it first, and may order another model.
+        # Not at once: the operator who ordered this start hears of its failure first, and may order another model.
         restarts = self._restarts.setdefault(name, Restarts(self._around.backoff, self._around.clock, num_at_once=0))
         text = str(error) if isinstance(error, BatonError) else repr(error)
         self._around.report(f"{name} could not be started ({text}): next try in {restarts.ended():g} s")
@@ -125,7 +127,7 @@ class Roster:
     async def _end(self, group: WorkerGroup) -> None:
         try:
             await group.close()
-        except Exception:  # closed in part, it serves no more: it is ended again, or started anew if it is wanted again
+        except Exception:  # a group closed in part serves no more: it is ended again, or started again
             self._cluster.remove(group)
             self._set_absent(AbsentGroup(group.name, _role(group.name), starts=True))
             raise
@@ -139,7 +141,7 @@ class Roster:
 
 
 async def _started(group: WorkerGroup) -> None:
-    """Nothing of a group is left that could not be started, or was not to be in the end."""
+    """Start the group. If that fails or is cancelled, close what was started."""
     try:
         await group.start()
     except BaseException:

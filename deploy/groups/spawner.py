@@ -2,7 +2,7 @@
 
 Implementations: child processes (deploy.groups.processes) and Ray actors (deploy.ray_cluster.spawner). Both pass one
 conformance suite. Workers on Ray take room that is reserved for their group (deploy.ray_cluster.places); child
-processes none.
+processes need none.
 """
 
 from typing import Protocol
@@ -18,50 +18,53 @@ class WorkerHandle(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """host:port of the worker's gRPC server."""
+        """Address of the worker's gRPC server, host:port."""
         ...
 
     @property
     def pid(self) -> int:
-        """Its process, on the machine that it runs on."""
+        """Process id of the worker, on the machine that it runs on."""
         ...
 
     @property
     def ended(self) -> bool:
-        """The process is gone. Never blocks."""
+        """Whether the worker's process has ended. Never blocks."""
         ...
 
     async def wait(self) -> str:
-        """Returns when the process is gone: how it ended. May be called any number of times."""
+        """Wait until the worker's process has ended, and return how. May be called any number of times."""
         ...
 
     def kill(self) -> None:
-        """Ends the process by force, a stopped one too; harmless when it has ended. `wait` tells when it is gone."""
+        """End the process by force, even a stopped one; harmless when it has ended. `wait` returns when it has
+        ended."""
         ...
 
     async def close(self) -> None:
-        """Asks the worker to leave, kills it when it does not within a few seconds; returns when it is gone."""
+        """Ask the worker to exit, and kill it when it does not within a few seconds. Returns when its process has
+        ended."""
         ...
 
 
 class Spawner(Protocol):
-    """Makes workers."""
+    """Makes workers from their configurations."""
 
     async def start(self, config: WorkerConfig) -> WorkerHandle:
-        """A worker that serves. Raises WorkerStartError with the worker's own reason, or UnavailableError when it
-        ends or stays silent for too long; nothing of it is left then, nor after a cancelled call."""
+        """Start a worker and return it when it serves. Raises WorkerStartError with the worker's own reason, or
+        UnavailableError when it ends or stays silent for too long. After an error or a cancelled call nothing of the
+        worker is left."""
         ...
 
 
 class Room(Protocol):
-    """Where groups get the place that their workers take."""
+    """Reserves the places that the workers of groups take."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
-        """Returns when there is room for the group of that name, which is kept for it. May be called again. Raises
-        ConfigError when there is none, or none in time; nothing is kept then."""
+        """Reserve room for the group of that name; returns when there is room, which is then kept. May be called again.
+        Raises ConfigError when there is none, or none in time; then nothing is kept."""
         ...
 
     async def release(self, group: str) -> None:
-        """Gives back what was reserved for the group, also by an earlier supervisor; workers that are left there end.
-        Harmless when there is nothing."""
+        """Give back what was reserved for the group, even by an earlier supervisor; workers that are left there end.
+        Harmless when nothing is reserved."""
         ...

@@ -13,7 +13,7 @@ WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
 
 class Worker:
-    """One life of one worker; its replacement is another Worker."""
+    """One life of one worker, with its connection; its replacement is another Worker."""
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
@@ -29,27 +29,28 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
-        """It left the last heartbeat unanswered."""
+        """Whether the worker left the last heartbeat unanswered."""
         return self._silent_since_s is not None
 
     def answered(self) -> None:
-        """It answered a heartbeat."""
+        """Record that the worker answered a heartbeat."""
         self._silent_since_s = None
 
     def unanswered(self, asked_s: float) -> float:
-        """It left a heartbeat of that time (monotonic) unanswered. Returns the time of the first since its last answer:
-        time in which nobody asked is no silence."""
+        """Record that a heartbeat sent at `asked_s` (monotonic) was not answered. Return when the first unanswered one
+        since the last answer was sent: time without a heartbeat is no silence."""
         if self._silent_since_s is None:
             self._silent_since_s = asked_s
         return self._silent_since_s
 
     async def status(self, timeout_s: float) -> WorkerStatus:
-        """One heartbeat. Raises grpc.aio.AioRpcError when there is no answer within `timeout_s` seconds."""
+        """Send one heartbeat and return the worker's status. Raises grpc.aio.AioRpcError without an answer within
+        `timeout_s`."""
         if self.handle.config.role == "prefill":
             return await self.prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
         return await self.generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def close(self) -> None:
-        """Closes the channel and ends the worker."""
+        """Close the channel and end the worker."""
         await self._channel.close()
         await self.handle.close()

@@ -1,7 +1,7 @@
 """The process of one worker: `python -m deploy.groups.worker_process`, started by deploy.groups.processes.
 
-Reads its WorkerConfig from the first line of standard input, loads the model, serves, answers with its port, and
-leaves when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
+Reads its WorkerConfig from the first line of standard input, loads the model, serves, answers with its port, and exits
+when standard input ends. One asyncio loop owns gRPC; the engine has a thread of its own.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ StartServer = Callable[[WorkerConfig], Awaitable[Server]]
 
 
 def main(start: StartServer = start_server) -> int:
-    """Runs the worker that `start` makes until its standard input ends; returns the exit status."""
+    """Run the worker that `start` makes until standard input ends; return the exit status."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
     config = WorkerConfig.from_json(sys.stdin.readline())
     try:

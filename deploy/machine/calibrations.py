@@ -1,8 +1,9 @@
-"""Which calibration a cluster predicts by: the file it was given, else what was kept for its model and hardware, else
-what follows from the model's shape and nominal rates. There is always one. Likewise its step times, which are kept
-beside the calibration.
+"""Finds the calibration and step times that a cluster predicts by. There always are some: those in the configured file,
+else those kept for this model and hardware, else estimates from the model's shape and nominal rates. Step times are
+kept beside the calibration.
 
-Hardware is that of the machine which asks; all ranks are taken to run on its like. Blocks on the disk.
+The hardware is that of the machine which runs this code; all ranks are assumed to run on equal machines. Blocks on the
+disk.
 """
 
 import logging
@@ -26,32 +27,34 @@ logger = logging.getLogger(__name__)
 
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _WEIGHT_BYTES = {"int8": 1}
-"""Where weights have another format than the dtype's."""
+"""Bytes of a weight whose format is not the dtype, by quantization."""
 _PLAIN_FEED_FORWARD = ("opt", "falcon")
-"""Model types whose feed-forward part has two matrices, and no gate."""
+"""Model types whose feed-forward part has two matrices and no gate."""
 
 
 def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
-    """Of the model in `folder` on ranks of `num_threads` threads here. Raises ModelError."""
+    """Return the nominal calibration of the model in `folder` on ranks of `num_threads` threads on this machine. Raises
+    ModelError."""
     hardware = _machine(f"{num_threads} thread{'s' if num_threads > 1 else ''} a rank", quantization)
     shape = _shape(folder, dtype)
     return nominal(folder.name, hardware, shape, cpu_rank(num_threads, shape.dtype_bytes))
 
 
 def kept_path(calibration: Calibration) -> Path:
-    """Where what is measured of the same model and hardware is kept."""
+    """Return the path at which measurements of the same model and hardware are kept."""
     return cache_folder() / "calibrations" / f"{calibration.fingerprint}.json"
 
 
 def calibration_path(assumed: Calibration, given: str) -> Path:
-    """The file that is read at the start and written by `baton calibrate`: the `given` one, or the kept one's."""
+    """Return the path of the file that is read at the start and written by `baton calibrate`: `given`, or that of the
+    kept calibration if `given` is empty."""
     return Path(given).expanduser() if given else kept_path(assumed)
 
 
 def find_calibration(assumed: Calibration, given: str) -> Calibration:
-    """What is in the file `given`, or kept; `assumed` when none was given and none is kept. A kept one that is damaged
-    or of another version counts as none: the log says so. Raises ConfigError for a given one that is damaged, missing,
-    or of another model or hardware."""
+    """Return the calibration in the file `given`, or the kept one; `assumed` when there is neither. A kept one that is
+    damaged or of another version is logged and ignored. Raises ConfigError for a given one that is damaged, missing, or
+    of another model or hardware."""
     path = calibration_path(assumed, given)
     if given:
         return _of_same(assumed, path)
@@ -65,8 +68,8 @@ def find_calibration(assumed: Calibration, given: str) -> Calibration:
 def nominal_step_times(
     folder: Path, dtype: str, num_threads: int, *, residency: str, quantization: str = "none"
 ) -> StepTimes:
-    """Of the model in `folder` on generation engines of `num_threads` threads here, their KV where `residency` says.
-    Raises ModelError."""
+    """Return the nominal step times of the model in `folder` on generation engines of `num_threads` threads on this
+    machine, with KV where `residency` keeps it. Raises ModelError."""
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''} an engine"
     hardware = _machine(f"{threads}, residency {residency}", quantization)
     shape, weight_bytes = _shape(folder, dtype), _WEIGHT_BYTES.get(quantization)
@@ -75,8 +78,8 @@ def nominal_step_times(
 
 
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
-    """What is kept beside that file; `assumed` when none is kept. One that is damaged or of another version counts as
-    none: the log says so."""
+    """Return the step times that are kept beside the calibration file, `assumed` when there are none. Kept ones that
+    are damaged, of another version, or of another model or hardware are logged and ignored."""
     path = path_beside(calibration, assumed)
     try:
         found = step_times.load(path) if path.exists() else assumed
@@ -100,13 +103,14 @@ def _of_same(assumed: Calibration, path: Path) -> Calibration:
 
 
 def served_calibration(config: ClusterConfig, folder: Path) -> Calibration:
-    """What a cluster that is about to start predicts by. Raises as `find_calibration`, and ModelError."""
+    """Return the calibration that a cluster predicts by when it starts. Raises ModelError, and ConfigError for a
+    configured file that is damaged, missing, or of another model or hardware."""
     return find_calibration(_assumed(config, folder), config.prefill.calibration)
 
 
 def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
-    """As `served_calibration`, of its generation groups; also where the file given for prefill is bad. Raises
-    ModelError."""
+    """Return the step times that a cluster's generation groups are predicted by; a bad calibration file does not
+    matter. Raises ModelError."""
     beside = calibration_path(_assumed(config, folder), config.prefill.calibration)
     assumed = nominal_step_times(
         folder,
@@ -123,8 +127,8 @@ def _assumed(config: ClusterConfig, folder: Path) -> Calibration:
 
 
 def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | None = None) -> ChainPlanner:
-    """Of such a cluster: `former`, which was made for it, where the calibration is still the same. Else it takes as
-    long as making a ChainPlanner does."""
+    """Return the planner of a cluster that starts. Reuses `former`, made for the same cluster, if the calibration has
+    not changed; else takes as long as making a ChainPlanner does. Raises ModelError and ConfigError."""
     calibration, steps = served_calibration(config, folder), served_step_times(config, folder)
     if former is not None and former.calibration == calibration:
         former.use_steps(steps)
@@ -143,7 +147,7 @@ def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | N
 
 
 def local_planner(config: LocalConfig) -> ChainPlanner:
-    """Of a relay in one process tree."""
+    """Return the planner of a relay in one process tree. Raises ModelError."""
     folder, dtype = config.model_folder, config.dtype
     assumed = nominal_calibration(folder, dtype, config.prefill_threads, config.quantization)
     assumed_steps = nominal_step_times(
@@ -167,13 +171,13 @@ def local_planner(config: LocalConfig) -> ChainPlanner:
 
 
 def _machine(engine: str, quantization: str) -> str:
-    """What tells engines like these from others."""
+    """Return the description that tells engines like these from others."""
     weights = "" if quantization == "none" else f", weights {quantization}"
     return f"{_processor()}, cpu, {engine}{weights}"
 
 
 def _processor() -> str:
-    """As the kernel names it."""
+    """Return the processor's name as the kernel gives it."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -181,7 +185,7 @@ def _processor() -> str:
 
 
 def _shape(folder: Path, dtype: str) -> ModelShape:
-    from modeling.checkpoints.weights import load_config  # takes torch along
+    from modeling.checkpoints.weights import load_config  # imports torch
 
     model = load_config(folder)
     return ModelShape(

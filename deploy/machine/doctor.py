@@ -1,4 +1,4 @@
-"""Looks at this machine before anything is started: can the configured cluster run here, and what would help?
+"""Checks this machine before anything is started: whether the configured cluster can run here, and what would help.
 
 Each check is a function from the configuration to a finding, and changes nothing. `baton doctor` shows all findings;
 `baton serve` refuses to start on a failed one. Runs on the launcher's main thread.
@@ -25,9 +25,9 @@ GIB = 2**30
 _BYTES = {"bfloat16": 2, "float32": 4}
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
-"""Residency policies that go by what `baton prepare` found."""
+"""Residency policies that need what `baton prepare` wrote."""
 WORKER_BYTES = GIB // 2
-"""What a worker takes besides weights and KV: torch and the process itself, from above."""
+"""Bytes that a worker takes besides weights and KV: an upper estimate for torch and the process itself."""
 
 
 class Verdict(enum.Enum):
@@ -35,37 +35,37 @@ class Verdict(enum.Enum):
 
     OK = "ok"
     WARNING = "warning"
-    """It runs, and could run better."""
+    """The cluster runs, and could run better."""
     FAILED = "failed"
-    """It cannot run like this."""
+    """The cluster cannot run like this."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check saw."""
+    """The result of one check."""
 
     name: str
     verdict: Verdict
     text: str
-    """One line: what is there and, unless all is well, the remedy."""
+    """One line of text: what was found and, unless all is well, the remedy."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks need to know of a machine; `inspect_machine` fills it."""
+    """The properties of a machine that the checks need; `inspect_machine` fills it."""
 
     cores: frozenset[int]
-    """That this process may use."""
+    """Cores that this process may use."""
     available_bytes: int
-    """Of memory."""
+    """Bytes of available memory."""
     shm_bytes: int
-    """Free in /dev/shm."""
+    """Bytes that are free in /dev/shm."""
     compiler: str | None
-    """Path of a C++ compiler."""
+    """Path of a C++ compiler; None if there is none."""
 
 
 def inspect_machine() -> Machine:
-    """This machine, now."""
+    """Return the properties of this machine, measured now."""
     pages = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     shm = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").is_dir() else 0
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -73,7 +73,8 @@ def inspect_machine() -> Machine:
 
 
 def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
-    """All findings; `folder` is the resolved model's. A cluster on another Ray is not judged by this machine's size."""
+    """Run all checks and return their findings; `folder` holds the resolved model. A cluster on another Ray is not
+    judged by the size of this machine."""
     local = not config.ray.address
     checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
     if local:
@@ -88,20 +89,20 @@ def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Findi
 
 
 def require(findings: Sequence[Finding]) -> None:
-    """Raises ConfigError with the first failed finding, if there is one."""
+    """Raise ConfigError with the text of the first failed finding, if there is one."""
     for finding in findings:
         if finding.verdict is Verdict.FAILED:
             raise ConfigError(f"{finding.name}: {finding.text}")
 
 
 def versions() -> Finding:
-    """What is installed."""
+    """Report the installed versions of Baton and of the packages that it uses."""
     found = [f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES]
     return Finding("versions", Verdict.OK, ", ".join([f"baton {__version__}", *found]))
 
 
 def check_model(config: ClusterConfig, folder: Path) -> Finding:
-    """The folder holds what is needed."""
+    """Check that the model's folder holds the files that are needed."""
     missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
     if not any(folder.glob("*.safetensors")):
         missing.append("*.safetensors")
@@ -112,8 +113,9 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """A policy that chooses keys finds what `baton prepare` wrote; whether it is this model's, the workers see."""
-    from modeling.sparse.selection_file import prepared_path  # takes torch along
+    """Check that a policy that chooses keys has a file from `baton prepare`. Workers check that it is for their
+    model."""
+    from modeling.sparse.selection_file import prepared_path  # imports torch
 
     section = config.generate
     if section.residency not in CHOOSING:
@@ -132,7 +134,7 @@ def check_selection(config: ClusterConfig) -> Finding:
 
 
 def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
-    """Pinned cores exist."""
+    """Check that the pinned cores exist, and warn when there are more workers than cores."""
     pinned = {core for cores in (*config.prefill.cores, *config.generate.cores) for core in cores}
     pinned |= set(config.orchestrator.cores)
     absent = sorted(pinned - machine.cores)
@@ -147,7 +149,8 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Every worker's weights fit, together; better with the KV that generation groups are to hold."""
+    """Check that the weights of all workers fit in memory, and warn when the generation groups' KV does not fit beside
+    them."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
@@ -161,7 +164,7 @@ def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Findi
 
 
 def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
-    """Ray's object store fits into /dev/shm."""
+    """Check that Ray's object store fits into /dev/shm."""
     free, needed = machine.shm_bytes // 2**20, config.ray.object_store_mib
     text = f"{free} MiB free, {needed} MiB for Ray's object store"
     if free < needed:
@@ -170,7 +173,7 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_compiler(machine: Machine) -> Finding:
-    """A compiler is welcome, not needed."""
+    """Warn when there is no C++ compiler, which speeds Baton up but is not needed."""
     if machine.compiler is None:
         return Finding(
             "compiler", Verdict.WARNING, "no C++ compiler: prefill attention is torch's, several times slower"
@@ -179,7 +182,7 @@ def check_compiler(machine: Machine) -> Finding:
 
 
 def check_port(config: ClusterConfig) -> Finding:
-    """The orchestrator's ports are free: for clients and, if they are wanted, for metrics."""
+    """Check that the orchestrator's ports are free: for clients and, if configured, for metrics."""
     section = config.orchestrator
     fields = ("port", "metrics_port") if section.metrics_port > 0 else ("port",)
     for field in fields:
@@ -192,7 +195,7 @@ def check_port(config: ClusterConfig) -> Finding:
 
 
 def _why_taken(host: str, port: int) -> str | None:
-    """None when somebody may listen there."""
+    """Return why the address cannot be listened on; None when it can."""
     try:
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], socket.SOCK_STREAM) as probe:
@@ -204,9 +207,10 @@ def _why_taken(host: str, port: int) -> str | None:
 
 
 def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """What generation is bound by here, for the configured model and threads: what `baton plan --hardware here` goes
-    by. No check of `baton serve`: it takes seconds, and all of these threads."""
-    from deploy.machine.calibrations import nominal_calibration  # takes torch along, as the next does
+    """Measure what bounds generation on this machine, for the configured model and threads: the rates that `baton
+    plan --hardware here` uses. `baton serve` does not run this check, because it takes seconds and all configured
+    threads."""
+    from deploy.machine.calibrations import nominal_calibration  # imports torch, as the next import does
     from deploy.machine.probe import measure
 
     num_threads = use_threads(config.generate.num_threads)
@@ -223,7 +227,8 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad file."""
+    """Return the bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad
+    file."""
     return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * _BYTES[dtype]
 
 
@@ -245,7 +250,7 @@ def _num_elements(path: Path) -> int:
 
 
 def _available_bytes() -> int:
-    """MemAvailable, which counts what caches would give back; 0 where there is no /proc."""
+    """Return MemAvailable in bytes, which counts what caches would give back; 0 where there is no /proc."""
     path = Path("/proc/meminfo")
     lines = path.read_text().splitlines() if path.is_file() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), 0)

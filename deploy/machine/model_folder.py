@@ -1,4 +1,4 @@
-"""What a first use makes, shown while it is made: the model's folder, and the CPU's kernels. Blocks."""
+"""Prepares what a first use needs, and shows progress: the model's folder, and the kernels for this CPU. Blocks."""
 
 import subprocess
 import sys
@@ -18,13 +18,13 @@ _TEXT_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def resolve_folder(model: str, cache: Path, console: Console) -> Path:
-    """Finds or makes the folder of `model`; blocks. Raises ModelError, one line."""
+    """Find or make the folder of `model`, showing progress on the console. Blocks. Raises ModelError of one line."""
     columns = (TextColumn("converting the model"), BarColumn(), MofNCompleteColumn(), TextColumn("tensors"))
     progress = Progress(*columns, console=console, transient=True)
     task = progress.add_task("")
 
     def advance(done: int, total: int) -> None:
-        progress.start()  # not before there is something to show
+        progress.start()  # nothing is shown before there is progress
         progress.update(task, completed=done, total=total)
 
     try:
@@ -35,9 +35,9 @@ def resolve_folder(model: str, cache: Path, console: Console) -> Path:
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
-    """Build the CPU's kernels and measure which are the fastest, where that has not been done; in a process of its own,
-    for a launcher has no torch. Return the choice for this machine's kind of processor; empty where there is none, and
-    workers choose for themselves."""
+    """Build the CPU's kernels and measure which are the fastest, unless that was done before. Runs in a process of its
+    own, because a launcher does not import torch. Return the choice for this machine's kind of processor; empty when
+    there is none, and then workers choose for themselves."""
     if native.may_need_building():
         with console.status("building kernels for this processor, and measuring them"):
             run = subprocess.run(
@@ -55,9 +55,10 @@ def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:
 
 
 def require_alike(folder: Path, before: Path) -> None:
-    """Raises ConfigError unless the model in `folder` is that of `before` but for its weights: the same configuration
-    and tokenizer, so that requests, and what is left of them, mean the same to both; ModelError when there is none."""
-    from modeling.checkpoints.weights import load_config  # takes torch along
+    """Raise ConfigError unless the model in `folder` is that in `before` except for its weights. Configuration and
+    tokenizer must be equal, so that requests, and streams that go on, mean the same to both. Raises ModelError when
+    there is no model."""
+    from modeling.checkpoints.weights import load_config  # imports torch
 
     differing = [name for name in _TEXT_FILES if _content(folder / name) != _content(before / name)]
     if load_config(folder) != load_config(before):

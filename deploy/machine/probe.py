@@ -1,10 +1,8 @@
-"""What this machine reaches at what a generation step is made of, measured in a few seconds (`baton plan --hardware
-here`, `baton doctor`).
+"""Measures the rates of this machine that bound a generation step (`baton plan --hardware here`, `baton doctor`).
 
-The decoder itself is what is measured: one of the model's shape with random weights, and no more layers than it takes
-to be out of the caches' reach. From a few of its steps follow the numbers that `planning.study.roofline` predicts all
-others from; no number is fitted to a step that is to be predicted. Blocks, and takes all threads; the machine should be
-idle.
+It measures the decoder itself: one of the model's shape with random weights, and just enough layers to exceed the
+caches. The rates that `planning.study.roofline` predicts other steps from follow from a few of its steps; no rate is
+fitted to a step that is to be predicted. Blocks, and uses all configured threads; the machine should be idle.
 """
 
 import json
@@ -33,32 +31,32 @@ _READ_BYTES = 2**28
 _OUT_OF_CACHE_BYTES = 2**28
 _ROUNDS = 7
 _ENOUGH_S = 4.0
-"""No further round after so long."""
+"""Seconds after which no further round of measurements starts."""
 _ROWS = (1, 40, 80)
-"""Of the steps whose KV is next to nothing: bound by reading, and by computing; more if that takes more."""
+"""Rows of the steps with next to no KV, from bound by reading to bound by computing; more are tried if necessary."""
 _MOST_ROWS = 640
 _COMPUTING = 0.75
-"""The part of a step that goes by rows from which on computing is what bounds it."""
+"""Fraction of a step that must grow with rows for computing to count as its bound."""
 _KV_BYTES = 2**28
 _KV_ROWS = 8
 _BUSY_SPREAD = 1.3
 _COPIES = 3
-"""Of the probe's weights that are held at once while they are made and loaded."""
+"""Copies of the probe's weights that are in memory at the same time while they are made and loaded."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What the probe found."""
+    """The rates that the probe measured."""
 
     chip: Chip
     spread: float
-    """How many times its fastest repeat a probe's median took, at most over all probes."""
+    """Ratio of median to fastest repeat, the largest of all measurements."""
     is_bound: bool = True
-    """Whether computing bounded a step at all: else FLOP/s are at least the chip's."""
+    """Whether computing bounded a step at all; if not, FLOP/s are only a lower bound."""
 
     @property
     def doubt(self) -> str:
-        """Why the numbers may be too low, and what to do; empty when there is no reason to think so."""
+        """Why the rates may be too low, and what to do; empty when there is no reason to doubt them."""
         doubts = []
         if not self.is_bound:
             doubts.append(f"FLOP/s are at least that: steps of {_MOST_ROWS} rows are still bound by reading")
@@ -71,31 +69,31 @@ class Measured:
 
 @dataclass(frozen=True)
 class Steps:
-    """Median seconds of steps of the probe's model."""
+    """Median seconds of steps of the probe's model, and its sizes."""
 
     by_rows: dict[int, float]
-    """Whose rows have one token of context."""
+    """Seconds of steps by number of rows; each row has one token of context."""
     long_s: float
-    """Of _KV_ROWS rows that read `long_bytes` of KV."""
+    """Seconds of a step of _KV_ROWS rows that read `long_bytes` of KV."""
     short_s: float
-    """Of as many rows that read next to nothing."""
+    """Seconds of a step of _KV_ROWS rows that read next to no KV."""
     long_bytes: float
     num_layers: int
     num_params: float
     weight_bytes: float
-    """Of all of them."""
+    """Bytes of all weights that a step reads."""
 
     @property
     def is_bound(self) -> bool:
-        """Whether computing bounds the step of most rows."""
+        """Whether computing bounds the step with the most rows."""
         return computing_share(self.by_rows) >= _COMPUTING
 
 
 def measure(
     shape: ModelShape, dtype: str, num_threads: int, memory_bytes: float, *, quantization: str = "none"
 ) -> Measured:
-    """This machine, generating with `num_threads` threads and `memory_bytes` for weights and KV. Raises ConfigError
-    when that, or the disk, does not hold the probe's model, and what `load_decoder` raises."""
+    """Measure this machine as it generates with `num_threads` threads and `memory_bytes` for weights and KV. Raises
+    ConfigError when memory or disk does not hold the probe's model, and what `load_decoder` raises."""
     probe_bytes = (_num_layers(shape) * shape.layer_weights + shape.hidden * shape.vocab) * shape.dtype_bytes
     if _COPIES * probe_bytes + _KV_BYTES > memory_bytes:
         needed, there = _COPIES * probe_bytes + _KV_BYTES, memory_bytes
@@ -113,18 +111,18 @@ def measure(
 
 
 def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
-    """The numbers of a machine on which the probe took so long.
+    """Return the rates of a machine on which the probe's steps took this long.
 
-    FLOP/s are what a row more costs where many are computed, or a bound where reading hides it; what a step of one row
-    takes beyond reading is its layers' own; how much of the reading shows in a step of many rows says how well it
-    hides.
+    FLOP/s follow from the time of a further row where many are computed, or are a bound where reading hides that time.
+    What a step of one row takes beyond reading is its layers' own time. How much of the reading shows in a step of many
+    rows says how well it overlaps with computing.
     """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many
     if steps.is_bound:
         row_s *= computing_share(steps.by_rows)
     kv_s = steps.long_s - steps.short_s
-    if kv_s <= 0:  # only noise makes it so: what is left is a bound
+    if kv_s <= 0:  # noise can make it negative: use a bound instead
         kv_s = steps.long_s
     read_s = steps.weight_bytes / bandwidth
     calls_s = max(steps.by_rows[one] - read_s - row_s, 0.0)
@@ -140,31 +138,32 @@ def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
 
 
 def computing_share(by_rows: dict[int, float]) -> float:
-    """The part of the step of most rows that goes by rows, as it differs from the next smaller: next to nothing where
-    reading hides what is computed."""
+    """Return the fraction of the step with the most rows that grows with rows, by the difference to the next smaller
+    step; next to nothing where reading hides computing."""
     *_, some, many = sorted(by_rows)
     return (by_rows[many] - by_rows[some]) / (many - some) * many / by_rows[many]
 
 
 def with_more_rows(by_rows: dict[int, float], times: Callable[[Sequence[int]], Sequence[float]]) -> dict[int, float]:
-    """Doubles the rows until computing bounds the step of most, or there are many; `times` are the median seconds of
-    steps of so many rows."""
+    """Measure with twice the rows, until computing bounds the largest step or it has _MOST_ROWS rows. `times` returns
+    the median seconds of steps with these rows."""
     while computing_share(by_rows) < _COMPUTING and max(by_rows) < _MOST_ROWS:
-        pair = max(by_rows), 2 * max(by_rows)  # both at one time, so that a passing disturbance hits both
+        pair = max(by_rows), 2 * max(by_rows)  # measured together, so that a passing disturbance hits both
         by_rows = by_rows | dict(zip(pair, times(pair), strict=True))
     return by_rows
 
 
 class Stopwatch:
-    """Times calls, and notes how evenly they go."""
+    """Times calls, and records how much their repeats differ."""
 
     def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
         self.spread = 1.0
         self._now_s = now_s
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Seconds that each call took in several rounds, ascending. In a round each is called twice, and the second
-        time counts: with its own data in the caches as far as they hold it. So a passing disturbance hits all alike."""
+        """Return the seconds that each call took in several rounds, ascending. In a round each call is made twice and
+        the second is timed, with its own data in the caches as far as they hold it. A passing disturbance so hits all
+        calls alike."""
         times: list[list[float]] = [[] for _ in calls]
         began_s = self._now_s()
         while len(times[0]) < _ROUNDS and (not times[0] or self._now_s() < began_s + _ENOUGH_S):
@@ -180,7 +179,7 @@ class Stopwatch:
 
 
 def read_rate(clock: Stopwatch) -> float:
-    """Bytes a second that all threads together read from memory: the best of several times."""
+    """Return the bytes a second that all threads together read from memory: the best of several rounds."""
     data = torch.ones(_READ_BYTES // 4)
     return _READ_BYTES / clock.times([data.sum])[0][0]
 
@@ -210,12 +209,12 @@ def _steps(shape: ModelShape, dtype: str, quantization: str, clock: Stopwatch) -
 
 
 def _num_layers(shape: ModelShape) -> int:
-    """Of the probe's model."""
+    """Return the number of layers of the probe's model."""
     return min(shape.num_layers, -(-_OUT_OF_CACHE_BYTES // (shape.layer_weights * shape.dtype_bytes)))
 
 
 def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
-    """A step of `rows` rows, each with `context` tokens before it."""
+    """Return a function that runs a step of `rows` rows, each with `context` tokens before it."""
     buffers = [KvBuffer(decoder.layout, TokenRange(0, context + 1)) for _ in range(rows)]
     for buffer in buffers:
         buffer.data.fill_(0.5)  # memory that was never written may be one page of zeros
@@ -224,7 +223,8 @@ def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
 
 
 def _write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
-    """A model folder of the Llama family. A feed-forward part without a gate becomes one of as many weights."""
+    """Write a model folder of the Llama family with random weights. A feed-forward part without a gate becomes one with
+    as many weights."""
     ffn = shape.ffn if shape.gated else -(-2 * shape.ffn // 3)
     config = {
         "model_type": "llama",
@@ -270,5 +270,5 @@ def _tensors(shape: ModelShape, ffn: int, num_layers: int, dtype: torch.dtype) -
 
 
 def _noise(size: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Random numbers that leave the sums of a matrix product at about 1."""
+    """Return random numbers that keep the sums of a matrix product at about 1."""
     return torch.randn(size).mul_(size[1] ** -0.5).to(dtype)

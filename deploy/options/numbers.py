@@ -1,15 +1,15 @@
-"""Numbers as options of the command line spell them; InvalidArgumentError names option, value and range."""
+"""Parses numbers of command-line options; InvalidArgumentError names option, value and range."""
 
 from baton.errors import InvalidArgumentError
 
 
 def counts(option: str, text: str, most: int) -> list[int]:
-    """Whole numbers joined by commas, ascending, each once."""
+    """Parse whole numbers joined by commas; return them ascending, each once. Raises InvalidArgumentError."""
     return sorted({count(option, part, most) for part in text.split(",")})
 
 
 def count(option: str, text: str, most: int) -> int:
-    """A whole number, `k` for 1024 times it."""
+    """Parse a whole number from 1 to `most`, in which `k` stands for 1024 times. Raises InvalidArgumentError."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= most:
         raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: use whole numbers from 1 to {most}")
@@ -17,7 +17,7 @@ def count(option: str, text: str, most: int) -> int:
 
 
 def positive(option: str, text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0. Raises InvalidArgumentError."""
     try:
         value = float(text)
     except ValueError:
@@ -28,7 +28,7 @@ def positive(option: str, text: str) -> float:
 
 
 def assignments(option: str, text: str) -> dict[str, int]:
-    """FIELD=N,... as a table."""
+    """Parse FIELD=N,... and return the numbers by field. Raises InvalidArgumentError."""
     fields = {}
     for assignment in text.split(","):
         field, equals, value = (part.strip() for part in assignment.partition("="))
@@ -39,6 +39,6 @@ def assignments(option: str, text: str) -> dict[str, int]:
 
 
 def check_threads(num_threads: int) -> None:
-    """Raises InvalidArgumentError for a number of threads that nobody has."""
+    """Raise InvalidArgumentError for a negative number of threads."""
     if num_threads < 0:
         raise InvalidArgumentError(f"--threads {num_threads} is out of range: use 0 (all cores) or more")

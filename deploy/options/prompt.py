@@ -1,4 +1,4 @@
-"""Options and input that the commands which take a prompt share."""
+"""Options and input that are shared by the commands which take a prompt."""
 
 import argparse
 import sys
@@ -10,13 +10,13 @@ MAX_PROMPT_BYTES = 8 * 2**20
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:
-    """Adds the prompt and how to take it."""
+    """Add the prompt, and --chat, to a command."""
     parser.add_argument("prompt", help="the prompt; - reads it from standard input")
     parser.add_argument("--chat", action="store_true", help="send the prompt as a user's chat message")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that `sampling_options` reads."""
+    """Add the sampling options to a command; `sampling_options` reads them."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=128, help="output tokens at most")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
@@ -34,7 +34,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_options(args: argparse.Namespace) -> SamplingOptions:
-    """What the options ask of sampling; a seed only if one was given."""
+    """Return the sampling parameters that the options give; a seed only if one was given."""
     options: SamplingOptions = {
         "max_tokens": args.max_tokens,
         "temperature": args.temperature,
@@ -50,8 +50,8 @@ def sampling_options(args: argparse.Namespace) -> SamplingOptions:
 
 
 def read_prompt(argument: str) -> str:
-    """The prompt of the command line, or for `-` that of standard input (blocks). Raises InvalidArgumentError for one
-    that is empty, too long, or not UTF-8."""
+    """Return the prompt of the command line, or for `-` that of standard input (blocks). Raises InvalidArgumentError
+    for one that is empty, too long, or not UTF-8."""
     data = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1) if argument == "-" else argument.encode(errors="surrogateescape")
     if len(data) > MAX_PROMPT_BYTES:
         raise InvalidArgumentError(f"prompt is longer than {MAX_PROMPT_BYTES} bytes: send less text")

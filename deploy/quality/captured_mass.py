@@ -1,7 +1,7 @@
-"""How much attention a selection would keep: what `baton prepare` judges bases by, without a step of generation.
+"""How much attention a selection of keys keeps: the measure by which `baton prepare` judges bases without generating.
 
-A softmax over all keys gives each a weight; what lies on the chosen keys is the *captured mass*, and what does not is
-missing from the layer's output. Computed from one run over a text: queries at some positions, all earlier keys.
+A softmax over all keys gives each a weight. The weight of the chosen keys is the *captured mass*; the rest is missing
+from the layer's output. It is computed from one run over a text: queries at some positions, all earlier keys.
 
 Legend: Q queries looked at, S keys, N query heads, G kv heads, J = N / G, H head dim, R columns of a basis.
 """
@@ -18,20 +18,20 @@ from modeling.sparse.bases import Basis, LayerSample
 
 @dataclass(frozen=True)
 class Captured:
-    """Means over layers that select, queries and heads."""
+    """What a selection keeps: means over the layers that select, queries and heads."""
 
     mass: float
-    """Part of the softmax's weight on the chosen keys."""
+    """Fraction of the softmax's weight that lies on the chosen keys."""
     share: float
-    """Chosen keys, as a part of the row's."""
+    """Fraction of the row's keys that are chosen."""
 
 
 @dataclass(frozen=True)
 class Guess:
-    """One way to choose keys."""
+    """One way to choose keys: by a basis, or by true scores."""
 
     basis: Basis | None
-    """None: by true scores, the best that so many keys can do."""
+    """Basis whose columns score the keys; None: true scores, the best that so many keys can do."""
     lookahead: int
     selection: Selection
 
@@ -39,8 +39,8 @@ class Guess:
 def captured(
     samples: Iterable[LayerSample], guesses: Sequence[Guess], positions_Q: Tensor, windows: Sequence[int | None]
 ) -> list[Captured]:
-    """What each guess captures of the attention of the queries at `positions_Q`, in the guesses' order; `windows`: of
-    all layers."""
+    """Return what each guess captures of the attention of the queries at `positions_Q`, in the order of the guesses.
+    `windows` has the sliding windows of all layers."""
     found = torch.zeros(len(guesses), 2, dtype=torch.float64)
     num_layers = 0
     for sample in samples:
@@ -59,13 +59,14 @@ def captured(
 
 
 def closeness(scores_GJQS: Tensor) -> Tensor:
-    """`[G, Q, S]`: how far below a query head's best key a key is, for that of the J heads for which it is least."""
+    """Return, as `[G, Q, S]`, how far below a query head's best key a key is, for the one of the J heads for which that
+    is least."""
     return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Which keys a selection takes, as a mask `[G, Q, S]`: the rule of modeling.forward.selection, for many queries at
-    once."""
+    """Return the keys that a selection takes, as a mask `[G, Q, S]`: the rule of modeling.forward.selection, for many
+    queries at once."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)
@@ -86,7 +87,7 @@ def _guessed(sample: LayerSample, guess: Guess, basis: Basis, positions_Q: Tenso
 
 
 def _scores(q_QNX: Tensor, k_SGX: Tensor) -> Tensor:
-    """`[G, J, Q, S]`, over whatever columns both have."""
+    """Return scores `[G, J, Q, S]`, over whatever columns queries and keys have."""
     num_queries, num_heads, num_columns = q_QNX.shape
     num_kv_heads = k_SGX.shape[1]
     q_QGJX = q_QNX.reshape(num_queries, num_kv_heads, num_heads // num_kv_heads, num_columns)

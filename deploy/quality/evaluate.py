@@ -1,6 +1,7 @@
-"""`baton evaluate`: what do residency policies cost in quality, and what do they save?
+"""`baton evaluate`: measures what residency policies cost in quality, and what they save.
 
-No cluster: one process reads natural text through each policy, as a generation group would (`deploy.quality.reading`).
+It needs no cluster: one process reads natural text through each policy, as a generation group would
+(`deploy.quality.reading`).
 """
 
 import argparse
@@ -34,13 +35,13 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
     "window": ("budget",),
     "h2o": ("budget",),
 }
-"""What of --budget and --alpha means something to a policy."""
+"""Which of --budget and --alpha apply to a policy, by its name."""
 _BASED = ("infinigen", "infinigen_int4")
-"""Policies that take the basis that `baton prepare` wrote; the first can evict."""
+"""Policies that use the basis that `baton prepare` wrote."""
 _POOLED = "infinigen"
-"""The policy that may keep less than it was given."""
+"""The policy that may evict keys from its pool."""
 _PREPARED = (*_BASED, "oracle", "window", "h2o")
-"""Policies that go by what it wrote."""
+"""Policies that need the file that `baton prepare` wrote."""
 
 _DESCRIPTION = """\
 Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
@@ -77,15 +78,15 @@ class Setting:
 
     policy: str
     budget: float | None = None
-    """So large a part of a row's tokens, whatever their keys' scores are."""
+    """Fraction of a row's tokens that is chosen, whatever their keys' scores are; None: as prepared."""
     alpha: float | None = None
-    """Keys that come this close to the best score."""
+    """How close to the best score a chosen key must come; None: as prepared."""
     selection: Path | None = None
-    """What `baton prepare` wrote; None: where it wrote for the model."""
+    """File that `baton prepare` wrote; None: where it wrote for the model."""
     pool: float | None = None
-    """So large a part of a row's tokens is kept; None: all are."""
+    """Fraction of a row's tokens that is kept; None: all are."""
     eviction: str | None = None
-    """Who goes, where they are not."""
+    """Way to evict tokens from a pool; None without a pool."""
 
     def __str__(self) -> str:
         parts = [self.policy]
@@ -102,24 +103,24 @@ class Setting:
 
 @dataclass(frozen=True)
 class Size:
-    """How much is read."""
+    """How much text is read."""
 
     contexts: tuple[int, ...]
     num_rows: int
     num_steps: int
     mass_every: int
-    """Steps from one at which keys are weighed to the next; 0: never."""
+    """Keys are weighed at every so many steps; 0: never."""
     has_needles: bool
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One setting at one context length."""
+    """Results of one setting at one context length."""
 
     context: int
     policy: str
     setting: str
-    """With the policy's name."""
+    """Name of the setting, the policy's included."""
     budget: float | None
     alpha: float | None
     selection: str | None
@@ -128,34 +129,35 @@ class Cell:
     is_exact: bool
     perplexity: float
     cost: float
-    """By what part that is above full attention's."""
+    """Relative rise of perplexity above full attention's."""
     cost_error: float | None
-    """Its standard error, over rows; None for one row."""
+    """Standard error of `cost` over rows; None for one row."""
     same_choice: float
-    """Part of the steps that choose as full attention does."""
+    """Fraction of the steps whose likeliest token is full attention's."""
     picked_share: float | None
-    """Of a row's tokens, in layers that choose; None where none does."""
+    """Fraction of a row's tokens that is attended to, in layers that choose; None where none does."""
     kv_share: float
-    """KV bytes that attention read, of full attention's."""
+    """KV bytes that attention read, as a fraction of full attention's."""
     link_share: float
-    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, of the same."""
+    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, as a fraction of
+    the bytes that full attention reads."""
     home_share: float
-    """Memory in which KV lives between steps, of what full attention's takes."""
+    """Memory in which KV lives between steps, as a fraction of what full attention takes."""
     device_share: float
-    """Memory that counts as the device's, what the policy chooses by included, of the same."""
+    """Memory that counts as the device's, what keys are chosen by included, as a fraction of full attention's."""
     mass: float | None
-    """Of true attention, on the picked keys; None where it was not asked for."""
+    """Weight of true attention on the keys attended to; None where it was not asked for."""
     num_found: int | None
-    """Needles found; None where they were not asked for."""
+    """Number of needles found; None where they were not asked for."""
     step_ms: float
-    """Median."""
+    """Median milliseconds of a step."""
     chunks: tuple[float, ...]
     """Perplexity of consecutive parts of the steps."""
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that is printed."""
+    """Everything that `baton evaluate` prints."""
 
     title: str
     num_rows: int
@@ -164,7 +166,7 @@ class Evaluation:
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `evaluate` command."""
+    """Add the `evaluate` command to the command line."""
     parser = commands.add_parser(
         "evaluate",
         help="measure what residency policies cost in quality, beside full attention",
@@ -224,16 +226,16 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton evaluate`; return the exit status."""
     size, settings = find_size(args), find_settings(args)
-    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from rich.console import Console
 
     from deploy.quality.plots import draw, require_plots
     from deploy.quality.reading import evaluate
 
     if args.plot is not None:
-        require_plots(args.plot)  # before minutes of reading
+        require_plots(args.plot)  # fails before minutes of reading
     evaluation = evaluate(args, size, settings, Console(stderr=True, highlight=False))
     if args.json:
         print(json.dumps(dataclasses.asdict(evaluation)))
@@ -248,7 +250,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_size(args: argparse.Namespace) -> Size:
-    """Raises InvalidArgumentError."""
+    """Return how much is to be read. Raises InvalidArgumentError for an option that is out of range."""
     option_values.check_threads(args.threads)
     return Size(
         contexts=tuple(option_values.counts("--context", args.context, MAX_TOKENS)),
@@ -260,8 +262,8 @@ def find_size(args: argparse.Namespace) -> Size:
 
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
-    """Each policy with the budget that is its own, or else with all the sizes that mean something to it, and once if
-    none does. Raises InvalidArgumentError."""
+    """Return the settings to compare: each policy with its own budget if it has one, else with every size that applies
+    to it, or once if none does. Raises InvalidArgumentError."""
     named = dict.fromkeys(name.strip() for name in args.policies.split(","))
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
@@ -278,7 +280,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
         if has_own:
             meant = [{"budget": _own_budget(policy, own)}]
-        # to the others, several files would say the same
+        # for policies without a basis, several files would give the same reading
         used = files if policy in _BASED else files[:1] if policy in _PREPARED else [None]
         for path, size in itertools.product(used, meant):
             whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
@@ -288,7 +290,7 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
 
 
 def _own_budget(policy: str, text: str) -> float:
-    """The number behind a policy's name."""
+    """Parse the budget behind a policy's name."""
     if "budget" not in _SIZES.get(policy, ()):
         raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
     (budget,) = _numbers("--policies", text, 1.0)
@@ -296,7 +298,7 @@ def _own_budget(policy: str, text: str) -> float:
 
 
 def _numbers(option: str, text: str, most: float) -> list[float]:
-    """Numbers above 0 joined by commas, ascending, each once."""
+    """Parse numbers above 0 joined by commas; return them ascending, each once."""
     numbers = sorted({option_values.positive(option, part.strip()) for part in text.split(",")})
     if numbers[-1] > most:
         raise InvalidArgumentError(f"{option}: {numbers[-1]:g} is out of range: use numbers above 0, up to {most:g}")
@@ -304,7 +306,7 @@ def _numbers(option: str, text: str, most: float) -> list[float]:
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
-    """A line a cell: what it costs."""
+    """Return a table with one line a cell: its cost in quality."""
     table = _table("quality", ["perplexity", "cost, %", "same choice", "mass", "needles"])
     for cell in cells:
         error = "" if cell.cost_error is None else f" +- {100 * cell.cost_error:.1f}"
@@ -321,7 +323,7 @@ def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
 
 
 def bytes_table(cells: Sequence[Cell]) -> "Table":
-    """A line a cell: what it takes."""
+    """Return a table with one line a cell: what it reads and holds."""
     table = _table(
         "what is read and held, % of full attention's", ["keys", "KV read", "link", "home", "device", "step, ms"]
     )

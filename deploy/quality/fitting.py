@@ -1,4 +1,4 @@
-"""The work of `baton prepare`: fit bases, judge them, tune a selection, keep what is best. Blocks for a minute or more.
+"""The work of `baton prepare`: fit bases, judge them, tune a selection, keep the best. Blocks for a minute or more.
 
 passage 1 -> queries and keys of every layer -> bases of all kinds, all ratios
 passage 2 -> the same                        -> attention that each captures -> the best kind of each ratio
@@ -40,47 +40,48 @@ from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepar
 from text.tokenizer import Tokenizer
 
 _FITTED_TOKENS = 2048
-"""At most: bases are fitted to the beginning of the first passage."""
+"""Tokens that bases are fitted to, at most: the beginning of the first passage."""
 _LEAST_TOKENS = 64
 _NUM_JUDGED = 64
-"""Queries, evenly over the second half of the second passage."""
+"""Number of queries by which bases are judged, evenly over the second half of the second passage."""
 _JUDGED_SHARE = 0.05
-"""Of the keys, chosen by score where bases are compared: as many by each."""
+"""Fraction of the keys that each basis chooses by score when bases are compared."""
 _MASS_EVERY = 16
-"""Steps from one at which the final selection's keys are weighed to the next."""
+"""Steps between two at which the final selection's keys are weighed."""
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A basis, and the part of the softmax's weight that it captures with the same number of keys as the others."""
+    """A basis, and the fraction of the softmax's weight that it captures with as many keys as every other basis."""
 
     basis: Basis
     own_mass: float
-    """By the layer's own queries."""
+    """Fraction captured by the layer's own queries."""
     early_mass: float
-    """By queries that were predicted a layer early."""
+    """Fraction captured by queries that were predicted a layer early."""
     is_best: bool
-    """Of its number of columns, at the lookahead asked for."""
+    """Whether it captures most among bases with as many columns, at the lookahead asked for."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that is printed."""
+    """Everything that `baton prepare` prints."""
 
     title: str
     judged: tuple[Judged, ...]
     judged_share: float
-    """Of the keys, that were chosen where bases were compared, those always chosen included."""
+    """Fraction of the keys that was chosen where bases were compared, those always chosen included."""
     best_mass: float
-    """That so many keys can capture."""
+    """Fraction of the softmax's weight that this many keys can capture at best."""
     full_perplexity: float
     found: tuple[Found, ...]
-    """What is kept comes first."""
+    """The selections that keep within the cost; the first is written to the file."""
     path: Path
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Does it all, and writes the file. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Fit, judge and tune, and write the file. Blocks for a minute or more. Raises InvalidArgumentError, ConfigError,
+    ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -114,7 +115,7 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 @torch.inference_mode()
 def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, teller: Teller) -> list[Basis]:
-    """A basis of each kind, with as many columns as the largest ratio asks for."""
+    """Fit a basis of each kind, with as many columns as the largest ratio asks for."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
@@ -127,7 +128,8 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, teller: Tell
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, teller: Teller
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Each basis with each number of columns, by what it captures of a text's attention; and what true scores do."""
+    """Judge each basis with each number of columns by what it captures of a text's attention. Return that, and what
+    true scores capture."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -148,8 +150,8 @@ def judge(
 
 
 def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Found]:
-    """Selections by these bases: found by search, what reads least first; or the one given by hand, where it costs
-    least first. Raises ConfigError."""
+    """Return selections by these bases: found by search, the one that reads least first; or the one given by hand, the
+    basis with the least cost first. Raises ConfigError."""
     if wanted.by_hand is None:
         fixed = Selection(math.inf, 1.0, wanted.num_first, wanted.num_last, wanted.free_keys)
         return tune(bases, fixed, wanted.context, wanted.most_cost, reader.measure)
@@ -162,7 +164,7 @@ class Reader:
     """Reads the same passages through one policy after another."""
 
     def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, teller: Teller) -> None:
-        """Prefills the passages, and reads them with all keys. Raises ConfigError when there is no memory."""
+        """Prefill the passages, and read them with all keys. Raises ConfigError when there is not enough memory."""
         self._decoder = decoder
         self._lookahead = lookahead
         self._teller = teller
@@ -179,22 +181,24 @@ class Reader:
 
     @property
     def full_perplexity(self) -> float:
-        """With all keys."""
+        """Perplexity of the passages with all keys."""
         return perplexity(self._full.losses_BM)
 
     def read(self, basis: Basis, selection: Selection, mass_every: int = 0) -> Reading:
-        """By the policy, with what is to be tried. `mass_every`: as `deploy.quality.passages.read` has it."""
+        """Read the passages through the policy infinigen with this basis and selection. Every `mass_every` steps the
+        picked keys are weighed, which is slow; 0: never."""
         fingerprint = self._shape.layout.model_fingerprint
         prepared = PreparedSelection(basis, selection, self._lookahead, fingerprint, text_hash="")
         residency = InfinigenResidency(self._shape, PagedMemory, prepared, self._decoder)
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """As `deploy.quality.selection_tuning` asks for it."""
+        """Measure the cost and the reads of a basis and selection. Implements
+        deploy.quality.selection_tuning.Measure."""
         reading = self.read(basis, selection)
         cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
         layout = self._shape.layout
-        # a partial key, in bf16, is kept for each key in the layers that choose
+        # besides KV, a bf16 partial key is read for each key in the layers that choose
         choosing_share = (layout.num_layers - NUM_WHOLE_LAYERS) / layout.num_layers
         partial_share = choosing_share * 2 * layout.num_kv_heads * basis.num_columns / layout.row_bytes
         measured = Measured(
@@ -216,7 +220,7 @@ class Reader:
 
 
 def require_fit(decoder: Decoder, wanted: Wanted) -> None:
-    """What would else fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Refuse at once what would fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
     config = decoder.config
     if config.num_layers <= NUM_WHOLE_LAYERS:
         raise ModelError(
@@ -245,7 +249,7 @@ def _name(basis: Basis, selection: Selection) -> str:
 
 
 def _num_columns(decoder: Decoder, wanted: Wanted) -> list[int]:
-    """Of the ratios, ascending, each once."""
+    """Return the numbers of columns that the ratios give, ascending, each once."""
     return sorted({max(1, round(ratio * decoder.config.head_dim)) for ratio in wanted.ratios})
 
 
@@ -254,7 +258,7 @@ def _num_sampled(decoder: Decoder) -> int:
 
 
 def _counted(samples: Iterable[LayerSample], done: Callable[[int], None]) -> Iterator[LayerSample]:
-    """The same; `done` hears of each when the next is asked for."""
+    """Yield the samples; call `done` for each when the next is asked for."""
     for sample in samples:
         yield sample
         done(1)

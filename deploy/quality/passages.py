@@ -1,9 +1,9 @@
-"""How good is a residency policy? Natural text, read through policy and decoder as a generation step runs them.
+"""Measures the quality of a residency policy by reading natural text through it, as generation steps do.
 
-A row is a passage: a context, whose KV full attention made and a push brought into the policy's memory, the same bytes
-for every policy; and what truly follows, one token a step, all rows in one batch. Each step says how likely it found
-the token that comes next, and which it would have chosen: teacher-forced, so that every policy is asked the same.
-Runs on the thread that calls it, and draws nothing at random.
+A row is a passage: a context, and the text that truly follows it. Full attention makes the context's KV, which is
+pushed into the policy's memory, the same bytes for every policy. The text behind it is fed one token a step, all rows
+in one batch. Each step says how likely it found the token that comes next, and which it would have chosen:
+teacher-forced, so that every policy is asked the same. Runs on the thread that calls it, and draws nothing at random.
 
 Legend: B rows, M steps, V vocabulary, D hidden.
 """
@@ -25,14 +25,14 @@ from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
 
 _CHUNK_TOKENS = 1024
-"""Of a context that are prefilled at once."""
+"""Tokens of a context that are prefilled at once."""
 _UNTIMED_STEPS = 3
-"""At the beginning of a run, whose time does not count: memory is touched for the first time."""
+"""Steps at the beginning of a run that are not timed, because they touch memory for the first time."""
 
 
 @dataclass(frozen=True)
 class Passage:
-    """Consecutive tokens of a text: a context, and what follows."""
+    """Consecutive tokens of a text: a context, and what follows it."""
 
     token_ids: tuple[int, ...]
     num_context: int
@@ -44,7 +44,7 @@ class Passage:
 
     @property
     def num_steps(self) -> int:
-        """Tokens to ask for: all behind the context but its first, which prefill would have chosen."""
+        """Tokens to ask for: all behind the context but the first, which prefill would have chosen."""
         return len(self.token_ids) - self.num_context - 1
 
 
@@ -54,51 +54,51 @@ class Context:
 
     passage: Passage
     kv: KvBuffer
-    """By full attention; of the context's tokens at least."""
+    """KV made by full attention, of at least the context's tokens."""
 
 
 @dataclass(frozen=True)
 class StepScore:
-    """What one step says of the tokens that come next."""
+    """The result of one step: what it says of the tokens that come next."""
 
     losses_B: Tensor
-    """Negative log likelihoods of the true ones, natural logarithm, float64."""
+    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
     choices_B: Tensor
-    """The likeliest tokens."""
+    """Tokens that the step found likeliest."""
     duration_s: float
-    """Of decoder, policy, logits and choice."""
+    """Seconds of decoder, policy, logits and choice."""
     num_kv_bytes: int
-    """That attention read, by the policy's account."""
+    """Bytes of KV that attention read, by the policy's account."""
     num_link_bytes: int
-    """Copied between host and device, by the policy's account."""
+    """Bytes copied between host and device, by the policy's account."""
     num_full_bytes: int
-    """That attention to all tokens reads."""
+    """Bytes of KV that attention to all tokens would read."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """All steps of one policy over the same passages."""
+    """The result of all steps of one policy over the same passages."""
 
     losses_BM: Tensor
-    """As StepScore's."""
+    """Negative log likelihoods of the true tokens, natural logarithm, float64."""
     choices_BM: Tensor
     step_s: float
-    """Median time of a step: of those that nobody watched, and that were not the first."""
+    """Median seconds of a step; the first steps, and those whose keys were weighed, do not count."""
     num_kv_bytes: int
-    """Over all steps, as StepScore's; so are the next two."""
+    """Bytes of KV that attention read in all steps; `num_link_bytes` and `num_full_bytes` are sums as well."""
     num_link_bytes: int
     num_full_bytes: int
     held: KvBytes
-    """Memory of all rows, after the last step."""
+    """Memory of all rows after the last step."""
     picked_share: float | None
-    """Mean part of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
+    """Mean fraction of a row's keys that its kv heads attended to, in layers that choose; None where none does."""
     mass: float | None
-    """Mean part of true attention's weight on those keys, where that was watched."""
+    """Mean fraction of true attention's weight on the keys attended to; None where it was not weighed."""
 
 
 def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], None] | None = None) -> KvBuffer:
-    """The KV of `token_ids` by full attention, chunk by chunk; `done` hears of each how many tokens it had. Raises what
-    is in OUT_OF_MEMORY."""
+    """Compute the KV of `token_ids` by full attention, chunk by chunk; `done` is called with the tokens of each chunk.
+    Raises the errors of OUT_OF_MEMORY."""
     kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)), decoder.device)
     with torch.inference_mode():
         for chunk in kv.tokens.split(_CHUNK_TOKENS):
@@ -109,7 +109,7 @@ def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], No
 
 
 def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
-    """What a policy needs to know to hold a row for each passage."""
+    """Return the sizes that a policy needs to hold a row for each passage."""
     longest = max(len(passage.token_ids) for passage in passages)
     return KvShape(decoder.layout, decoder.config.windows, len(passages), longest)
 
@@ -130,7 +130,8 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Pushes each context's KV to a row of the policy, which has no other; releases the rows in the end."""
+        """Push each context's KV to a row of the policy, which must have no others; release the rows at the end of the
+        block."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):
@@ -144,17 +145,17 @@ class PassageRows:
 
     @property
     def num_steps_left(self) -> int:
-        """Until the first passage ends."""
+        """Steps that are left until the first passage ends."""
         return min(passage.num_steps for passage in self._passages) - self._num_steps
 
     @property
     def held(self) -> KvBytes:
-        """Memory of all rows."""
+        """Memory of all rows at this moment."""
         return sum((row.num_bytes for row in self._rows), KvBytes())
 
     @torch.inference_mode()
     def step(self, meter: PicksMeter | None = None) -> StepScore:
-        """Feeds every row its next token; `meter` watches what the policy picks."""
+        """Feed every row its next token; `meter` watches what the policy picks."""
         assert self.num_steps_left, "a passage has ended"
         places = [passage.num_context + self._num_steps for passage in self._passages]
         spans = [(SlotId(slot), TokenRange(at, at + 1)) for slot, at in enumerate(places)]
@@ -183,8 +184,8 @@ class PassageRows:
 
 
 def read(rows: PassageRows, mass_every: int = 0, done: Callable[[], None] | None = None) -> Reading:
-    """Reads to the end of the first passage; `done` hears of each step. `mass_every`: at every so many steps, what
-    weight true attention has on the keys that were picked is found out, which is slow; 0: never."""
+    """Read to the end of the first passage; `done` is called after each step. Every `mass_every` steps, the weight of
+    true attention on the picked keys is measured, which is slow; 0: never."""
     meter, scores, times = PicksMeter(), [], []
     for number in range(rows.num_steps_left):
         meter.weighs = bool(mass_every) and number % mass_every == 0

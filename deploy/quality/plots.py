@@ -1,8 +1,8 @@
 """The plot of `baton evaluate`, a column for each context length, after the InfiniGen paper (Lee et al., OSDI 2024).
 
-Above what quality costs against the KV that is read, its figures 11 and 19, and how often the choice is full
-attention's; below how perplexity goes on as the text does, its figure 12, each policy at about the same size; and how
-much of true attention lies on the keys that are read, where that was weighed.
+From top to bottom: the cost in quality against the KV that is read (its figures 11 and 19); how often the choice is
+full attention's; how perplexity develops along the text (its figure 12), each policy at about the same size; and, where
+it was weighed, how much of true attention lies on the keys that are read.
 """
 
 import textwrap
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 _ROW_INCHES = 3.4
 _TITLE_CHARACTERS = 70
-"""In a line, for each column."""
+"""Characters in a line of the title, for each column."""
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
-"""By what is compared: cells of one policy and file, along the KV that they read."""
+"""Cells of one policy and file, ascending by the KV that they read, by the curve's label."""
 
 
 def require_plots(path: Path) -> None:
-    """Raises InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
+    """Raise InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
     if path.suffix != ".png":
         raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
     try:
@@ -35,7 +35,8 @@ def require_plots(path: Path) -> None:
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Writes a PNG. Raises as `require_plots`, and ConfigError for a path that cannot be written to."""
+    """Draw the evaluation as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without
+    matplotlib or for a path that cannot be written to."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -74,11 +75,11 @@ def _curves(cells: Sequence[Cell]) -> _Curves:
         label = cell.policy if cell.selection is None else f"{cell.policy} {cell.selection}"
         label += "" if cell.pool is None else f" pool {cell.pool:g} {cell.eviction}"
         curves.setdefault(label, []).append(cell)
-    return dict(sorted(curves.items()))  # a policy has its colour in all panels, whatever it reads
+    return dict(sorted(curves.items()))  # sorted, so that a policy has its colour in all panels
 
 
 def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | None]) -> None:
-    """A curve for each policy; those that were not asked have none."""
+    """Draw a curve for each policy over the KV that it reads; a policy without values has none."""
     for at, (label, cells) in enumerate(curves.items()):
         points = [(100 * cell.kv_share, number) for cell in cells if (number := value(cell)) is not None]
         if points:
@@ -89,7 +90,8 @@ def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | 
 
 
 def _over_text(panel: "Axes", curves: _Curves, num_steps: int) -> None:
-    """Of each policy, the cell that reads about as much KV as the first approximate one."""
+    """Draw each policy's perplexity along the text, for the cell that reads about as much KV as the first approximate
+    one."""
     approximate = [cells[0].kv_share for cells in curves.values() if not cells[0].is_exact]
     target = approximate[0] if approximate else 1.0
     for at, (label, cells) in enumerate(curves.items()):

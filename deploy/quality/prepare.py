@@ -1,6 +1,7 @@
-"""`baton prepare`: finds out how a model's keys can be chosen by a part of their columns, for residency `infinigen`.
+"""`baton prepare`: finds how a model's keys can be chosen by a part of their columns, for residency `infinigen`.
 
-No cluster: one process runs the model over a text (`deploy.quality.fitting`). docs/infinigen.md says what is fitted.
+It needs no cluster: one process runs the model over a text (`deploy.quality.fitting`). docs/infinigen.md says what is
+fitted.
 """
 
 import argparse
@@ -53,30 +54,30 @@ examples:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the options ask for."""
+    """What the options of `baton prepare` ask for."""
 
     kinds: tuple[str, ...]
     ratios: tuple[float, ...]
-    """Columns kept, as a part of the head's."""
+    """Columns of a head that are kept, as fractions of all."""
     reach: int
-    """Positions below which bases shall hold; 0: the model's context."""
+    """Positions below which bases must hold; 0: the model's context."""
     lookahead: int
     context: int
     """Tokens of each passage before the steps."""
     num_rows: int
-    """Passages, the one that is fitted to included."""
+    """Number of passages, the one that is fitted to included."""
     num_steps: int
     most_cost: float
-    """That perplexity may rise, as a part."""
+    """Relative rise of perplexity that is allowed."""
     by_hand: tuple[float, float] | None
-    """alpha and most_share; None: to be found."""
+    """alpha and most_share as given; None: they are searched."""
     num_first: int
     num_last: int
     free_keys: int
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the `prepare` command."""
+    """Add the `prepare` command to the command line."""
     parser = commands.add_parser(
         "prepare",
         help="find how a model's keys can be chosen, for generation that reads some of them",
@@ -165,9 +166,9 @@ def _add_text(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the command; returns the exit status."""
+    """Run `baton prepare`; return the exit status."""
     wanted = find_wanted(args)
-    # Imported here, because it takes torch along: --help and mistyped options are answered at once.
+    # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from rich.console import Console
 
     from deploy.quality.fitting import prepare
@@ -182,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_wanted(args: argparse.Namespace) -> Wanted:
-    """Raises InvalidArgumentError."""
+    """Return what the options ask for. Raises InvalidArgumentError for an option that is out of range."""
     option_values.check_threads(args.threads)
     if args.output is not None and args.output.is_dir():
         raise InvalidArgumentError(f"--output {args.output} is a folder: name a file")
@@ -232,7 +233,7 @@ def _part(option: str, text: str) -> float:
 
 
 def bases_table(outcome: "Outcome") -> "Table":
-    """A line a basis: what it captures."""
+    """Return a table with one line a basis: the attention that it captures."""
     from rich.table import Table
 
     share = f"attention captured by {outcome.judged_share:.1%} of the keys"
@@ -249,7 +250,7 @@ def bases_table(outcome: "Outcome") -> "Table":
 
 
 def selections_table(outcome: "Outcome") -> "Table":
-    """A line a selection within the cost: what it reads; the first is taken."""
+    """Return a table with one line for each selection within the cost: what it reads. The first one is taken."""
     from rich.table import Table
 
     title = f"selections, beside full attention's perplexity of {outcome.full_perplexity:.2f}"

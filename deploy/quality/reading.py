@@ -35,22 +35,23 @@ from modeling.sparse.selection_file import PreparedSelection
 from text.tokenizer import Tokenizer
 
 _FULL = Setting("device")
-"""Full attention, which the others are compared with."""
+"""Full attention, to which all settings are compared."""
 _NUM_CHUNKS = 8
-"""Of the steps, whose perplexities are told apart."""
+"""Number of consecutive parts of the steps whose perplexities are reported."""
 _NEEDLE_TOKENS = 64
-"""More than a fact, its question and its answer take."""
+"""Tokens that a fact, its question and its answer take at most."""
 
 
 @dataclass(frozen=True)
 class VariedSource(SelectionSource):
-    """What was prepared, but for how many keys are chosen."""
+    """The prepared selection, with another number of keys to choose."""
 
     budget: float | None = None
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Raises ModelError when nothing was prepared for this model."""
+        """Load the selection and change how many keys it chooses. Raises ModelError when nothing was prepared for this
+        model."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -62,18 +63,18 @@ class VariedSource(SelectionSource):
 
 @dataclass(frozen=True)
 class Material:
-    """What is read at one context length."""
+    """The texts that are read at one context length."""
 
     plain: list[Context]
     facts: list[Context]
-    """Of needles; none where they are not asked for."""
+    """Passages with needles; empty where they are not asked for."""
     answers: list[int]
-    """Tokens of each needle's answer."""
+    """Number of tokens of each needle's answer."""
 
 
 @dataclass(frozen=True)
 class Readings:
-    """One setting's, of all material of one length."""
+    """What one setting read of all the material of one length."""
 
     plain: Reading
     is_exact: bool
@@ -81,15 +82,15 @@ class Readings:
 
 
 class Teller:
-    """Says on a console how far the work has come: bars on a terminal, lines as cells are done."""
+    """Shows progress on a console: bars on a terminal, and a line for each finished cell."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
 
     @contextlib.contextmanager
     def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """What it yields takes how much was done. Drawn then only: a thread that draws would take part in what is
-        timed."""
+        """Show a bar for work of `total` units. Yields a function that takes the units that were done. The bar is drawn
+        only then, because a thread that draws would disturb what is timed."""
         columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
         is_off = not self._console.is_terminal
         with Progress(*columns, console=self._console, transient=True, auto_refresh=False, disable=is_off) as progress:
@@ -102,12 +103,13 @@ class Teller:
             yield advance
 
     def tell(self, text: str) -> None:
-        """A line that stays."""
+        """Print a line that stays."""
         self._console.print(f"  {text}", style="dim", soft_wrap=True)
 
 
 def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
-    """Reads everything. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Read everything, and return what is printed. Blocks for minutes. Raises InvalidArgumentError, ConfigError,
+    ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -132,8 +134,8 @@ def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], 
 
 
 def gather(decoder: Decoder, texts: Texts, context: int, size: Size, teller: Teller) -> Material:
-    """Prefills all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
-    is no memory."""
+    """Prefill all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
+    is not enough memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
@@ -148,7 +150,7 @@ def gather(decoder: Decoder, texts: Texts, context: int, size: Size, teller: Tel
 
 
 def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, teller: Teller) -> Readings:
-    """Reads the passages as one batch, then the needles as one."""
+    """Read the passages as one batch, then the passages with needles as another."""
     plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, teller)
     if not material.facts:
         return Readings(plain, is_exact, None)
@@ -157,7 +159,7 @@ def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size,
 
 
 def num_found(choices_BM: Tensor, material: Material) -> int:
-    """Needles whose whole answer was chosen."""
+    """Return the number of needles whose whole answer was chosen."""
     answers = zip(choices_BM.tolist(), material.facts, material.answers, strict=True)
     return sum(choices[-length:] == list(fact.passage.token_ids[-length:]) for choices, fact, length in answers)
 
@@ -165,7 +167,7 @@ def num_found(choices_BM: Tensor, material: Material) -> int:
 def _read(
     decoder: Decoder, setting: Setting, contexts: Sequence[Context], mass_every: int, teller: Teller
 ) -> tuple[Reading, bool]:
-    """And whether the policy is exact."""
+    """Read the contexts through one policy. Return the reading, and whether the policy is exact."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
         _residency(decoder, setting, shape) as residency,
@@ -224,7 +226,7 @@ def _cell(context: int, setting: Setting, found: Readings, full: Reading) -> Cel
 
 
 def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
-    """What would else fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
+    """Refuse at once what would fail after minutes. Raises InvalidArgumentError, ConfigError, ModelError."""
     needed, limit = size.contexts[-1] + size.num_steps + 1, decoder.config.max_position
     needed += _NEEDLE_TOKENS if size.has_needles else 0
     if needed > limit:
@@ -232,7 +234,7 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
             f"--context {size.contexts[-1]} and --steps {size.num_steps} are beyond the {limit} tokens that the model"
             " takes: shorten one of them"
         )
-    shortest = size.contexts[0] + size.num_steps + 1  # a part of it must be a pool, too
+    shortest = size.contexts[0] + size.num_steps + 1  # a pool must be a part of it, too
     for setting, num_tokens in itertools.product(settings, {shortest, needed}):
         with _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)):
             pass

@@ -1,10 +1,11 @@
-"""How few keys are enough: the search behind `baton prepare`, by what reading text through the policy costs.
+"""Finds how few keys are enough: the search behind `baton prepare`, by what reading text through the policy costs.
 
-A selection has two bounds: alpha, how close to the best score a key must come, and most_share, how many keys a row may
-choose by score. Both cost perplexity and save bytes, the more, the tighter they are. So the tightest cap that may do
-without alpha is found by bisection; for it, and for the next looser one, the least alpha. Of what keeps within the
-allowed cost, that which reads least is best. Caps that rows of the length at hand do not feel, for they are below the
-keys that any row may choose, are not tried: longer rows would.
+A selection has two bounds: alpha, how close to the best score a key must come, and most_share, the cap on how many keys
+a row may choose by score. The tighter they are, the more perplexity they cost and the more bytes they save. The
+tightest cap that keeps within the allowed cost without alpha is found by bisection; for it, and for the next looser
+one, the least alpha is. Of the selections that keep within the cost, the one that reads least is best. A cap below the
+number of keys that any row may choose has no effect on rows of the measured length, and is not tried: it would affect
+longer rows.
 """
 
 import math
@@ -21,26 +22,27 @@ CAPS = (0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class Measured:
-    """What reading some text through a policy told, beside full attention on the same text."""
+    """Cost and savings of reading some text through a policy, compared with full attention on the same text."""
 
     cost: float
-    """By what part perplexity is above full attention's."""
+    """Relative rise of perplexity above full attention's."""
     cost_error: float
-    """Its standard error over passages; NaN for one passage."""
+    """Standard error of `cost` over passages; NaN for one passage."""
     picked_share: float
-    """Mean part of a row's keys that were attended to, in layers that choose."""
+    """Mean fraction of a row's keys that was attended to, in layers that choose."""
     read_share: float
-    """Bytes of KV and partial keys that attention and choosing read, of the KV that full attention reads."""
+    """Bytes of KV and partial keys that attention and choosing read, as a fraction of the KV that full attention
+    reads."""
 
     @property
     def likely_cost(self) -> float:
-        """The cost, if it were a standard error worse."""
+        """The cost, raised by one standard error."""
         return self.cost + (0.0 if math.isnan(self.cost_error) else self.cost_error)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A way to choose keys, and what it costs."""
+    """A way to choose keys, and its measured cost."""
 
     basis: Basis
     selection: Selection
@@ -51,9 +53,10 @@ Measure = Callable[[Basis, Selection], Measured]
 
 
 def tune(bases: Sequence[Basis], fixed: Selection, context: int, most_cost: float, measure: Measure) -> list[Found]:
-    """For each basis and cap the least alpha that costs at most `most_cost`, a part of perplexity, even if it were a
-    standard error worse, with the keys that `fixed` always or freely chooses; what reads least comes first. `context`:
-    tokens that rows have at least, when they are measured. Raises ConfigError when nothing keeps within."""
+    """Find, for each basis and cap, the least alpha whose cost, even if it were a standard error worse, is at most
+    `most_cost`, a fraction of perplexity. `fixed` has the numbers of keys that are always and freely chosen. Return the
+    selections, the one that reads least first. `context` is the least number of tokens of the measured rows. Raises
+    ConfigError when nothing keeps within the cost."""
     tries: list[Found] = []
     caps = [cap for cap in CAPS if math.floor(cap * context) > fixed.free_keys] or list(CAPS[-1:])
 
@@ -75,9 +78,9 @@ def _tightest(
     basis: Basis, fixed: Selection, caps: Sequence[float], most_cost: float, measure: Measure
 ) -> Iterator[Found]:
     def find(selections: Sequence[Selection]) -> Found | None:
-        """The first of them, from tight to loose, that keeps within."""
+        """Return the tightest of the selections, ordered from tight to loose, that keeps within the cost."""
         found: Found | None = None
-        low, high = 0, len(selections)  # below low they cost too much, from high on they do not
+        low, high = 0, len(selections)  # below `low` they cost too much, from `high` on they do not
         while low < high:
             middle = (low + high) // 2
             measured = measure(basis, selections[middle])

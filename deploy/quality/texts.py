@@ -1,7 +1,7 @@
-"""What `baton evaluate` reads: passages of natural text, and passages in which a fact is told early and asked for late.
+"""The texts of `baton evaluate`: natural passages, and passages in which a fact is told early and asked for late.
 
-Rows are independent samples: texts take turns, and each row has a part of its text to itself. Nothing is drawn at
-random but the facts, and these by a fixed seed.
+Rows are independent samples: texts take turns, and each row has a part of its text to itself. Only the facts are
+random, by a fixed seed.
 """
 
 import gzip
@@ -29,18 +29,19 @@ _SECRETS = (
 
 @dataclass(frozen=True)
 class Needle:
-    """A passage that ends in a fact, which its context told."""
+    """A passage that ends in the answer to a question whose fact its context told."""
 
     passage: Passage
     num_answer: int
-    """Tokens at the end that only the fact can tell."""
+    """Tokens of the answer at the end, which only the fact can tell."""
 
 
 class Texts:
-    """A part of a text for each row."""
+    """Texts, divided into a part for each row."""
 
     def __init__(self, tokenizer: Tokenizer, paths: Sequence[Path], num_rows: int) -> None:
-        """Raises InvalidArgumentError for a file that is no text, and for more of them than rows."""
+        """Read and divide the texts. Raises InvalidArgumentError for a file that is no text, and for more files than
+        rows."""
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
         self._tokenizer = tokenizer
@@ -52,14 +53,15 @@ class Texts:
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
-        """The first tokens of each row's part. Raises InvalidArgumentError when a part is too short."""
+        """Return the first tokens of each row's part as a passage. Raises InvalidArgumentError when a part is too
+        short."""
         num_tokens = num_context + num_steps + 1
         return [Passage(tuple(part.first(num_tokens)), num_context) for part in self._parts]
 
     def needles(self, num_context: int, num_steps: int) -> list[Needle]:
-        """A fact in the first half of each row's context, at another depth in each; at least `num_steps` tokens of the
-        text behind the context; then the question. Raises InvalidArgumentError when a part or a context is too
-        short."""
+        """Return a passage for each row with a fact in the first half of the context, at another depth in each row;
+        then at least `num_steps` tokens of the text behind the context; then the question and the answer. Raises
+        InvalidArgumentError when a part or a context is too short."""
         facts = _facts(len(self._parts))
         forms = [[self._bare(form.format(**fact)) for form in (_TOLD, _ASKED, _ANSWER)] for fact in facts]
         longest = max(len(asked) + len(answer) for _, asked, answer in forms)
@@ -75,7 +77,8 @@ class Texts:
         return needles
 
     def _bare(self, text: str) -> list[int]:
-        """Tokens of what stands within a text: without those that the tokenizer begins one with."""
+        """Return the tokens of a text that stands within another: without those that the tokenizer puts before a
+        text."""
         return self._tokenizer.encode(text)[self._num_added :]
 
 
@@ -94,14 +97,14 @@ class _Part:
 
 
 def _facts(num_facts: int) -> list[dict[str, str]]:
-    """Names that no text has, each with a secret."""
+    """Return names that no text has, each with a secret."""
     rng = random.Random(_SEED)
     names = ["".join(rng.sample(_SYLLABLES, 3)).capitalize() for _ in range(num_facts)]
     return [{"name": name, "secret": rng.choice(_SECRETS)} for name in names]
 
 
 def _equal_parts(text: str, num_parts: int) -> list[str]:
-    """Each begins with a line."""
+    """Divide a text into parts of about equal length, each of which begins with a line."""
     wanted = [len(text) * part // num_parts for part in range(1, num_parts)]
     starts = [0, *(text.find("\n", place) + 1 or len(text) for place in wanted), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(starts)]

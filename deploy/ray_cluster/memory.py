@@ -1,8 +1,8 @@
-"""What a supervisor's next life has to know, in Ray's key-value store, which lives as long as that Ray does: operators'
-orders, where clients find the orchestrator, and what groups said that may all have left since.
+"""What a supervisor's next life has to know: operators' orders, the orchestrator's ports, and the KV layout of groups
+that may all have left since. Kept in Ray's key-value store, which lives as long as that Ray does.
 
 Orders are written before they are carried out, so that a group that was to leave does not come back with a new
-supervisor; the next orchestrator hears of them from the supervisor.
+supervisor; the next orchestrator gets them from the supervisor.
 """
 
 import json
@@ -18,16 +18,16 @@ _SETS = ("drained", "leaving", "stand_ins")
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one cluster."""
+    """What the supervisor of one cluster keeps for its next life."""
 
     orders: Orders
     ports: tuple[int, int | None] | None = None
-    """The orchestrator's and its metrics', as it got them; None before it has served."""
+    """Ports of the orchestrator and of its metrics (None: no metrics); None before the orchestrator has served."""
     layout_fingerprint: str = ""
-    """Of the KV of groups that were there when this was kept."""
+    """Fingerprint of the KV layout of the groups that were there when this was kept."""
 
     def save(self, namespace: str) -> None:
-        """Replaces what was kept for the cluster of that namespace."""
+        """Keep this for the cluster of that namespace, replacing what was kept before."""
         orders = {name: sorted(getattr(self.orders, name)) for name in _SETS}
         rest = {"ports": self.ports, "layout_fingerprint": self.layout_fingerprint}
         fields = {**orders, "models": dict(self.orders.models), **rest}
@@ -35,7 +35,7 @@ class Memory:
 
 
 def load_memory(namespace: str) -> Memory | None:
-    """What an earlier supervisor of the cluster kept; None when its groups have never been up."""
+    """Return what an earlier supervisor of the cluster kept; None when its groups have never been up."""
     text = _internal_kv_get(_KEY, namespace=namespace)
     if text is None:
         return None
@@ -45,5 +45,5 @@ def load_memory(namespace: str) -> Memory | None:
 
 
 def forget_memory(namespace: str) -> None:
-    """The cluster has ended. Harmless when nothing was kept."""
+    """Delete what is kept for a cluster that has ended. Harmless when nothing was kept."""
     _internal_kv_del(_KEY, namespace=namespace)

@@ -37,17 +37,17 @@ _MAX_CALLS = 16
 
 @dataclass(frozen=True)
 class OrchestratorPlan:
-    """What a new life of the orchestrator is made of."""
+    """What a new life of the orchestrator is made from."""
 
     config: ClusterConfig
     folder: Path
-    """Of the resolved model."""
+    """Folder of the resolved model."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
 
     @property
     def limits(self) -> OrchestratorConfig:
-        """As the orchestrator takes them."""
+        """The orchestrator's settings, as it takes them."""
         section = self.config.orchestrator
         return OrchestratorConfig(
             max_queued=section.max_queued_requests,
@@ -76,14 +76,18 @@ class OrchestratorKeeper:
         *,
         report: Report | None = None,
     ) -> None:
-        """`report` takes a line for the user about a failure that was not foreseen."""
+        """Make a keeper that has no actor yet. `report` takes a line for the user about a failure that was not
+        foreseen."""
         section = plan.config.orchestrator
         self.ports = (section.port, None if section.metrics_port < 0 else section.metrics_port)
-        """That it listens on, for clients and for metrics (None: no metrics); once started, those that it got."""
+        """Ports for clients and for metrics (None: no metrics): as configured, and once started, those that the
+        orchestrator got."""
         self.orders = Orders()
-        """What operators want, as its last life knew; for its next. Set by the supervisor, which has kept them, too."""
+        """Operators' orders, as the orchestrator's last life knew them, for its next life. First set by the supervisor,
+        which keeps them too."""
         self.follow: Callable[[Orders], Orders] = _keep
-        """Called with each heartbeat's answer; returns what is kept of it. Set once, by the supervisor."""
+        """Called with the orders in each heartbeat's answer; returns those that were kept. Set once, by the
+        supervisor."""
         self._plan = plan
         self._view = view
         self._heartbeat = heartbeat
@@ -93,16 +97,17 @@ class OrchestratorKeeper:
         self._planner: ChainPlanner | None = None
         self._pid = 0
         self._last_seen_s = 0.0
-        """When the actor answered last, or was replaced."""
+        """When the actor last answered, or was replaced, on the clock."""
         self._news = asyncio.Event()
         self._report = report
 
     def tell(self) -> None:
-        """The view has changed: push it now."""
+        """Push the changed view now, without waiting for the next heartbeat."""
         self._news.set()
 
     async def start(self) -> None:
-        """Returns when it serves; finds one that an earlier supervisor left. Raises its reason when it cannot."""
+        """Find the actor that an earlier supervisor left, or make one; return when it serves. Raises its error when it
+        cannot serve."""
         self._actor = _find(self._plan.config.name) or self._make(await self._plan_chains())
         host, timeout_s = self._plan.config.orchestrator.host, self._plan.config.supervision.start_timeout_s
         try:
@@ -119,14 +124,14 @@ class OrchestratorKeeper:
             ) from error
 
     async def keep(self) -> None:
-        """Push views, and replace the actor when it is gone, until this task is cancelled."""
+        """Push views, and replace the actor when it has ended, until this task is cancelled."""
         self._last_seen_s = self._clock.now_s()
         pauses = Pauses(self._heartbeat.interval_s, self._heartbeat.dead_after_s)
         await repeat("the supervision of the orchestrator", self._turn, pauses, self._report)
 
     async def _turn(self) -> None:
-        """Push the view when a heartbeat is due or it has changed; kill an actor that is silent for too long, replace
-        one that has ended."""
+        """Push the view when a heartbeat is due or it has changed; kill an actor that has been silent for too long, and
+        replace one that has ended."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), self._heartbeat.interval_s)
         self._news.clear()
@@ -143,7 +148,7 @@ class OrchestratorKeeper:
             self.orders = self.follow(orders)
 
     async def _push(self) -> Orders:
-        """One heartbeat: tell the actor of the view, and return the orders in force."""
+        """Send one heartbeat, with the view, to the actor; return the orders in force."""
         assert self._actor is not None
         updating = answer(self._actor.update.remote(self._view(), self.orders))
         orders: Orders = await asyncio.wait_for(updating, self._heartbeat.interval_s)
@@ -159,21 +164,22 @@ class OrchestratorKeeper:
             self._last_seen_s = self._clock.now_s()
 
     async def close(self) -> None:
-        """Ends the requests, the server and the process. Idempotent."""
+        """End the requests, the server and the process. Idempotent."""
         if self._actor is None:
             return
         try:
             await asyncio.wait_for(answer(self._actor.stop.remote()), self._heartbeat.dead_after_s)
         except TimeoutError:
-            kill_process(self._pid, self._node_id)  # stopped: Ray's own kill would not reach it
+            kill_process(self._pid, self._node_id)  # the process is stopped, and Ray's own kill would not reach it
         except RayError:
             logger.info("the orchestrator had ended already")
         ray.kill(self._actor)
         self._actor = None
 
     async def _plan_chains(self) -> ChainPlanner:
-        """Of the calibration that is kept now: an earlier life may have been given another one; if not, its partitions
-        serve again. A file that has been damaged since ends no cluster that serves."""
+        """Return a planner by the calibration that is kept now, which an earlier life may have been given; if it is
+        unchanged, the former planner is used again. A file that has been damaged since does not end a cluster that
+        serves."""
         plan = self._plan
         try:
             self._planner = await asyncio.to_thread(served_planner, plan.config, plan.folder, self._planner)
@@ -206,17 +212,18 @@ class OrchestratorKeeper:
                 calibration_path=calibration_path(planner.calibration, plan.config.prefill.calibration),
                 cores=plan.config.orchestrator.cores,
             )
-        except ValueError as error:  # the name of an actor that is about to end
+        except ValueError as error:  # the name still belongs to an actor that is about to end
             raise UnavailableError("the orchestrator's former life has not ended yet; trying again") from error
         return actor
 
 
 async def end_orchestrator(namespace: str, within_s: float) -> None:
-    """Ends one that an earlier supervisor left and no keeper has found. Harmless when there is none."""
+    """End the orchestrator's actor that an earlier supervisor left and no keeper has found. Harmless when there is
+    none."""
     actor = _find(namespace)
     if actor is None:
         return
-    with contextlib.suppress(RayError, TimeoutError):  # it is killed next, whatever it answers
+    with contextlib.suppress(RayError, TimeoutError):  # the actor is killed next, whatever it answers
         await asyncio.wait_for(answer(actor.stop.remote()), within_s)
     ray.kill(actor)
 

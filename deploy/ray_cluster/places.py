@@ -1,4 +1,4 @@
-"""Room on Ray: a placement group for each group of workers, and at once an error when no node can ever hold one.
+"""Room on Ray: a placement group for each group of workers, and an error at once when no node can ever hold one.
 
 Used by the supervisor, on its loop.
 """
@@ -16,12 +16,12 @@ from deploy.ray_cluster.spawner import SMALL_CPU, pool
 
 
 class RayRoom:
-    """A chain's room is on one node, an engine's anywhere. Implements Room."""
+    """Reserves the room of groups on Ray: a chain's on one node, an engine's on any. Implements Room."""
 
     def __init__(self, timeout_s: float) -> None:
-        """Room that others have now is waited for, `timeout_s` seconds."""
+        """Make a Room that waits up to `timeout_s` seconds for room that is taken now."""
         self.places: dict[str, PlacementGroup] = {}
-        """By the group's name."""
+        """Placement group of each group of workers, by name."""
         self._timeout_s = timeout_s
 
     async def reserve(self, group: str, num_workers: int) -> None:
@@ -44,19 +44,19 @@ class RayRoom:
 
 
 def group_sizes(config: ClusterConfig) -> dict[str, int]:
-    """Workers of each group, by its name."""
+    """Return the number of workers of each configured group, by the group's name."""
     sizes = {f"prefill-{index}": config.prefill.num_ranks for index in range(config.prefill.num_groups)}
     return sizes | {f"generate-{index}": 1 for index in range(config.generate.num_groups)}
 
 
 def node_resources() -> list[Mapping[str, float]]:
-    """What each of Ray's nodes declares, whoever has it now."""
+    """Return the resources that each of Ray's living nodes declares, in use or not."""
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
     return [node["Resources"] for node in list_nodes() if node["Alive"]]
 
 
 def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> None:
-    """Raises ConfigError when nodes with these resources, were they empty, could not hold all groups of these sizes.
+    """Raise ConfigError when nodes with these resources, were they empty, could not hold all groups of these sizes.
     Groups of one pool are equally large."""
     for resource in {_pool_of(name) for name in sizes}:
         groups = {name: size for name, size in sizes.items() if _pool_of(name) == resource}
@@ -68,7 +68,7 @@ def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) 
 
 
 def _find(group: str) -> PlacementGroup | None:
-    """Of this supervisor's namespace."""
+    """Return the placement group of that name in this supervisor's namespace; None when there is none."""
     try:
         place: PlacementGroup = ray.util.get_placement_group(group)
     except ValueError:

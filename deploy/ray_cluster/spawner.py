@@ -24,13 +24,13 @@ from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
 from deploy.ray_cluster.worker import Served, WorkerActor
 
 SMALL_CPU = 0.01
-"""What a bundle asks of Ray's CPUs: cores are ours to divide, by the configuration."""
+"""CPUs that a bundle asks of Ray: few, because the configuration divides the cores, and not Ray."""
 _MAX_CALLS = 16
 _KILL_S = 30.0
 
 
 class RayWorker:
-    """A running, ready actor. Implements WorkerHandle."""
+    """A Ray actor that serves as a worker. Implements WorkerHandle."""
 
     def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served) -> None:
         self.config = config
@@ -50,18 +50,18 @@ class RayWorker:
         return self._end
 
     def kill(self) -> None:
-        """SIGKILL on its node, which also ends a stopped process; then Ray need not restart it."""
+        """Send SIGKILL on the worker's node, which also ends a stopped process; then tell Ray not to restart it."""
         if self.ended:
             return
         kill_process(self.pid, self._node_id)
         ray.kill(self._actor)
 
     async def close(self) -> None:
-        """Ends the server, then the process."""
+        """End the server, then the process; return when it has ended."""
         if not self.ended:
-            with contextlib.suppress(RayError, TimeoutError):  # it is ended below, whatever it answers
+            with contextlib.suppress(RayError, TimeoutError):  # the actor is ended below, whatever it answers
                 await asyncio.wait_for(answer(self._actor.stop.remote()), CLOSE_GRACE_S)
-            ray.kill(self._actor)  # not by a signal: Ray would tell the user that a worker died
+            ray.kill(self._actor)  # not by a signal, after which Ray would tell the user that a worker died
             try:
                 await asyncio.wait_for(self.wait(), CLOSE_GRACE_S)
             except TimeoutError:
@@ -73,7 +73,7 @@ class RayWorker:
             await self._actor.live.remote()
         except RayError as error:
             self._end = type(error).__name__
-        except Exception as error:  # noqa: BLE001 - told; the spawner finds the worker again if it lives
+        except Exception as error:  # noqa: BLE001 - logged by tell_failure; the spawner finds the worker again if it lives
             tell_failure(f"{self.config.name} cannot be watched, and counts as ended", error)
             self._end = describe(error)
         else:
@@ -81,16 +81,18 @@ class RayWorker:
 
 
 class RaySpawner:
-    """Makes workers, or finds those that live. Implements Spawner."""
+    """Makes workers as Ray actors, or finds those that still live. Implements Spawner."""
 
     def __init__(self, namespace: str, start_timeout_s: float, places: Mapping[str, PlacementGroup]) -> None:
-        """`places`: the placement group of each group by name; a rank gets the bundle of its number."""
+        """Make a spawner for the cluster of that namespace. `places` has the placement group of each group by name; a
+        rank gets the bundle of its number."""
         self._namespace = namespace
         self._timeout_s = start_timeout_s
         self._places = places
 
     async def start(self, config: WorkerConfig) -> RayWorker:
-        """The actor of that name, if it lives and is like `config`; else a new one."""
+        """Return the living actor of that name if its configuration equals `config`, else start a new one. Raises
+        WorkerStartError or UnavailableError."""
         actor = await self._find(config) or self._make(config)
         try:
             served: Served = await asyncio.wait_for(answer(actor.serve.remote()), self._timeout_s)
@@ -116,7 +118,7 @@ class RaySpawner:
             if await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S) == config:
                 return actor
         except (RayError, TimeoutError):
-            pass  # dead, or stopped: a new one takes its place
+            pass  # dead, or stopped: a new actor takes its place
         ray.kill(actor)
         return None
 
@@ -135,18 +137,19 @@ class RaySpawner:
         )
         try:
             actor: ActorHandle[Any] = made.remote(config)
-        except ValueError as error:  # the name of an actor that is about to end
+        except ValueError as error:  # the name still belongs to an actor that is about to end
             raise UnavailableError(f"{config.name}: its former life has not ended yet; trying again") from error
         return actor
 
 
 def pool(role: str) -> str:
-    """The custom resource that nodes of a pool declare: one for each worker that they hold."""
+    """Return the name of the custom resource that nodes of a role's pool declare: one for each worker that they
+    hold."""
     return f"baton_{role}"
 
 
 def answer(reference: Any) -> Coroutine[Any, Any, Any]:
-    """An actor's answer, as asyncio's functions want it."""
+    """Return an actor's answer as a coroutine, for asyncio's functions."""
 
     async def awaited() -> Any:
         return await reference
@@ -155,7 +158,8 @@ def answer(reference: Any) -> Coroutine[Any, Any, Any]:
 
 
 def kill_process(pid: int, node_id: str) -> None:
-    """SIGKILL to a process on that node; harmless when it is gone. Blocks for other nodes, up to half a minute."""
+    """Send SIGKILL to a process on that node; harmless when it has ended. Blocks for other nodes, up to half a
+    minute."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return

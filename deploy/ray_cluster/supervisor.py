@@ -1,8 +1,8 @@
 """The supervisor: a detached Ray actor that makes all groups and the orchestrator, watches them, and ends them.
 
-It outlives its launcher and is restarted by Ray; a new life adopts what the last one left, ends what operators had sent
-away, and links the chains anew. Its loop has a thread of its own, started with the actor, so that a restart needs
-nobody's call.
+It outlives its launcher and is restarted by Ray. A new life adopts what the last one left, ends groups that operators
+had sent away, and links the chains anew. Its loop has a thread of its own, started with the actor, so that a restart
+needs no call.
 """
 
 import asyncio
@@ -43,30 +43,30 @@ _MAX_REPORTS = 100
 
 @dataclass(frozen=True)
 class SupervisorState:
-    """What the launcher shows. Replaced as a whole."""
+    """The supervisor's state, as the launcher shows it. Replaced as a whole."""
 
     pid: int
     node_id: str
     phase: str = "starting"
-    """starting, running, failed or stopped."""
+    """Phase of the cluster: starting, running, failed or stopped."""
     reports: tuple[str, ...] = ()
     """Lines for the user, the latest of this life."""
     num_reports: int = 0
-    """Lines that there were so far, those no longer in `reports` included."""
+    """Number of lines so far, those no longer in `reports` included."""
     error: str = ""
-    """Why it failed, in one line."""
+    """Why the cluster failed, in one line."""
     port: int = 0
-    """The orchestrator's."""
+    """Port of the orchestrator for clients; 0 before it serves."""
     pids: dict[str, int] = field(default_factory=dict)
-    """Of the workers, by name."""
+    """Process ids of the workers, by name."""
 
 
 class SupervisorActor:
-    """Owns the cluster. Its methods run on the actor's threads, all else on the loop's thread."""
+    """Owns the cluster. Its methods run on the actor's threads, everything else on the loop's thread."""
 
     def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str) -> None:
-        """`kernels`: the launcher's choice, for its kind of processor. `store`: the name by which workers share files
-        on a node."""
+        """Start the supervisor's loop, which starts the cluster. `kernels` is the launcher's choice, for its kind of
+        processor; `store` is the name by which workers share files on a node."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
         self._folder = folder
@@ -84,7 +84,7 @@ class SupervisorActor:
         )
         self._sizes = group_sizes(config)
         self._memory = Memory(Orders())
-        """As the next life will find it."""
+        """What the next life of the supervisor will find."""
         self._cluster = Cluster([], [], self._around)
         self._roster = Roster(self._cluster, self._sizes, self._make_group, self._around)
         self._max_tokens = config.generate.max_slot_tokens
@@ -95,14 +95,14 @@ class SupervisorActor:
         self._thread.start()
 
     def state(self) -> SupervisorState:
-        """How things stand. Its answer is the supervisor's heartbeat."""
+        """Return the state of the cluster. The answer is the supervisor's heartbeat."""
         pids = {
             worker.name: worker.handle.pid for group in self._cluster.groups for worker in tuple(group.workers.values())
         }
         return replace(self._state, pids=pids)
 
     def stop(self) -> None:
-        """Ends everything that was made; returns when it is gone."""
+        """End everything that was made; return when it has ended."""
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_STOP_S)
 
@@ -111,7 +111,7 @@ class SupervisorActor:
         try:
             self._loop.run_until_complete(self._run())
             self._state = replace(self._state, phase="stopped")
-        except Exception as error:  # the launcher shows it, whatever it is
+        except Exception as error:  # whatever it is, the launcher shows it
             logger.warning("the cluster failed", exc_info=not isinstance(error, BatonError))
             text = str(error) if isinstance(error, BatonError) else f"supervisor: {error!r}: see Ray's logs"
             self._state = replace(self._state, phase="failed", error=text)
@@ -133,7 +133,7 @@ class SupervisorActor:
                 await end_orchestrator(self._config.name, self._config.supervision.dead_after_s)
             await self._roster.close()
             await self._cluster.close()
-            for name in (*self._sizes, *self._memory.orders.stand_ins):  # of groups that were on their way, too
+            for name in (*self._sizes, *self._memory.orders.stand_ins):  # groups that were on their way have room, too
                 await self._room.release(name)
 
     async def _serve(self) -> None:
@@ -143,7 +143,7 @@ class SupervisorActor:
         else:
             self._memory = before
             await self._roster.adopt(before.orders)
-        if self._cluster.groups:  # else all have left: what the former life was told is still true
+        if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
         around = self._around
@@ -160,7 +160,7 @@ class SupervisorActor:
         await keeper.keep()
 
     async def _start_all(self) -> None:
-        """The cluster's first life: all groups or none. Raises the first failure."""
+        """Start the cluster's first life: all groups or none. Raises the first failure."""
         check_room(node_resources(), self._sizes)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
@@ -168,12 +168,12 @@ class SupervisorActor:
         await self._cluster.start()
 
     def _make_group(self, name: str, model: str) -> WorkerGroup:
-        """Implements deploy.groups.roster.MakeGroup."""
+        """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
         role, _, number = name.partition("-")
         if model:
             require_alike(Path(model), self._folder)
         section = self._config.prefill if role == "prefill" else self._config.generate
-        like = int(number) % section.num_groups  # what stands in for a group has its cores
+        like = int(number) % section.num_groups  # a group that stands in for another gets its cores
         ranks = range(self._config.prefill.num_ranks if role == "prefill" else 1)
         workers = (self._config.worker(Path(model) if model else self._folder, role, like, rank) for rank in ranks)
         links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
@@ -185,12 +185,13 @@ class SupervisorActor:
         )
 
     def _follow(self, orders: Orders) -> Orders:
-        """With each heartbeat of the orchestrator: what operators want now. Returns what is kept of it."""
+        """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return
+        those that were kept."""
         if orders != self._memory.orders:
             memory = replace(self._memory, orders=orders)
             try:
                 memory.save(self._config.name)
-            except Exception as error:  # noqa: BLE001 - told; the orders come again with the next heartbeat
+            except Exception as error:  # noqa: BLE001 - logged by tell_failure; the orders come again with the next heartbeat
                 tell_failure("orders are not kept, and wait for another try", error, self._report)
                 return self._memory.orders
             self._memory = memory
@@ -228,12 +229,12 @@ class SupervisorActor:
 
 
 def end_supervisor(namespace: str) -> None:
-    """Stops the supervisor of that namespace, with all that it made. Harmless when there is none."""
+    """Stop the supervisor of that namespace, with all that it made. Harmless when there is none."""
     try:
         actor = ray.get_actor(NAME, namespace=namespace)
     except ValueError:
         return
-    with contextlib.suppress(RayError):  # it is killed next, whatever it answers
+    with contextlib.suppress(RayError):  # the actor is killed next, whatever it answers
         ray.get(actor.stop.remote(), timeout=_STOP_S)
     ray.kill(actor)
     forget_memory(namespace)

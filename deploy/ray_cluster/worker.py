@@ -1,4 +1,4 @@
-"""A worker as a Ray actor: one process for one rank, which hosts the same server as a child process would.
+"""A worker as a Ray actor: one process for one rank, which runs the same server as a child process would.
 
 Runs on the actor's asyncio loop.
 """
@@ -17,13 +17,13 @@ from deploy.groups.hosting import Server, start_server
 
 @dataclass(frozen=True)
 class Served:
-    """How a worker answers its start."""
+    """A worker's answer to its start."""
 
     pid: int
     node_id: str
     port: int = 0
     error: str = ""
-    """Why it cannot serve, in one line; empty when it does."""
+    """Why the worker cannot serve, in one line; empty when it serves."""
 
 
 class WorkerActor:
@@ -36,7 +36,8 @@ class WorkerActor:
         self._starting = asyncio.Lock()
 
     async def serve(self) -> Served:
-        """Starts the server unless it runs already: a supervisor that was restarted asks again."""
+        """Start the server unless it runs already, because a supervisor that was restarted asks again. Return its port
+        or its error."""
         pid, node_id = os.getpid(), ray.get_runtime_context().get_node_id()
         async with self._starting:
             if self._server is None:
@@ -47,14 +48,14 @@ class WorkerActor:
             return Served(pid, node_id, port=self._server.port)
 
     async def config(self) -> WorkerConfig:
-        """What it was told to be."""
+        """Return the configuration that the worker was made with."""
         return self._config
 
     async def live(self) -> None:
-        """Never returns: the caller's reference fails when this process ends, and so tells of it."""
+        """Never return, so that the caller's reference fails when this process ends."""
         await asyncio.Event().wait()
 
     async def stop(self) -> None:
-        """Ends the server and the engine; the process stays until it is killed."""
+        """End the server and the engine; the process stays until it is killed."""
         if self._server is not None:
             await self._server.stop()

@@ -1,1 +1,1 @@
-"""Compares schemes and hardware on paper; nothing that serves uses it."""
+"""Compares schemes and hardware by calculation alone; no service code uses it."""

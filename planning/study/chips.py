@@ -1,6 +1,5 @@
-"""Kinds of accelerator by the rates that bound a generation step, as their makers state them; and what is measured of a
-machine, in the same form. Pure. Rates of prefill ranks, which are reached in practice, are in `planning.hardware`.
-"""
+"""Kinds of accelerator by the rates that bound a generation step, as their makers state them; and a measured machine in
+the same form. Pure. Rates of prefill ranks, which are reached in practice, are in `planning.hardware`."""
 
 import math
 from dataclasses import dataclass, fields
@@ -10,23 +9,23 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chip:
-    """What bounds a generation step on one accelerator, or on one machine. The defaults are those of a roofline: what
-    is computed hides behind what is read, and nothing else takes time."""
+    """The rates that bound a generation step on one accelerator or machine. The defaults are those of a roofline:
+    computing hides behind reading, and nothing else takes time."""
 
     flops: float
-    """FLOP/s of matrices; a multiply-add is two."""
+    """FLOP/s of matrices; a multiply-add counts as two."""
     memory_bandwidth: float
-    """Bytes a second that are read."""
+    """Bytes a second that are read from memory."""
     memory_bytes: float
     kv_bandwidth: float | None = None
-    """Bytes of KV a second that attention gets through; None: the memory's."""
+    """Bytes of KV that attention reads a second; None: the memory's bandwidth."""
     overlap: float = 1.0
-    """How much of a matrix's shorter half, reading or computing, hides behind the longer one: 1 all, 0 nothing."""
+    """Fraction of the shorter of reading and computing a matrix that hides behind the longer: 1 all, 0 nothing."""
     layer_s: float = 0.0
-    """Seconds of a layer besides, whatever the batch: calls, small operations."""
+    """Seconds that each layer takes besides, whatever the batch: calls, small operations."""
 
     def __str__(self) -> str:
-        """Its numbers, in words."""
+        """Return the rates in words, in one line."""
         text = f"reads {self.memory_bandwidth / 1e9:.4g} GB/s, computes {self.flops / 1e12:.4g} TFLOP/s"
         if self.kv_bandwidth is not None:
             text += f", attends to {self.kv_bandwidth / 1e9:.4g} GB/s"
@@ -53,12 +52,12 @@ CHIPS = {
     "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
     "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
 }
-"""By name, dense bf16: A100 with 80 GB, H100 and H200 as SXM modules, by their data sheets; TPU v5e as in "How To Scale
-Your Model"."""
+"""Accelerators by name, with dense bf16 rates: A100 with 80 GB, H100 and H200 as SXM modules, by their data sheets; TPU
+v5e as in "How To Scale Your Model"."""
 
 
 def chip_of(name: str) -> Chip:
-    """A known chip, in whatever case its name is written. Raises ConfigError for an unknown name."""
+    """Return the accelerator of that name, in any case. Raises ConfigError for an unknown name."""
     if name.lower() not in CHIPS:
         raise ConfigError(f"hardware = {name!r} is unknown: use one of {', '.join(CHIPS)}, or here for this machine")
     return CHIPS[name.lower()]

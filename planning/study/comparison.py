@@ -1,6 +1,6 @@
 """One prompt on n ranks: the predicted times to first token of every scheme, side by side.
 
-Used by `baton simulate` and benchmarks. Pure; some tens of milliseconds a case, most of it the search.
+Used by `baton simulate` and benchmarks. Pure; a case takes some tens of milliseconds, most of them for the search.
 """
 
 from dataclasses import dataclass
@@ -19,31 +19,33 @@ KNOT_SPACING = 4096
 
 @dataclass(frozen=True)
 class Comparison:
-    """Seconds to the first token of `num_tokens` uncached tokens on `num_ranks` ranks."""
+    """Predicted seconds to the first token of `num_tokens` uncached tokens on `num_ranks` ranks, by scheme."""
 
     num_tokens: int
     num_ranks: int
     single: float
-    """One rank, with the protocol's kernel."""
+    """Seconds on one rank, with the protocol's kernel."""
     kvr_e: float
-    """Even chunks."""
+    """Seconds of a chain with even chunks (KVR-E)."""
     kvr_s: float
-    """Searched chunks."""
+    """Seconds of a chain with searched chunks (KVR-S)."""
     kvr_p: float
-    """Interpolated between the searched neighbours at multiples of KNOT_SPACING, this length itself left out."""
+    """Seconds of a chain with chunks interpolated between the searched neighbours at multiples of KNOT_SPACING, this
+    length itself left out (KVR-P)."""
     tsp_dense: float
     tsp_causal: float
     zigzag_ring: float
     bound: float
-    """No communication, causal kernels, perfect balance."""
+    """Lower bound in seconds: no communication, causal kernels, perfect balance."""
     paper_bound: float
-    """TTFT*(p), equation 3 of the paper."""
+    """Lower bound in seconds, TTFT*(p), equation 3 of the KV-Runahead paper."""
     chunks: tuple[int, ...]
-    """Of KVR-S."""
+    """Chunks that KVR-S found, in tokens."""
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
-    """All schemes for one prompt behind `cached` tokens. Peers leave out the push to a generator."""
+    """Predict the times of all schemes for one prompt behind `cached` tokens. The other schemes' times leave out the
+    push to a generation group."""
     width = min(num_ranks, num_tokens)
     tokens = TokenRange(cached, cached + num_tokens)
 
@@ -71,8 +73,8 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Of comparisons of one prompt: the fewest ranks, 1 included, whose KVR-S is within `margin` (a fraction) of the
-    least."""
+    """Return the fewest ranks, 1 included, whose KVR-S time is within `margin` (a fraction) of the least of these
+    comparisons, all of one prompt."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

@@ -1,4 +1,4 @@
-"""Time to first token of what a chain is compared with: tensor/sequence parallel, zigzag context parallel, one process.
+"""Predicted times to first token of what a chain is compared with: tensor/sequence parallel, zigzag, one process.
 
 All divide the prompt evenly and hold a cached prefix on every rank. An all-gather is n - 1 ring steps, each a message
 of its own, and nothing hides it; the ring hides a step's message under its attention. KV-Runahead (Cho, Rastegari,
@@ -10,13 +10,14 @@ from planning.cost_model import CostModel, Kernel
 
 
 def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
-    """One rank alone."""
+    """Return the seconds to the first token of one rank alone."""
     pairs = num_tokens * (num_tokens * _area(kernel) + cached)
     return cost.num_layers * _layer(cost, num_tokens, pairs) + cost.head_s
 
 
 def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
-    """Sequence parallel, K and V all-gathered in each layer. CAUSAL: the last rank has (2n - 1) / 2n^2 of C^2."""
+    """Return the seconds of sequence parallel prefill with K and V all-gathered in each layer. CAUSAL: the last rank
+    computes (2n - 1) / 2n^2 of the C^2 pairs."""
     chunk = num_tokens / num_ranks
     keys = num_tokens if kernel is Kernel.DENSE else num_tokens - chunk / 2
     layer_s = _layer(cost, chunk, chunk * (keys + cached)) + _all_gather(num_tokens, num_ranks, cost)
@@ -24,14 +25,16 @@ def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cac
 
 
 def zigzag_all_gather(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Context parallel with balanced (zigzag) chunks and causal kernels, an all-gather in each layer."""
+    """Return the seconds of context parallel prefill with balanced (zigzag) chunks, causal kernels and an all-gather in
+    each layer."""
     chunk = num_tokens / num_ranks
     layer_s = _layer(cost, chunk, chunk * (num_tokens / 2 + cached)) + _all_gather(num_tokens, num_ranks, cost)
     return cost.num_layers * layer_s + cost.head_s
 
 
 def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Ring pass-KV with zigzag chunks: n equal attention steps, the next chunk's KV on its way during each."""
+    """Return the seconds of ring pass-KV prefill with zigzag chunks: n equal attention steps, the next chunk's KV on
+    its way during each."""
     chunk = num_tokens / num_ranks
     step_s = cost.pair_s * chunk * chunk / 2
     message_s = cost.link.seconds(chunk * cost.kv_bytes) if num_ranks > 1 else 0.0
@@ -41,15 +44,16 @@ def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int
 
 
 def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """No communication, causal kernels, all work divided by n. A chain can go below by part of the last layer: nobody
-    waits for what earlier ranks would compute once that layer's KV has left."""
+    """Return a lower bound in seconds: no communication, causal kernels, all work divided by n. A chain can undercut it
+    by part of the last layer, because earlier ranks stop once that layer's KV has left."""
     pairs = num_tokens * (num_tokens / 2 + cached)
     layer_s = cost.fixed_s + (cost.linear_s * num_tokens + cost.pair_s * pairs) / num_ranks
     return cost.num_layers * max(layer_s, cost.issue_s) + cost.head_s
 
 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """TTFT*(p), equation 3: TTFT(1) / 2 (1/p + 1/p^2), as if all of a dense single process were attention."""
+    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a dense single process did nothing but
+    attention."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
 
 
@@ -62,7 +66,8 @@ def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
 
 
 def _all_gather(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """n - 1 ring steps, then one copy: what came in pieces is attended as one tensor."""
+    """Return the seconds of an all-gather in one layer: n - 1 ring steps, then one copy that makes the pieces one
+    tensor."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 1) * cost.link.seconds(num_tokens / num_ranks * cost.kv_bytes) + cost.copy_s * num_tokens

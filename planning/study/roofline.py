@@ -1,10 +1,10 @@
 """How long a generation step must take: the roofline of inference ("How To Scale Your Model", part 7). Pure.
 
-    step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
-           attention: always reads              matrices: read, or compute from the critical batch on
+  step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
+         attention: always reads              matrices: read, or compute from the critical batch on
 
-On n chips all rates and the memory are n times one's: weights and KV are taken to be spread over them evenly, and what
-goes from chip to chip to take no time. A measured machine adds what a roofline leaves out
+On n chips all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
+communication between chips to take no time. A measured machine adds what a roofline leaves out
 (`planning.study.chips.Chip`): a rate of attention's own, matrices whose reading and computing do not quite overlap, and
 time that each layer takes besides.
 """
@@ -22,19 +22,19 @@ class ServedModel:
     """What a generation step reads and computes of a model, in the formats in which it is served."""
 
     num_params: float
-    """All of them, both embeddings included where they are two, as the source counts; a step reads a few rows only of
-    one that is no head."""
+    """All parameters, as the source counts them: both embeddings where there are two, although a step reads only a few
+    rows of the one that is not the head."""
     kv_token_bytes: float
-    """K and V of a token in all layers."""
+    """Bytes of K and V of one token in all layers."""
     weight_bytes: float = 2
-    """Of one parameter: 2 for bf16, 1 for int8."""
+    """Bytes of one parameter: 2 for bf16, 1 for int8."""
     num_layers: int = 1
     windows: tuple[int | None, ...] = ()
-    """Each layer's sliding window in tokens, None for full attention; empty: full in all."""
+    """Each layer's sliding window in tokens, None for full attention; empty: full attention in all layers."""
     active_params: float | None = None
-    """Those that one token passes through; None: all."""
+    """Parameters that one token passes through; None: all."""
     experts_per_active: float = 1
-    """Of a mixture: experts over those that a token passes through."""
+    """In a mixture of experts, all experts divided by those that a token passes through."""
 
     def __post_init__(self) -> None:
         for name in ("num_params", "kv_token_bytes", "weight_bytes", "num_layers", "experts_per_active"):
@@ -45,20 +45,21 @@ class ServedModel:
 
     @property
     def all_weight_bytes(self) -> float:
-        """Bytes of all parameters."""
+        """Bytes of all parameters together."""
         return self.num_params * self.weight_bytes
 
     @property
     def token_flops(self) -> float:
-        """FLOPs of a token's way through the matrices."""
+        """FLOPs of one token's way through the matrices."""
         return 2 * (self.active_params or self.num_params)
 
     def kv_bytes(self, context: int) -> float:
-        """What a sequence of `context` tokens keeps."""
+        """Return the bytes of KV that a sequence of `context` tokens keeps."""
         return self.kv_token_bytes * context
 
     def kv_read_bytes(self, context: int) -> float:
-        """What one step reads of that: sliding windows hide the rest."""
+        """Return the bytes of KV that one step reads of a sequence of `context` tokens: sliding windows hide the
+        rest."""
         if not self.windows:
             return self.kv_bytes(context)
         seen = sum(context if window is None else min(context, window) for window in self.windows)
@@ -67,7 +68,7 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A mixture of experts: each layer has several feed-forward parts, and a token passes through some."""
+    """A mixture of experts: each layer has several feed-forward parts, and a token passes through some of them."""
 
     num_experts: int = 1
     num_active: int = 1
@@ -82,8 +83,9 @@ class Mixture:
 def served(
     shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
 ) -> ServedModel:
-    """A model of this shape. `tied`: its head is its embedding. `weight_bytes` of a parameter and `kv_bytes` of an
-    element of K or V take the place of the shape's own dtype. Biases, norms and routers are not counted."""
+    """Return a model of this shape as served. `tied`: its head is its embedding. `weight_bytes` of a parameter and
+    `kv_bytes` of an element of K or V take the place of the shape's own dtype. Biases, norms and routers are not
+    counted."""
     mixture = mixture or Mixture()
     ffn = (3 if shape.gated else 2) * shape.hidden * shape.ffn
     others = shape.num_layers * (shape.layer_weights - ffn) + (1 if tied else 2) * shape.vocab * shape.hidden
@@ -99,32 +101,33 @@ def served(
 
 @dataclass(frozen=True)
 class StepTime:
-    """The parts of one generation step, seconds."""
+    """The parts of one generation step, in seconds."""
 
     attention_s: float
     read_s: float
-    """Reading all weights."""
+    """Seconds to read all weights."""
     compute_s: float
-    """The matrices' arithmetic."""
+    """Seconds of the matrices' arithmetic."""
     linear_s: float
-    """Both together, as far as they overlap."""
+    """Seconds of reading and computing together, as far as they overlap."""
     other_s: float
-    """What a roofline leaves out."""
+    """Seconds that a roofline leaves out."""
 
     @property
     def total_s(self) -> float:
-        """Of the step: one token for each row."""
+        """Seconds of the whole step, which makes one token for each row."""
         return self.attention_s + self.linear_s + self.other_s
 
     @property
     def bound(self) -> str:
-        """The largest part, in a word."""
+        """Name of the largest part: kv, weights, compute or calls."""
         parts = {"kv": self.attention_s, "weights": self.read_s, "compute": self.compute_s, "calls": self.other_s}
         return max(parts, key=lambda name: parts[name])
 
 
 def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1) -> StepTime:
-    """One token for each of `batch` rows that have `context` tokens. Of a mixture all experts are taken to be read."""
+    """Return the parts of a step that makes one token for each of `batch` rows with `context` tokens. All experts of a
+    mixture are assumed to be read."""
     read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
     compute_s = batch * model.token_flops / (chip.flops * num_chips)
     shorter, longer = sorted((read_s, compute_s))
@@ -138,17 +141,18 @@ def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_c
 
 
 def floor_s(model: ServedModel, bandwidth: float, *, batch: int, context: int) -> float:
-    """Weights and KV once through the memory: what no step undercuts."""
+    """Return the seconds to read weights and KV once from memory: no step can be faster."""
     return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth
 
 
 def critical_batch(model: ServedModel, chip: Chip) -> float:
-    """Tokens from which on the matrices are bound by compute, whatever the number of chips; of a mixture, those of its
-    experts are. The source's beta * C / W, with activations of two bytes."""
+    """Return the rows from which on the matrices are bound by compute, whatever the number of chips; in a mixture, the
+    matrices of its experts. This is the source's beta * C / W, with activations of two bytes."""
     return chip.flops / chip.memory_bandwidth * model.weight_bytes / 2 * model.experts_per_active
 
 
 def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
-    """Rows of `context` tokens whose KV fits beside the weights; 0 when not even the weights do."""
+    """Return how many rows of `context` tokens fit in memory beside the weights; 0 when the weights alone do not
+    fit."""
     free = chip.memory_bytes * num_chips - model.all_weight_bytes
     return max(0, int(free // model.kv_bytes(context)))
