@@ -43,13 +43,14 @@ ci: setup  ## `make test` and what takes longer: whole grids, more faults; a mis
 soak: setup  ## the longest tests, file by file: begins where the last run of the same commit ended
 	$(BIN)/python tools/soak.py
 
-lint: setup  ## style, types, layers, sizes, stale stubs, the last commit's subject
+lint: setup  ## style, types, layers, sizes, stale stubs, docstrings, the last commit's subject
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_sizes.py
 	$(BIN)/python tools/protos.py --check
+	$(BIN)/python tools/check_docstrings.py
 	$(BIN)/python tools/check_subject.py
 
 proto: setup  ## write the stubs in baton/v1 from proto/

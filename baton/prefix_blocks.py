@@ -5,8 +5,8 @@ therefore share exactly the names of the whole blocks at which both begin alike.
 stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names are equal in all
 processes and after restarts.
 
-The orchestrator names a prompt's blocks (step 3 of a request's way), and a generation group names those of its answers
-(step 9; DESIGN.md, sections 4 and 5). Pure.
+The orchestrator names a prompt's blocks, and a generation group names those of its answers (DESIGN.md, section 5).
+Pure.
 """
 
 import hashlib

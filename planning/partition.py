@@ -1,6 +1,6 @@
 """How a prompt is divided among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
-Called once a job, before step 4 of a request's way (DESIGN.md, section 4). Pure.
+Called once a job, by `orchestrator.placement.chain_width`. Pure.
 """
 
 from typing import Protocol

@@ -138,6 +138,20 @@ def test_six_positional_parameters_are_named(tree: Path) -> None:
     assert_broken(run_step("sizes", tree), "planning/planted.py:2 wide: 6 positional parameters (the limit is 5)")
 
 
+@pytest.mark.parametrize(
+    ("docstring", "reason"),
+    [
+        ("Of a choice.", "3 words, at least 4"),
+        ("Of the choices of a request.", "begins with 'Of'"),
+        ("Likewise, of the other tokens.", "begins with 'Likewise'"),
+        ("Return what nobody waits for.", "says 'nobody'"),
+    ],
+)
+def test_a_docstring_that_cannot_be_read_alone_is_named(docstring: str, reason: str, tree: Path) -> None:
+    (tree / "planning/planted.py").write_text(f'"""Plant a docstring for a test."""\n\nNUM = 1\n"""{docstring}"""\n')
+    assert_broken(run_step("docstrings", tree), f"planning/planted.py:4 NUM: {reason}")
+
+
 def test_sizes_at_the_limits_pass(tree: Path) -> None:
     function = "def full(a, b, c, d, e, *, f):\n" + "    x = 1\n" * 59
     (tree / "planning/planted.py").write_text(function + "x = 1\n" * 340)

@@ -13,6 +13,7 @@ BIN = Path(sys.executable).parent
 STEPS = {
     "imports": ("lint-imports", "--no-logo"),
     "sizes": ("python", "tools/check_sizes.py"),
+    "docstrings": ("python", "tools/check_docstrings.py"),
     "stubs": ("python", "tools/protos.py", "--check"),
 }
 """The steps that the project wrote rules for, as the Makefile runs them from .venv/bin."""
