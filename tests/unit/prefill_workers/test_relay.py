@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
@@ -16,6 +15,7 @@ from prefill_workers import relay as relay_module
 from prefill_workers.job import Job
 from prefill_workers.links import LinkHeader, LinkStatus
 from prefill_workers.relay import Relay
+from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 2, "float32")
 CHUNKS = (TokenRange(3, 5), TokenRange(5, 6), TokenRange(6, 9))

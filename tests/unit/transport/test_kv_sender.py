@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 import transport.kv_sender
-from baton.clock import ManualClock
 from baton.errors import (
     IncompletePushError,
     LayoutMismatchError,
@@ -15,6 +14,7 @@ from baton.errors import (
 )
 from baton.types import KvLayout, SampledToken, TokenLogprob, TokenRange
 from baton.v1 import kv_pb2
+from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import (
     FIRST,
     LAYOUT,

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     InvalidArgumentError,
     LeaseExpiredError,
@@ -18,6 +17,7 @@ from baton.types import FinishReason, LeaseRef, SampledToken
 from generate_workers.engine.rows import Ticket
 from tests.support.engines.generation import Collector, Harness, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import push_zeros
+from tests.support.manual_clock import ManualClock
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)

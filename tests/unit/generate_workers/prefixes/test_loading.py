@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
 from baton.types import Lease, TokenRange
@@ -22,6 +21,7 @@ from modeling.prefix_store.store import Leading, PrefixStore
 from tests.support.engines.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
 from tests.support.engines.slot_tables import FIRST, LAYOUT, ends_empty, make_slots, push_buffer
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 BLOCK = 4

@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from hypothesis.strategies import integers, sampled_from
 
-from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
 from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
 from tests.support.engines.slot_tables import make_slots, push_zeros
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 NUM_SLOTS = 5

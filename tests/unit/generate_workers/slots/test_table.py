@@ -6,7 +6,6 @@ from contextlib import ExitStack
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     IncompletePushError,
     InvalidArgumentError,
@@ -34,6 +33,7 @@ from tests.support.engines.slot_tables import (
     page_bytes,
     push_zeros,
 )
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 TTL_S = 5.0

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from baton import AsyncClient
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.results import ModelInfo
 from baton.v1 import orchestrator_pb2 as pb
@@ -27,6 +27,7 @@ from orchestrator.controller import Controller
 from orchestrator.requests.tenants import Tenants
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
