@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -251,10 +250,10 @@ def find_size(args: argparse.Namespace) -> Size:
     """Raises InvalidArgumentError."""
     option_values.check_threads(args.threads)
     return Size(
-        contexts=tuple(option_values.counts("--context", args.context, MAX_TOKENS)),
+        contexts=option_values.counts("--context", args.context, MAX_TOKENS),
         num_rows=option_values.count("--rows", args.rows, MAX_ROWS),
         num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
-        mass_every=0 if args.mass == "0" else option_values.count("--mass", args.mass, MAX_TOKENS),
+        mass_every=option_values.count("--mass", args.mass, MAX_TOKENS, least=0),
         has_needles=args.needles,
     )
 
@@ -265,11 +264,11 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     named = dict.fromkeys(name.strip() for name in args.policies.split(","))
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
-        sizes += [{"budget": budget} for budget in _numbers("--budget", args.budget, 1.0)]
+        sizes += [{"budget": budget} for budget in option_values.ascending("--budget", args.budget, option_values.part)]
     if args.alpha is not None:
-        sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
+        sizes += [{"alpha": alpha} for alpha in option_values.ascending("--alpha", args.alpha, option_values.positive)]
     files: list[Path | None] = list(args.selection or [None])
-    pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
+    pools = option_values.ascending("--pool", args.pool, option_values.part) if args.pool is not None else ()
     if pools and not any(name.partition(":")[0] == _POOLED for name in named):
         raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
     settings = []
@@ -291,16 +290,7 @@ def _own_budget(policy: str, text: str) -> float:
     """The number behind a policy's name."""
     if "budget" not in _SIZES.get(policy, ()):
         raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
-    (budget,) = _numbers("--policies", text, 1.0)
-    return budget
-
-
-def _numbers(option: str, text: str, most: float) -> list[float]:
-    """Numbers above 0 joined by commas, ascending, each once."""
-    numbers = sorted({option_values.positive(option, part.strip()) for part in text.split(",")})
-    if numbers[-1] > most:
-        raise InvalidArgumentError(f"{option}: {numbers[-1]:g} is out of range: use numbers above 0, up to {most:g}")
-    return numbers
+    return option_values.part("--policies", text.strip())
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":

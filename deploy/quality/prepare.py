@@ -201,7 +201,7 @@ def find_wanted(args: argparse.Namespace) -> Wanted:
         raise InvalidArgumentError(f"--free-keys {args.free_keys} leaves no key to choose: use 1 or more")
     return Wanted(
         kinds=kinds,
-        ratios=tuple(sorted({_part("--ratios", each) for each in args.ratios.split(",")})),
+        ratios=option_values.ascending("--ratios", args.ratios, option_values.part),
         reach=0 if args.reach is None else option_values.count("--reach", args.reach, MAX_TOKENS),
         lookahead=args.lookahead,
         context=option_values.count("--context", args.context, MAX_TOKENS),
@@ -221,14 +221,7 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
             raise InvalidArgumentError("--most-share bounds what --alpha chooses: give both, or neither for a search")
         return None
     alpha = math.inf if args.alpha == "inf" else option_values.positive("--alpha", args.alpha)
-    return alpha, _part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
-
-
-def _part(option: str, text: str) -> float:
-    value = option_values.positive(option, text.strip())
-    if value > 1:
-        raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
-    return value
+    return alpha, option_values.part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
 
 
 def bases_table(outcome: "Outcome") -> "Table":
