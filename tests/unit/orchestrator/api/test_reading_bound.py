@@ -16,10 +16,11 @@ from baton import AsyncClient
 from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.results import ModelInfo
+from baton.types import MAX_PROMPT_BYTES
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import frontend, gateway
 from orchestrator.api import reading as request_reader
-from orchestrator.api.checks import MAX_PROMPT_BYTES, Intake
+from orchestrator.api.checks import Intake
 from orchestrator.api.frontend import OrchestratorServicer
 from orchestrator.api.gateway import Gateway, ask_model
 from orchestrator.api.reading import MAX_READING_BYTES, RequestReader, reading_bytes
