@@ -7,10 +7,11 @@ is measured first (`deploy.machine.probe`); only then is torch needed, or for a 
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.forecasts.plan_results import Cell, Plan
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -45,40 +46,6 @@ examples:
   baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
   baton plan smollm2-135m --hardware here --threads 2
   baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One batch at one context length."""
-
-    batch: int
-    context: int
-    kv_bytes: float
-    total_bytes: float
-    """With the weights."""
-    fits: bool
-    step_s: float
-    attention_s: float
-    linear_s: float
-    other_s: float
-    bound: str
-    """kv, weights, compute, or calls: the largest part."""
-    tokens_s: float
-    """All rows together."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All that is printed."""
-
-    title: str
-    model: "ServedModel"
-    chip: "Chip"
-    num_chips: int
-    critical_batch: float
-    largest_batch: dict[int, int]
-    """By context length."""
-    cells: tuple[Cell, ...]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

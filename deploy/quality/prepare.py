@@ -5,7 +5,6 @@ No cluster: one process runs the model over a text (`deploy.quality.fitting`). d
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +12,7 @@ from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from deploy.config.worker import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
+from deploy.quality.wanted import Wanted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -49,30 +49,6 @@ examples:
   baton prepare smollm2-135m --text persuasion.txt.gz
   baton prepare ./Llama-3.1-8B --text book.txt --cost 0.01 --context 8k --rows 5
   baton prepare smollm2-135m --text persuasion.txt.gz --ratios 0.3 --alpha 5 --most-share 0.1   (by hand)"""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the options ask for."""
-
-    kinds: tuple[str, ...]
-    ratios: tuple[float, ...]
-    """Columns kept, as a part of the head's."""
-    reach: int
-    """Positions below which bases shall hold; 0: the model's context."""
-    lookahead: int
-    context: int
-    """Tokens of each passage before the steps."""
-    num_rows: int
-    """Passages, the one that is fitted to included."""
-    num_steps: int
-    most_cost: float
-    """That perplexity may rise, as a part."""
-    by_hand: tuple[float, float] | None
-    """alpha and most_share; None: to be found."""
-    num_first: int
-    num_last: int
-    free_keys: int
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
