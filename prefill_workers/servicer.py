@@ -20,7 +20,7 @@ from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled, Holdings, PrefixStore
