@@ -12,6 +12,8 @@ from baton.ids import RequestId, SlotId, Stamp
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""
+MAX_PROMPT_BYTES = 8 * 2**20
+"""UTF-8 bytes of a prompt, or of a chat's messages together: more are refused before they are tokenized."""
 
 
 @dataclass(frozen=True, order=True)

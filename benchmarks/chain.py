@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from baton.types import TokenRange
+from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
+from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.baselines.calibrating import calibrated
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.baselines.schemes import SCHEMES
-from benchmarks.support.calibrating import LENGTHS as CALIBRATED
-from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.support.calibrating import calibrated
 from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,

@@ -225,9 +225,10 @@ def run(args: argparse.Namespace) -> int:
             report(outcomes[-1], name, baseline, reporter, bars)
     reporter.close()
     if args.plot is not None:
-        from benchmarks.plots.decode import draw
+        from benchmarks.plots.decode import Step, draw
 
-        draw(outcomes, bench.model, bench.chip, args.plot)
+        measured = [Step(each.cell.batch, each.cell.context, each.pairs.our_median) for each in outcomes]
+        draw(measured, bench.model, bench.chip, args.plot)
     return bars.close() if args.bars else 0
 
 

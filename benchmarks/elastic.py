@@ -24,11 +24,11 @@ from baton.clock import SystemClock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
+from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
+from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.baselines.calibrating import calibrated
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.support.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
-from benchmarks.support.calibrating import LENGTHS as CALIBRATED
-from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.support.calibrating import calibrated
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
 from deploy.config.worker import LocalConfig

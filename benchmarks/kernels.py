@@ -47,7 +47,7 @@ from generate_workers.engine.core import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kernels.choosing import measure_choice
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import BufferSpan, KvBuffer
 
 STEPS = "1x192,16x192,32x192,16x1024,8x4096"

@@ -13,13 +13,13 @@ import math
 import os
 import sys
 
+from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
+from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.baselines.calibrating import at_pace, calibrated
 from benchmarks.baselines.pacing import Pace
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.baselines.schemes import SCHEMES
-from benchmarks.support.calibrating import LENGTHS as CALIBRATED
-from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.support.calibrating import at_pace, calibrated
 from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from rich.console import Console
 
 from baton.types import TokenRange
+from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
+from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.baselines.calibrating import calibrated
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Outcome, Ranks
-from benchmarks.support.calibrating import LENGTHS as CALIBRATED
-from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.support.calibrating import calibrated
 from benchmarks.support.harness import (
     PAIRS,
     QUICK_PAIRS,

@@ -20,13 +20,13 @@ from pathlib import Path
 from rich.console import Console
 
 from baton.types import TokenRange
+from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
+from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
+from benchmarks.baselines.calibrating import at_pace, calibrated
 from benchmarks.baselines.pacing import Pace
 from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.plots.slow_links import Curve, draw
-from benchmarks.support.calibrating import LENGTHS as CALIBRATED
-from benchmarks.support.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
-from benchmarks.support.calibrating import at_pace, calibrated
 from benchmarks.support.crossings import crossing, disagreement, value_at
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable

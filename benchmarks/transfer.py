@@ -28,8 +28,9 @@ from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
 from transport.channel import bind, make_channel, make_server
+from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
-from transport.kv_sender import KvPushClient
+from transport.kv_sender import open_push
 from transport.kv_sink import ReserveSpec
 
 LENGTHS = "64,512,2048,6000"
@@ -83,19 +84,20 @@ def _receive(pipe: Connection) -> None:
     asyncio.run(serve())
 
 
-async def _push(client: KvPushClient, buffer: KvBuffer) -> float:
+async def _push(channel: grpc.aio.Channel, buffer: KvBuffer) -> float:
     """Return the GB/s of one prompt's KV, pushed layer by layer into a new lease."""
     tokens = buffer.tokens
     spec = ReserveSpec(RequestId("benchmark"), 1, len(tokens), len(tokens), ttl_s=60.0)
-    lease = await client.reserve(spec)
+    leases = KvClient(channel)
+    lease = await leases.reserve(spec, LAYOUT.fingerprint)
     start = time.perf_counter()
-    session = client.open_push(lease)
+    session = open_push(channel, LAYOUT, lease)
     for layer in range(LAYOUT.num_layers):
         session.offer(layer, tokens, buffer.export(layer, tokens))
     session.finish()
     summary = await session.result()
     elapsed_s = time.perf_counter() - start
-    await client.abort(lease.ref)
+    await leases.abort(lease.ref)
     return summary.num_bytes / elapsed_s / 1e9
 
 
@@ -118,13 +120,12 @@ async def _measure(args: argparse.Namespace, port: int) -> None:
     pairs = QUICK_PAIRS if args.quick else PAIRS
     reporter = Reporter("transfer", args.json)
     channel, plain = make_channel(f"127.0.0.1:{port}"), make_channel(f"127.0.0.1:{port}")
-    client = KvPushClient(channel, LAYOUT)
     for num_tokens in (int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")):
         buffer = KvBuffer(LAYOUT, TokenRange(0, num_tokens))
         buffer.data.normal_()
         sides: tuple[list[float], list[float]] = ([], [])
         for _ in range(pairs + 1):
-            sides[0].append(await _push(client, buffer))
+            sides[0].append(await _push(channel, buffer))
             sides[1].append(await _push_plain(plain, buffer))
         reporter.add(case(tokens=num_tokens), "gb_s", "GB/s", "plain", Pairs(sides[0][1:], sides[1][1:]))
     reporter.close()

@@ -17,7 +17,7 @@ from generate_workers.engine.core import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
 from modeling.prefix_store.node import disk_place
 from modeling.threads import use_cores

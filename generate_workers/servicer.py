@@ -32,7 +32,7 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_call import Said, SharedStream
 from modeling.forward.decoder import Decoder
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace
 from modeling.prefix_store.store import PrefixStore
 from text.tokenizer import Tokenizer

@@ -83,10 +83,6 @@ class CostModel:
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
 
-    def without_links(self) -> "CostModel":
-        """Return the costs of the same ranks, joined by links that take no time."""
-        return dataclasses.replace(self, link=Link(), push=None, copy_s=0.0)
-
 
 class Kernel(Enum):
     """Which part of a rank's rectangle of (query, key) pairs attention computes."""
@@ -139,26 +135,6 @@ PROTOCOLS = {
     "store-and-forward": STORE_AND_FORWARD,
     "baton": BATON,
 }
-
-
-def dot_products(chunks: tuple[int, ...], kernel: Kernel = Kernel.DENSE) -> tuple[int, ...]:
-    """Return the (query, key) pairs that each rank of a chain computes (DENSE: the paper, figure 5; CAUSAL: with the
-    diagonal)."""
-    ends = [sum(chunks[: rank + 1]) for rank in range(len(chunks))]
-    if kernel is Kernel.DENSE:
-        return tuple(chunk * end for chunk, end in zip(chunks, ends, strict=True))
-    return tuple(chunk * (end - chunk) + chunk * (chunk + 1) // 2 for chunk, end in zip(chunks, ends, strict=True))
-
-
-def chain_traffic(chunks: tuple[int, ...]) -> int:
-    """Return the K and V entries (two a token) that a chain sends in one layer (equation 7 of the paper, for any
-    chunks)."""
-    return 2 * sum(sum(chunks[: rank + 1]) for rank in range(len(chunks) - 1))
-
-
-def all_gather_traffic(num_tokens: int, num_ranks: int) -> int:
-    """Return the K and V entries (two a token) that an all-gather sends in one layer (equation 5 of the paper)."""
-    return 2 * (num_ranks - 1) * num_tokens
 
 
 def _at_least_zero(where: str, name: str, value: float) -> None:

@@ -1,10 +1,9 @@
 """KVR-S: the partition with the least predicted time to first token.
 
-The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
-improves each by moving tokens between ranks while that helps, which takes seconds where the paper's grid took hours.
-The grid is here too, as a reference for the search. KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A
-search takes tens of milliseconds, so results are kept in a table (`planning.partition_table`) rather than made once a
-request.
+An analytic seed (equal work on every rank, no communication) and others for slow links, each improved by moving tokens
+between ranks while that helps: seconds where the paper's grid took hours. KV-Runahead (ICML 2024), section 4.2;
+docs/kv_runahead.md. Pure; tens of milliseconds, so its results are kept in a table (`planning.partition_table`) rather
+than made once a request.
 """
 
 import itertools
@@ -27,8 +26,6 @@ Evaluate = Callable[[Partitions], NDArray[np.float64]]
 _COARSE_STEPS = 256
 """Each seed is first improved in steps of at least 1 / this of the prompt; the best two then to the last token."""
 _SAME = 1e-9
-_GRID_VALUES = 5
-_MAX_BATCH = 4096
 
 
 class SearchedPartitioner:
@@ -133,28 +130,6 @@ def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tu
         else:
             step //= 2
     return tuple(int(chunk) for chunk in best), best_s
-
-
-def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, *, step: int, min_step: int) -> tuple[int, ...]:
-    """Search the paper's hierarchical grid: five values for each boundary, first around the even boundaries, then
-    around the best grid point with half the step, down to `min_step`. Grows as 5^(n - 1): a reference for few ranks."""
-    even = [num_tokens * rank // num_ranks for rank in range(1, num_ranks)]
-    offsets = np.arange(_GRID_VALUES) - _GRID_VALUES // 2
-    centre = np.array(even)
-    while True:
-        axes = [boundary + step * offsets for boundary in centre]
-        boundaries = np.array(list(itertools.product(*axes)), dtype=np.float64)
-        edges = np.pad(boundaries, ((0, 0), (1, 0)))
-        partitions = np.diff(edges, axis=1, append=float(num_tokens))
-        allowed = (partitions >= 1).all(axis=1)
-        partitions, boundaries = partitions[allowed], boundaries[allowed]
-        times = np.concatenate(
-            [evaluate(partitions[at : at + _MAX_BATCH]) for at in range(0, len(partitions), _MAX_BATCH)]
-        )
-        centre = boundaries[int(times.argmin())].astype(int)
-        if step <= min_step:
-            return tuple(int(chunk) for chunk in np.diff([0, *centre, num_tokens]))
-        step = max(step // 2, min_step)
 
 
 def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:

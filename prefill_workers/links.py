@@ -6,8 +6,8 @@ order). Messages carry no tags: receivers take them in the order in which they w
 was given up does not abandon a send: it ends with an in-band ABORT, and a message for such a job is received into
 scratch memory. Links live as long as an epoch: when one breaks, or any rank closes its own, all are replaced.
 
-Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links` and
-`prefill_workers.in_process_links`, each with threads of its own.
+Used by `prefill_workers.relay` and `prefill_workers.epoch`; implemented by `prefill_workers.torch_links`, with threads
+of its own, and in one process for tests.
 """
 
 import struct

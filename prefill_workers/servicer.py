@@ -20,7 +20,7 @@ from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled, Holdings, PrefixStore
@@ -31,7 +31,8 @@ from prefill_workers.job import Job, JobReport, TimeSpan
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
-from transport.kv_sender import KvPushClient, PushSession, PushSummary
+from transport.kv_client import KvClient
+from transport.kv_sender import PushSession, PushSummary, open_push
 from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto, range_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -99,15 +100,15 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         will."""
         with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
-                return await self._run(request, KvPushClient(channel, self._engine.decoder.layout))
+                return await self._run(request, channel)
 
-    async def _run(self, request: prefill_pb2.PrefillJob, client: KvPushClient) -> prefill_pb2.PrefillReport:
+    async def _run(self, request: prefill_pb2.PrefillJob, channel: grpc.aio.Channel) -> prefill_pb2.PrefillReport:
         job = job_from_proto(request, await self._open_prefix(request))
         filling = self._filling(request, job)
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        session = client.open_push(lease)
+        session = open_push(channel, self._engine.decoder.layout, lease)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
@@ -116,7 +117,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             report = await self._compute(job, outlet, session)
             summary = await session.result()
             if outlet.firsts:
-                await client.commit(lease.ref, outlet.firsts)
+                await KvClient(channel).commit(lease.ref, outlet.firsts)
             if filling is not None:
                 filled = await self._blocks.run(filling.finish)
                 self._blocks.sink(partial(filling.sink, filled.stored))

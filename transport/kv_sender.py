@@ -1,4 +1,4 @@
-"""Sends KV to a slot: the lease calls, and pushes that another thread feeds, one encoded piece at a time.
+"""Sends KV to a slot: pushes that another thread feeds, one encoded piece at a time.
 
 Used by `prefill_workers.servicer`; calls `transport.kv_receiver` on a generation group. Everything runs on the
 process's asyncio loop, except the methods of PushSession that are marked thread-safe: the engine's thread calls those.
@@ -7,7 +7,7 @@ process's asyncio loop, except the methods of PushSession that are marked thread
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -15,14 +15,12 @@ import xxhash
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ByteCountError, RequestCancelledError
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.types import KvLayout, Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
-from baton.v1.kv_pb2_grpc import KvReceiverStub
 from transport.kv_frame import Piece, encode_piece
 from transport.kv_receiver import SERVICE
-from transport.kv_sink import ReserveSpec
-from transport.proto_types import lease_from_proto, lease_ref_to_proto, range_to_proto, sampled_to_proto
-from transport.status import SentStatus, from_rpc_error, translate_rpc_errors
+from transport.proto_types import lease_ref_to_proto, range_to_proto
+from transport.status import SentStatus, from_rpc_error
 
 logger = logging.getLogger(__name__)
 
@@ -48,65 +46,14 @@ class PushSummary:
     """Pieces that the receiver already had."""
 
 
-class KvPushClient:
-    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `transport.status` translates
-    them."""
-
-    def __init__(
-        self, channel: grpc.aio.Channel, layout: KvLayout, *, clock: Clock | None = None, timeout_s: float = 10.0
-    ) -> None:
-        """`timeout_s` bounds each lease call, in seconds, except `commit`, which may have to wait for other writers."""
-        self._stub = KvReceiverStub(channel)
-        self._push = channel.stream_unary(
-            f"/{SERVICE}/Push", request_serializer=_serialize, response_deserializer=kv_pb2.PushReply.FromString
-        )
-        self._layout = layout
-        self._clock = clock or SystemClock()
-        self._timeout_s = timeout_s
-
-    async def reserve(self, spec: ReserveSpec) -> Lease:
-        """Lease a slot. Raises ResourceExhaustedError when none is free, and LayoutMismatchError when the receiver
-        stores KV in another layout."""
-        request = kv_pb2.ReserveRequest(
-            request_id=spec.request_id,
-            attempt=spec.attempt,
-            num_tokens=spec.num_tokens,
-            capacity_tokens=spec.capacity_tokens,
-            ttl_s=spec.ttl_s,
-            layout_fingerprint=self._layout.fingerprint,
-            num_choices=spec.num_choices,
-        )
-        with translate_rpc_errors():
-            return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
-
-    async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
-        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
-        with translate_rpc_errors():
-            request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
-            await self._stub.Renew(request, timeout=self._timeout_s)
-
-    async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
-        """Complete the lease with each choice's first token; return the bytes that its slot holds.
-
-        Waits until every writer's bytes have arrived, at most `timeout_s` seconds and the lease's ttl, then raises
-        IncompletePushError. May be called again.
-        """
-        with translate_rpc_errors():
-            tokens = [sampled_to_proto(token) for token in firsts]
-            request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
-            reply = await self._stub.Commit(request, timeout=timeout_s)
-            return reply.num_bytes
-
-    async def abort(self, ref: LeaseRef) -> None:
-        """End a lease and free its slot; does nothing when the lease no longer holds it. May be called again."""
-        with translate_rpc_errors():
-            request = kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref))
-            await self._stub.Abort(request, timeout=self._timeout_s)
-
-    def open_push(self, lease: Lease) -> "PushSession":
-        """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the
-        loop."""
-        return PushSession(self._push, lease.ref, self._layout, self._clock)
+def open_push(
+    channel: grpc.aio.Channel, layout: KvLayout, lease: Lease, *, clock: Clock | None = None
+) -> "PushSession":
+    """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop."""
+    push = channel.stream_unary(
+        f"/{SERVICE}/Push", request_serializer=_serialize, response_deserializer=kv_pb2.PushReply.FromString
+    )
+    return PushSession(push, lease.ref, layout, clock or SystemClock())
 
 
 class PushSession:

@@ -1,6 +1,7 @@
 """The plot of benchmarks.decode: time per token against context and batch: measured, predicted, and the floor."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,17 +13,25 @@ from planning.study.roofline import ServedModel, floor_s, step_time
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from benchmarks.decode import Outcome
+
+@dataclass(frozen=True)
+class Step:
+    """The measured step time at one batch and context."""
+
+    batch: int
+    context: int
+    step_ms: float
+    """The median of our side's rounds."""
 
 
-def draw(outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, path: Path) -> None:
+def draw(measured: Sequence[Step], model: ServedModel, chip: Chip, path: Path) -> None:
     """Draw a PNG. A step makes one token for each row, so its time is the time per token that a reader sees."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11.0, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    _panel(left, outcomes, model, chip, by_batch=True)
-    _panel(right, outcomes, model, chip, by_batch=False)
+    _panel(left, measured, model, chip, by_batch=True)
+    _panel(right, measured, model, chip, by_batch=False)
     left.set(xlabel="tokens of context", ylabel="time per token, ms")
     right.set(xlabel="batch")
     figure.suptitle(
@@ -31,9 +40,9 @@ def draw(outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, path: Pa
     figure.savefig(path, format="png", dpi=120)
 
 
-def _panel(panel: "Axes", outcomes: "Sequence[Outcome]", model: ServedModel, chip: Chip, *, by_batch: bool) -> None:
+def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Chip, *, by_batch: bool) -> None:
     """Draw a curve for each batch along contexts, or for each context along batches."""
-    sizes = [(outcome.cell.batch, outcome.cell.context) for outcome in outcomes]
+    sizes = [(step.batch, step.context) for step in measured]
     each, along = (0, 1) if by_batch else (1, 0)
     xs = np.unique(np.geomspace(min(size[along] for size in sizes), max(size[along] for size in sizes), 60).astype(int))
     for at, number in enumerate(sorted({size[each] for size in sizes})):
@@ -43,10 +52,10 @@ def _panel(panel: "Axes", outcomes: "Sequence[Outcome]", model: ServedModel, chi
         floors = [floor_s(model, chip.memory_bandwidth, batch=batch, context=context) * 1e3 for batch, context in curve]
         panel.plot(xs, steps, "-", color=colour, linewidth=1.2)
         panel.plot(xs, floors, ":", color=colour, linewidth=1.2)
-        measured = [outcome for outcome, size in zip(outcomes, sizes, strict=True) if size[each] == number]
+        shown = [step for step, size in zip(measured, sizes, strict=True) if size[each] == number]
         panel.plot(
-            [(outcome.cell.context if by_batch else outcome.cell.batch) for outcome in measured],
-            [outcome.pairs.our_median for outcome in measured],
+            [(step.context if by_batch else step.batch) for step in shown],
+            [step.step_ms for step in shown],
             "o",
             color=colour,
             label=f"{'batch' if by_batch else 'context'} {number}",

@@ -106,19 +106,6 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
     return lengths
 
 
-def given_lengths(option: str, text: str, max_tokens: int) -> tuple[int, ...]:
-    """Parse the prompt lengths of "N,N,..." and return them ascending. Raises InvalidArgumentError for a part that is
-    no whole number, or leaves no room for an output token."""
-    lengths = set()
-    for part in (each.strip() for each in text.split(",")):
-        if not (part.isascii() and part.isdigit()) or not LEAST_TOKENS <= int(part) < max_tokens:
-            raise InvalidArgumentError(
-                f"{option}: {part!r} is out of range: use whole numbers from {LEAST_TOKENS} to {max_tokens - 1}"
-            )
-        lengths.add(int(part))
-    return tuple(sorted(lengths))
-
-
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
     """Return one length between each two neighbours, at which the fit is checked against prompts that it has not
     seen."""

@@ -7,7 +7,7 @@ interpolated.
 import argparse
 from typing import TYPE_CHECKING
 
-from baton.errors import InvalidArgumentError
+from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -47,21 +47,10 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
     num_slots = max(group.num_slots for group in client.cluster_state().groups if group.role == "generate")
     batches = default_batches(num_slots)
     if args.batches is not None:
-        batches = _numbers("--batches", args.batches, 1, batches[-1])
+        batches = option_values.counts("--batches", args.batches, batches[-1])
     if args.contexts is None:
         return Grid(batches, default_contexts(max_tokens))
-    return Grid(batches, _numbers("--contexts", args.contexts, LEAST_CONTEXT, longest_context(max_tokens)))
-
-
-def _numbers(option: str, text: str, least: int, most: int) -> tuple[int, ...]:
-    """Parse "N,N,..." and return the numbers ascending, each once. Raises InvalidArgumentError for a part that is no
-    whole number in range."""
-    numbers = set()
-    for part in (each.strip() for each in text.split(",")):
-        if not (part.isascii() and part.isdigit()) or not least <= int(part) <= most:
-            raise InvalidArgumentError(f"{option}: {part!r} is out of range: use whole numbers from {least} to {most}")
-        numbers.add(int(part))
-    return tuple(sorted(numbers))
+    return Grid(batches, option_values.counts("--contexts", args.contexts, longest_context(max_tokens), LEAST_CONTEXT))
 
 
 def _in_force(stub: "PlanningStub") -> "StepTimes":

@@ -4,11 +4,13 @@ planning.fit fits them, planning.calibration writes the file, and docs/kv_runahe
 """
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -163,11 +165,12 @@ def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", 
 
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from deploy.calibration.chains import evaluate, fitted_lengths, given_lengths, lengths_between, measure
+    from deploy.calibration.chains import LEAST_TOKENS, evaluate, fitted_lengths, lengths_between, measure
 
     max_tokens = client.model().max_tokens
-    lengths = given_lengths("--lengths", args.lengths, max_tokens) if args.lengths else fitted_lengths(max_tokens)
-    checks = given_lengths("--checks", args.checks, max_tokens) if args.checks else lengths_between(lengths)
+    in_range = partial(option_values.counts, most=max_tokens - 1, least=LEAST_TOKENS)  # leaves room for an output token
+    lengths = in_range("--lengths", args.lengths) if args.lengths else fitted_lengths(max_tokens)
+    checks = in_range("--checks", args.checks) if args.checks else lengths_between(lengths)
     if len(lengths) < 2:
         raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
     everything = sorted({*lengths, *checks})

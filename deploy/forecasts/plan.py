@@ -8,10 +8,11 @@ folder.
 import argparse
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.forecasts.plan_results import Cell, Plan
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -46,40 +47,6 @@ examples:
   baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
   baton plan smollm2-135m --hardware here --threads 2
   baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
-
-
-@dataclass(frozen=True)
-class Cell:
-    """The prediction for one batch at one context length."""
-
-    batch: int
-    context: int
-    kv_bytes: float
-    total_bytes: float
-    """Bytes of weights and KV together."""
-    fits: bool
-    step_s: float
-    attention_s: float
-    linear_s: float
-    other_s: float
-    bound: str
-    """The largest part of the step: kv, weights, compute, or calls."""
-    tokens_s: float
-    """Tokens a second of all rows together."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Everything that `baton plan` prints."""
-
-    title: str
-    model: "ServedModel"
-    chip: "Chip"
-    num_chips: int
-    critical_batch: float
-    largest_batch: dict[int, int]
-    """Rows that fit into memory, by context length."""
-    cells: tuple[Cell, ...]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from baton.types import DTYPE_BYTES
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 HERE = "here"
 MAX_CHIPS = 2**14
-_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _shaped(args: argparse.Namespace) -> NamedModel:
     tied = bool(fields.pop("tied", 0))
     mixture = Mixture(fields.pop("experts", 1), fields.pop("active_experts", 1))
     flags = {"gated": bool(fields["gated"])} if "gated" in fields else {}
-    shape = shape_from({**fields, "dtype_bytes": _DTYPE_BYTES[args.dtype], **flags}, "--shape")
+    shape = shape_from({**fields, "dtype_bytes": DTYPE_BYTES[args.dtype], **flags}, "--shape")
     return _serve(args, "a model", shape, tied=tied, mixture=mixture)
 
 
@@ -115,7 +115,7 @@ def _named(args: argparse.Namespace) -> NamedModel:
     from planning.model_shape import SHAPES, TIED
 
     if args.model in SHAPES:
-        shape = replace(SHAPES[args.model], dtype_bytes=_DTYPE_BYTES[args.dtype])
+        shape = replace(SHAPES[args.model], dtype_bytes=DTYPE_BYTES[args.dtype])
         return _serve(args, args.model, shape, tied=args.model in TIED)
     return _from_folder(args)
 
@@ -155,4 +155,4 @@ def _serve(
 
 def _bytes(args: argparse.Namespace, what: str) -> int:
     """Return the bytes of an element: 1 for int8, the only format besides the dtype's."""
-    return 1 if getattr(args, what) else _DTYPE_BYTES[args.dtype]
+    return 1 if getattr(args, what) else DTYPE_BYTES[args.dtype]

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
+from deploy.forecasts.plan_results import Cell, Plan
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from deploy.forecasts.plan import Cell, Plan
 
-
-def draw(plan: "Plan", path: Path) -> None:
+def draw(plan: Plan, path: Path) -> None:
     """Draw the plan as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or
     for a path that cannot be written to."""
     if path.suffix != ".png":
@@ -49,7 +48,7 @@ def draw(plan: "Plan", path: Path) -> None:
         ) from error
 
 
-def _curves(panel: "Axes", cells: "Sequence[Cell]", along: str, each: str, value: "Callable[[Cell], float]") -> None:
+def _curves(panel: "Axes", cells: Sequence[Cell], along: str, each: str, value: Callable[[Cell], float]) -> None:
     """Draw a curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
     for at, number in enumerate(sorted({getattr(cell, each) for cell in cells})):
         curve = [cell for cell in cells if getattr(cell, each) == number]

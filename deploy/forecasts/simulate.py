@@ -7,9 +7,10 @@ benchmarks.simulate_paper checks against the KV-Runahead paper.
 import argparse
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
+from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -109,9 +110,9 @@ def run(args: argparse.Namespace) -> int:
 
     if args.protocol not in KNOWN:
         raise InvalidArgumentError(f"--protocol = {args.protocol!r} is unknown: use one of {', '.join(PROTOCOLS)}")
-    ranks = _counts("--ranks", args.ranks, MAX_RANKS)
-    contexts = _counts("--contexts", args.contexts, MAX_TOKENS)
-    cached = 0 if args.cached == "0" else _count("--cached", args.cached, MAX_TOKENS)
+    ranks = option_values.counts("--ranks", args.ranks, MAX_RANKS)
+    contexts = option_values.counts("--contexts", args.contexts, MAX_TOKENS)
+    cached = option_values.count("--cached", args.cached, MAX_TOKENS, least=0)
     name, cost = machine(args)
     protocol = KNOWN[args.protocol]
     by_ranks = {n: [compare(tokens, n, cost, protocol, cached=cached) for tokens in contexts] for n in ranks}
@@ -136,11 +137,11 @@ def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
     name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
     link, push = cost.link, cost.push
     if args.link_gb_s is not None:
-        link = dataclasses.replace(link, bandwidth=_positive("--link-gb-s", args.link_gb_s) * 1e9)
+        link = dataclasses.replace(link, bandwidth=option_values.positive("--link-gb-s", args.link_gb_s) * 1e9)
     if args.link_us is not None:
         link = dataclasses.replace(link, latency_s=_number("--link-us", args.link_us) / 1e6)
     if args.push_gb_s is not None:
-        push = Link(link.latency_s, _positive("--push-gb-s", args.push_gb_s) * 1e9)
+        push = Link(link.latency_s, option_values.positive("--push-gb-s", args.push_gb_s) * 1e9)
     text = f"{name}, links {link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:.3g} us"
     return text, dataclasses.replace(cost, link=link, push=push)
 
@@ -198,10 +199,10 @@ def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
     name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
     hardware = hardware_of(name)
     if args.linear_tflop_s is not None:
-        rate = _positive("--linear-tflop-s", args.linear_tflop_s) * 1e12
+        rate = option_values.positive("--linear-tflop-s", args.linear_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, linear_flops=rate)
     if args.attention_tflop_s is not None:
-        rate = _positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
+        rate = option_values.positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
     shape = _shape(args.shape) if args.shape else shape_of(model)
     return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
@@ -217,25 +218,9 @@ def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...])
 def _shape(text: str) -> "ModelShape":
     from planning.model_shape import shape_from
 
-    fields: dict[str, Any] = {}
-    for assignment in text.split(","):
-        field, equals, value = (part.strip() for part in assignment.partition("="))
-        if not equals or not value.isdigit():
-            raise InvalidArgumentError(f"--shape: {assignment!r} is no FIELD=NUMBER: write for example num_layers=32")
-        fields[field] = bool(int(value)) if field == "gated" else int(value)
-    return shape_from(fields, "--shape")
-
-
-def _counts(option: str, text: str, most: int) -> list[int]:
-    return sorted({_count(option, part, most) for part in text.split(",")})
-
-
-def _count(option: str, text: str, most: int) -> int:
-    """Parse a whole number, in which `k` stands for 1024 times."""
-    digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
-    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= most:
-        raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: use whole numbers from 1 to {most}")
-    return int(digits) * factor
+    fields = option_values.assignments("--shape", text)
+    flags = {"gated": bool(fields["gated"])} if "gated" in fields else {}
+    return shape_from({**fields, **flags}, "--shape")
 
 
 def _number(option: str, text: str) -> float:
@@ -245,13 +230,6 @@ def _number(option: str, text: str) -> float:
         value = -1.0
     if not 0 <= value < float("inf"):
         raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number of at least 0")
-    return value
-
-
-def _positive(option: str, text: str) -> float:
-    value = _number(option, text)
-    if not value:
-        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number above 0")
     return value
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.paths import cache_folder
+from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import LocalConfig, use_threads
 from deploy.machine.limits import tokens_of_slot
@@ -25,7 +26,6 @@ from planning.step_times import StepTimes, nominal_steps, path_beside
 
 logger = logging.getLogger(__name__)
 
-_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 _WEIGHT_BYTES = {"int8": 1}
 """Bytes of a weight whose format is not the dtype, by quantization."""
 _PLAIN_FEED_FORWARD = ("opt", "falcon")
@@ -197,5 +197,5 @@ def _shape(folder: Path, dtype: str) -> ModelShape:
         ffn=model.intermediate_size,
         vocab=model.vocab_size,
         gated=model.model_type not in _PLAIN_FEED_FORWARD,
-        dtype_bytes=_DTYPE_BYTES[dtype],
+        dtype_bytes=DTYPE_BYTES[dtype],
     )

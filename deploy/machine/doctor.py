@@ -17,12 +17,12 @@ from pathlib import Path
 
 from baton import __version__
 from baton.errors import BatonError, ConfigError
+from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import use_threads
 from modeling.kernels import native
 
 GIB = 2**30
-_BYTES = {"bfloat16": 2, "float32": 4}
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
 CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
 """Residency policies that need what `baton prepare` wrote."""
@@ -229,7 +229,7 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 def weight_bytes(folder: Path, dtype: str) -> int:
     """Return the bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad
     file."""
-    return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * _BYTES[dtype]
+    return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
 
 
 def _num_elements(path: Path) -> int:

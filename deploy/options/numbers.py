@@ -1,18 +1,30 @@
 """Parses numbers of command-line options; InvalidArgumentError names option, value and range."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
 from baton.errors import InvalidArgumentError
 
+Number = TypeVar("Number", int, float)
 
-def counts(option: str, text: str, most: int) -> list[int]:
+
+def ascending(option: str, text: str, parse: Callable[[str, str], Number]) -> tuple[Number, ...]:
+    """Return numbers joined by commas, ascending, each once. `parse` is given the option and one number's text."""
+    return tuple(sorted({parse(option, each.strip()) for each in text.split(",")}))
+
+
+def counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]:
     """Parse whole numbers joined by commas; return them ascending, each once. Raises InvalidArgumentError."""
-    return sorted({count(option, part, most) for part in text.split(",")})
+    return ascending(option, text, partial(count, most=most, least=least))
 
 
-def count(option: str, text: str, most: int) -> int:
+def count(option: str, text: str, most: int, least: int = 1) -> int:
     """Parse a whole number from 1 to `most`, in which `k` stands for 1024 times. Raises InvalidArgumentError."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
-    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * factor <= most:
-        raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: use whole numbers from 1 to {most}")
+    if not digits.isascii() or not digits.isdigit() or not least <= int(digits) * factor <= most:
+        allowed = f"use whole numbers from {least} to {most}"
+        raise InvalidArgumentError(f"{option}: {text.strip()!r} is out of range: {allowed}")
     return int(digits) * factor
 
 
@@ -24,6 +36,14 @@ def positive(option: str, text: str) -> float:
         value = -1.0
     if not 0 < value < float("inf"):
         raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number above 0")
+    return value
+
+
+def part(option: str, text: str) -> float:
+    """Return a number above 0, up to 1."""
+    value = positive(option, text)
+    if value > 1:
+        raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
     return value
 
 

@@ -5,8 +5,7 @@ import sys
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingOptions
-
-MAX_PROMPT_BYTES = 8 * 2**20
+from baton.types import MAX_PROMPT_BYTES
 
 
 def add_prompt(parser: argparse.ArgumentParser) -> None:

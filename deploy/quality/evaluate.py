@@ -8,9 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +16,7 @@ from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
 from deploy.options import numbers as option_values
+from deploy.quality.evaluation import Cell, Setting, Size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -70,99 +69,6 @@ examples:
   baton evaluate --text emma.txt --policies device,infinigen,window:0.23,h2o:0.23
   baton evaluate --text emma.txt --policies device,int4,infinigen,infinigen_int4
   baton evaluate ./Llama-3.1-8B --text book.txt.gz --context 4k,16k --policies device,infinigen,h2o,int4 --needles"""
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A policy, and how many keys it chooses where that is not as prepared."""
-
-    policy: str
-    budget: float | None = None
-    """Fraction of a row's tokens that is chosen, whatever their keys' scores are; None: as prepared."""
-    alpha: float | None = None
-    """How close to the best score a chosen key must come; None: as prepared."""
-    selection: Path | None = None
-    """File that `baton prepare` wrote; None: where it wrote for the model."""
-    pool: float | None = None
-    """Fraction of a row's tokens that is kept; None: all are."""
-    eviction: str | None = None
-    """Way to evict tokens from a pool; None without a pool."""
-
-    def __str__(self) -> str:
-        parts = [self.policy]
-        if self.selection is not None:
-            parts.append(self.selection.stem)
-        if self.budget is not None:
-            parts.append(f"{self.budget:g}")
-        if self.alpha is not None:
-            parts.append(f"alpha {self.alpha:g}")
-        if self.pool is not None:
-            parts.append(f"pool {self.pool:g} {self.eviction}")
-        return " ".join(parts)
-
-
-@dataclass(frozen=True)
-class Size:
-    """How much text is read."""
-
-    contexts: tuple[int, ...]
-    num_rows: int
-    num_steps: int
-    mass_every: int
-    """Keys are weighed at every so many steps; 0: never."""
-    has_needles: bool
-
-
-@dataclass(frozen=True)
-class Cell:
-    """Results of one setting at one context length."""
-
-    context: int
-    policy: str
-    setting: str
-    """Name of the setting, the policy's included."""
-    budget: float | None
-    alpha: float | None
-    selection: str | None
-    pool: float | None
-    eviction: str | None
-    is_exact: bool
-    perplexity: float
-    cost: float
-    """Relative rise of perplexity above full attention's."""
-    cost_error: float | None
-    """Standard error of `cost` over rows; None for one row."""
-    same_choice: float
-    """Fraction of the steps whose likeliest token is full attention's."""
-    picked_share: float | None
-    """Fraction of a row's tokens that is attended to, in layers that choose; None where none does."""
-    kv_share: float
-    """KV bytes that attention read, as a fraction of full attention's."""
-    link_share: float
-    """KV bytes that cross between host and device, copied or (where keys are read in place) counted, as a fraction of
-    the bytes that full attention reads."""
-    home_share: float
-    """Memory in which KV lives between steps, as a fraction of what full attention takes."""
-    device_share: float
-    """Memory that counts as the device's, what keys are chosen by included, as a fraction of full attention's."""
-    mass: float | None
-    """Weight of true attention on the keys attended to; None where it was not asked for."""
-    num_found: int | None
-    """Number of needles found; None where they were not asked for."""
-    step_ms: float
-    """Median milliseconds of a step."""
-    chunks: tuple[float, ...]
-    """Perplexity of consecutive parts of the steps."""
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Everything that `baton evaluate` prints."""
-
-    title: str
-    num_rows: int
-    num_steps: int
-    cells: tuple[Cell, ...]
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -253,10 +159,10 @@ def find_size(args: argparse.Namespace) -> Size:
     """Return how much is to be read. Raises InvalidArgumentError for an option that is out of range."""
     option_values.check_threads(args.threads)
     return Size(
-        contexts=tuple(option_values.counts("--context", args.context, MAX_TOKENS)),
+        contexts=option_values.counts("--context", args.context, MAX_TOKENS),
         num_rows=option_values.count("--rows", args.rows, MAX_ROWS),
         num_steps=option_values.count("--steps", args.steps, MAX_TOKENS),
-        mass_every=0 if args.mass == "0" else option_values.count("--mass", args.mass, MAX_TOKENS),
+        mass_every=option_values.count("--mass", args.mass, MAX_TOKENS, least=0),
         has_needles=args.needles,
     )
 
@@ -267,11 +173,11 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     named = dict.fromkeys(name.strip() for name in args.policies.split(","))
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
-        sizes += [{"budget": budget} for budget in _numbers("--budget", args.budget, 1.0)]
+        sizes += [{"budget": budget} for budget in option_values.ascending("--budget", args.budget, option_values.part)]
     if args.alpha is not None:
-        sizes += [{"alpha": alpha} for alpha in _numbers("--alpha", args.alpha, math.inf)]
+        sizes += [{"alpha": alpha} for alpha in option_values.ascending("--alpha", args.alpha, option_values.positive)]
     files: list[Path | None] = list(args.selection or [None])
-    pools = _numbers("--pool", args.pool, 1.0) if args.pool is not None else []
+    pools = option_values.ascending("--pool", args.pool, option_values.part) if args.pool is not None else ()
     if pools and not any(name.partition(":")[0] == _POOLED for name in named):
         raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
     settings = []
@@ -293,16 +199,7 @@ def _own_budget(policy: str, text: str) -> float:
     """Parse the budget behind a policy's name."""
     if "budget" not in _SIZES.get(policy, ()):
         raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
-    (budget,) = _numbers("--policies", text, 1.0)
-    return budget
-
-
-def _numbers(option: str, text: str, most: float) -> list[float]:
-    """Parse numbers above 0 joined by commas; return them ascending, each once."""
-    numbers = sorted({option_values.positive(option, part.strip()) for part in text.split(",")})
-    if numbers[-1] > most:
-        raise InvalidArgumentError(f"{option}: {numbers[-1]:g} is out of range: use numbers above 0, up to {most:g}")
-    return numbers
+    return option_values.part("--policies", text.strip())
 
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":

@@ -22,10 +22,10 @@ from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost
 from deploy.quality.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
-from deploy.quality.prepare import Wanted
 from deploy.quality.reading import Teller
 from deploy.quality.selection_tuning import Found, Measured, tune
 from deploy.quality.texts import Texts
+from deploy.quality.wanted import Wanted
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.infinigen import InfinigenResidency

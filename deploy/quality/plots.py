@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.quality.evaluate import Cell, Evaluation
+from deploy.quality.evaluation import Cell, Evaluation
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,7 +6,6 @@ fitted.
 
 import argparse
 import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,7 @@ from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from deploy.config.worker import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
+from deploy.quality.wanted import Wanted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -50,30 +50,6 @@ examples:
   baton prepare smollm2-135m --text persuasion.txt.gz
   baton prepare ./Llama-3.1-8B --text book.txt --cost 0.01 --context 8k --rows 5
   baton prepare smollm2-135m --text persuasion.txt.gz --ratios 0.3 --alpha 5 --most-share 0.1   (by hand)"""
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """What the options of `baton prepare` ask for."""
-
-    kinds: tuple[str, ...]
-    ratios: tuple[float, ...]
-    """Columns of a head that are kept, as fractions of all."""
-    reach: int
-    """Positions below which bases must hold; 0: the model's context."""
-    lookahead: int
-    context: int
-    """Tokens of each passage before the steps."""
-    num_rows: int
-    """Number of passages, the one that is fitted to included."""
-    num_steps: int
-    most_cost: float
-    """Relative rise of perplexity that is allowed."""
-    by_hand: tuple[float, float] | None
-    """alpha and most_share as given; None: they are searched."""
-    num_first: int
-    num_last: int
-    free_keys: int
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -202,7 +178,7 @@ def find_wanted(args: argparse.Namespace) -> Wanted:
         raise InvalidArgumentError(f"--free-keys {args.free_keys} leaves no key to choose: use 1 or more")
     return Wanted(
         kinds=kinds,
-        ratios=tuple(sorted({_part("--ratios", each) for each in args.ratios.split(",")})),
+        ratios=option_values.ascending("--ratios", args.ratios, option_values.part),
         reach=0 if args.reach is None else option_values.count("--reach", args.reach, MAX_TOKENS),
         lookahead=args.lookahead,
         context=option_values.count("--context", args.context, MAX_TOKENS),
@@ -222,14 +198,7 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
             raise InvalidArgumentError("--most-share bounds what --alpha chooses: give both, or neither for a search")
         return None
     alpha = math.inf if args.alpha == "inf" else option_values.positive("--alpha", args.alpha)
-    return alpha, _part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
-
-
-def _part(option: str, text: str) -> float:
-    value = option_values.positive(option, text.strip())
-    if value > 1:
-        raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")
-    return value
+    return alpha, option_values.part("--most-share", args.most_share or DEFAULT_MOST_SHARE)
 
 
 def bases_table(outcome: "Outcome") -> "Table":

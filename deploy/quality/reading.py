@@ -17,7 +17,7 @@ from baton.errors import ConfigError, InvalidArgumentError
 from deploy.config.worker import use_threads
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
-from deploy.quality.evaluate import Cell, Evaluation, Setting, Size
+from deploy.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.quality.metrics import agreement, perplexities, perplexity, relative_cost
 from deploy.quality.passages import Context, PassageRows, Reading, prefill, read, shape_for
 from deploy.quality.texts import Texts

@@ -286,8 +286,3 @@ class SlotLedger:
     def balances(self) -> bool:
         """Return whether slots and bytes balance."""
         return not self.imbalance
-
-    @property
-    def is_empty(self) -> bool:
-        """Return whether all slots are free and no bytes are held."""
-        return self.num_free == self.num_slots and self.num_bytes_held == self.num_device_bytes == 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from modeling.kernels import native
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvRows
 
 Partial = tuple[Tensor, Tensor]

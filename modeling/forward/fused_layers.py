@@ -21,7 +21,7 @@ from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rope import RotaryTable, Rotation
 from modeling.forward.rows import DecodeRows
 from modeling.kernels import native
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 
 _MOST_ROWS = 48
 """Most rows that the kernel takes. With more rows, products rather than calls take the time, and the linear layers

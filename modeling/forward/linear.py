@@ -20,7 +20,7 @@ from modeling.forward.huge_pages import WEIGHTS
 from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.kernels import native
 from modeling.kernels.panels import HALF, PANEL, panel_format
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 
 
 @runtime_checkable

@@ -17,7 +17,7 @@ from torch import Tensor
 from modeling.forward.attention import is_native
 from modeling.forward.selection import Picks
 from modeling.kernels import native
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvPlace
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch  # noqa: F401 - imported whole before several threads want it: they would find half of it
 
 from modeling.kernels import native
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 
 with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each waits for a compiler
     ready = list(pool.map(native.load, native.NAMES))

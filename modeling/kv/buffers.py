@@ -134,11 +134,6 @@ class LayerBuffers:
         self._held: dict[int, KvBuffer] = {}
         self._free: list[KvBuffer] = []
 
-    @property
-    def num_buffers(self) -> int:
-        """Return the number of layers for which memory is allocated."""
-        return len(self._held) + len(self._free)
-
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
         """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, allocating its memory if need be. Raises what
         is in OUT_OF_MEMORY."""

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from baton.errors import InvalidArgumentError
 from baton.results import ModelInfo
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason
+from baton.types import MAX_PROMPT_BYTES, FinishReason
 from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
 
-MAX_PROMPT_BYTES = 8 * 2**20
 MAX_REQUEST_ID_CHARS = 128
 
 

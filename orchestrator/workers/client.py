@@ -19,20 +19,19 @@ from baton.prefix_blocks import PromptBlocks
 from baton.proto_types import kv_ledger_from_proto
 from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
-from baton.v1 import common_pb2, generate_pb2, kv_pb2, prefill_pb2
+from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
-from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.streams import SharedCall, SharedStreams, check_size
 from transport.channel import make_channel
+from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import (
     event_from_proto,
     history_to_proto,
-    lease_from_proto,
     lease_ref_to_proto,
     lease_to_proto,
     range_to_proto,
@@ -180,42 +179,28 @@ class WorkerClient:
         self._endpoint = endpoint
         self._prefill = PrefillRankStub(channel)
         self._generation = GenerationGroupStub(channel)
-        self._kv = KvReceiverStub(channel)
+        self._leases = KvClient(channel, timeout_s=VERB_TIMEOUT_S)
         self._streams = SharedStreams(channel)
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
         """Lease a slot. Raises ResourceExhaustedError when none is free."""
-        request = kv_pb2.ReserveRequest(
-            request_id=spec.request_id,
-            attempt=spec.attempt,
-            num_tokens=spec.num_tokens,
-            capacity_tokens=spec.capacity_tokens,
-            ttl_s=spec.ttl_s,
-            layout_fingerprint=layout_fingerprint,
-            num_choices=spec.num_choices,
-            prefix_blocks=spec.prefix_blocks,
-            block_tokens=spec.block_tokens,
-            prefills_locally=spec.prefills_locally,
-            number=spec.number or 0,
-        )
         with _worker_errors(self._endpoint):
-            return lease_from_proto(await self._kv.Reserve(request, timeout=VERB_TIMEOUT_S))
+            return await self._leases.reserve(spec, layout_fingerprint)
 
     async def renew(self, lease: Lease) -> None:
         """Extend the lease by another ttl."""
-        request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(lease.ref), ttl_s=lease.ttl_s)
         with _worker_errors(self._endpoint):
-            await self._kv.Renew(request, timeout=VERB_TIMEOUT_S)
+            await self._leases.renew(lease.ref, lease.ttl_s)
 
     async def abort(self, ref: LeaseRef) -> None:
         """End the lease and free its slot, if the lease still holds it; idempotent."""
         with _worker_errors(self._endpoint):
-            await self._kv.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=VERB_TIMEOUT_S)
+            await self._leases.abort(ref)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
         """Undo the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
         with _worker_errors(self._endpoint):
-            await self._kv.Abort(kv_pb2.AbortRequest(number=number), timeout=VERB_TIMEOUT_S)
+            await self._leases.abort_reserve(number)
 
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None

@@ -24,14 +24,6 @@ def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cac
     return cost.num_layers * layer_s + cost.head_s
 
 
-def zigzag_all_gather(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return the seconds of context parallel prefill with balanced (zigzag) chunks, causal kernels and an all-gather in
-    each layer."""
-    chunk = num_tokens / num_ranks
-    layer_s = _layer(cost, chunk, chunk * (num_tokens / 2 + cached)) + _all_gather(num_tokens, num_ranks, cost)
-    return cost.num_layers * layer_s + cost.head_s
-
-
 def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
     """Return the seconds of ring pass-KV prefill with zigzag chunks: n equal attention steps, the next chunk's KV on
     its way during each."""

@@ -25,6 +25,11 @@ def test_every_package_has_a_layer() -> None:
     assert set(PACKAGES) <= layers
 
 
+def test_every_package_is_checked_for_circles() -> None:
+    contract = next(c for c in PROJECT["tool"]["importlinter"]["contracts"] if c["id"] == "circles")
+    assert sorted(contract["ancestors"]) == PACKAGES
+
+
 def test_every_package_is_type_checked() -> None:
     assert set(PACKAGES) <= set(PROJECT["tool"]["mypy"]["files"])
 

@@ -96,6 +96,22 @@ def test_a_folder_that_imports_one_above_it_is_named(tree: Path) -> None:
     assert_broken(run_step("imports", tree), "orchestrator.requests.record -> orchestrator.api.frontend")
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import deploy.forecasts.plan",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import deploy.forecasts.plan",
+        "def late() -> None:\n    import deploy.forecasts.plan",
+    ],
+    ids=["plain", "for type checkers", "in a function"],
+)
+def test_a_circle_of_imports_is_named(line: str, tree: Path) -> None:
+    plant(tree / "deploy/forecasts/plan_plot.py", line)
+    result = run_step("imports", tree)
+    assert_broken(result, "No cycles are allowed in deploy.forecasts.")
+    assert ".plan_plot -> .plan" in result.stdout or ".plan -> .plan_plot" in result.stdout
+
+
 def test_an_engines_host_that_imports_ray_is_named(tree: Path) -> None:
     plant(tree / "prefill_workers/host.py", "import ray")
     assert_broken(run_step("imports", tree), "prefill_workers.host -> ray")

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     IncompletePushError,
     InvalidArgumentError,
@@ -25,6 +24,7 @@ from baton.ids import RequestId, SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.slots.leases import Seat
 from tests.support.engines.slot_tables import make_slots
+from tests.support.manual_clock import ManualClock
 from tests.support.wire.memory_sink import MemorySink
 from transport.kv_sink import KvSink, ReserveSpec
 

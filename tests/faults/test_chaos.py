@@ -17,7 +17,7 @@ from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.storms import CLOCK, TTL_S
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from transport.channel import make_channel
-from transport.kv_sender import KvPushClient
+from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
 
 SHAPE = Shape(
@@ -61,8 +61,9 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
         async with AsyncClient(cluster.endpoint) as client:
             (engine,) = (group for group in (await client.cluster_state()).groups if group.role == "generate")
         async with make_channel(engine.endpoints[0]) as channel:
-            kv = KvPushClient(channel, reference.decoder.layout)
-            lease = await kv.reserve(ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0))
+            kv = KvClient(channel)
+            spec = ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0)
+            lease = await kv.reserve(spec, reference.decoder.layout.fingerprint)
             run = ChaosRun(cluster, schedule, CLOCK, bounds=replace(BOUNDS, settle_s=0.5))
             report = await run.run(lambda ask, choice, tokens: f"{len(tokens)} wrong tokens")
             await kv.abort(lease.ref)

@@ -29,7 +29,7 @@ from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
 from transport.channel import make_channel
-from transport.kv_sender import KvPushClient
+from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import history_to_proto
 
@@ -179,7 +179,7 @@ async def test_kv_of_another_model_is_refused(client: Client) -> None:
     other = dataclasses.replace(client.decoder.layout, model_fingerprint="other")
     async with make_channel(f"127.0.0.1:{client.server.port}") as channel:
         with pytest.raises(LayoutMismatchError):
-            await KvPushClient(channel, other).reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0))
+            await KvClient(channel).reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0), other.fingerprint)
 
 
 async def test_status_says_what_is_held(client: Client) -> None:

@@ -53,7 +53,7 @@ def test_fresh_processes_make_one_choice(tiles: bool, tmp_path: Path) -> None:
 def test_a_later_process_reads_the_choice_of_the_first(tmp_path: Path) -> None:
     require("linear", native.NATIVE)
     _give_kernels(tmp_path)
-    code = "from modeling.kernels.products import KERNELS; print(KERNELS.choice)"
+    code = "from modeling.kernels.process_kernels import KERNELS; print(KERNELS.choice)"
     first = ask(tmp_path, code)
     (kept,) = (tmp_path / "baton" / "kernels").glob("choice-*.json")
     before_ns = kept.stat().st_mtime_ns

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from baton.clock import Clock, ManualClock
+from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
@@ -27,6 +27,7 @@ from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.prefix_store.store import PrefixStore
 from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from transport.kv_sink import ReserveSpec

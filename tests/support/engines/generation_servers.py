@@ -22,7 +22,8 @@ from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
-from transport.kv_sender import KvPushClient
+from transport.kv_client import KvClient
+from transport.kv_sender import open_push
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import event_from_proto, history_to_proto, lease_ref_to_proto
 from transport.status import translate_rpc_errors
@@ -37,7 +38,8 @@ class Client:
     def __init__(self, server: GenerationServer, channel: grpc.aio.Channel, decoder: Decoder) -> None:
         self.server = server
         self.decoder = decoder
-        self.kv = KvPushClient(channel, decoder.layout)
+        self.kv = KvClient(channel)
+        self._channel = channel
         self.streams = SharedStreams(channel)
         self._numbers = itertools.count(1)
         self.stub: generate_pb2_grpc.GenerationGroupAsyncStub = generate_pb2_grpc.GenerationGroupStub(channel)
@@ -59,7 +61,8 @@ class Client:
         return self.streams.open(request)
 
     async def reserve(self, num_tokens: int, capacity_tokens: int, ttl_s: float = 30.0) -> Lease:
-        return await self.kv.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s))
+        spec = ReserveSpec(RequestId("r"), 1, num_tokens, capacity_tokens, ttl_s)
+        return await self.kv.reserve(spec, self.decoder.layout.fingerprint)
 
     async def push(self, lease: Lease, prompt_ids: tuple[int, ...]) -> None:
         """Prefills on its own and pushes, layer by layer, in two halves."""
@@ -69,7 +72,7 @@ class Client:
     async def push_kv(self, lease: Lease, buffer: KvBuffer) -> None:
         """Pushes all that the buffer holds."""
         whole = buffer.tokens
-        push = self.kv.open_push(lease)
+        push = open_push(self._channel, self.decoder.layout, lease)
         for layer in range(self.decoder.config.num_layers):
             for tokens in whole.split(max(1, len(whole) // 2)):
                 push.offer(layer, tokens, buffer.export(layer, tokens))

@@ -9,9 +9,9 @@ from torch.distributed import TCPStore
 
 from baton.errors import ChainError
 from baton.ids import Epoch, JobId, Rank
-from prefill_workers.in_process_links import InProcessHub
 from prefill_workers.links import ConnectLinks, LinkHandler, LinkHeader, Links, LinkStatus
 from prefill_workers.torch_links import Meeting, connect_torch_links
+from tests.support.engines.in_process_links import InProcessHub
 
 HOST = "127.0.0.1"
 _WAIT_S = 20.0

@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from baton.clock import Clock, ManualClock
+from baton.clock import Clock
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.block_files import HEADER_BYTES
 from modeling.prefix_store.store import PrefixStore, Room
 from tests.support.engines.chains import until
+from tests.support.manual_clock import ManualClock
 
 PLENTY = 1 << 30
 

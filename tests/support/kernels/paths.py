@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from modeling.kernels import native
-from modeling.kernels.products import DOT, KERNELS, TILES, WIDENED
+from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.products import DOT, TILES, WIDENED
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.memory_sink import MemorySink
 from transport.channel import bind, make_channel, make_server
+from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
-from transport.kv_sender import KvPushClient, PushSession
+from transport.kv_sender import PushSession, open_push
 from transport.kv_sink import ReserveSpec
 from transport.proto_types import lease_ref_to_proto, range_to_proto
 from transport.status import translate_rpc_errors
@@ -34,13 +35,18 @@ class Loopback:
     """Both ends of one KvReceiver."""
 
     sink: MemorySink
-    client: KvPushClient
+    client: KvClient
     channel: grpc.aio.Channel
     endpoint: str
     layout: KvLayout
+    clock: Clock
 
     async def reserve(self, num_tokens: int = NUM_TOKENS, ttl_s: float = 60.0) -> Lease:
-        return await self.client.reserve(ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s))
+        spec = ReserveSpec(RequestId("r"), 1, num_tokens, num_tokens, ttl_s)
+        return await self.client.reserve(spec, self.layout.fingerprint)
+
+    def open_push(self, lease: Lease) -> PushSession:
+        return open_push(self.channel, self.layout, lease, clock=self.clock)
 
     async def push(self, messages: Iterable[kv_pb2.KvPiece]) -> kv_pb2.PushReply:
         """One Push of messages made by protobuf itself, good or bad; raises what the receiver raised."""
@@ -84,7 +90,7 @@ async def loopback(
     await server.start()
     try:
         async with make_channel(endpoint) as channel:
-            yield Loopback(sink, KvPushClient(channel, layout, clock=clock), channel, endpoint, layout)
+            yield Loopback(sink, KvClient(channel), channel, endpoint, layout, clock)
     finally:
         await server.stop(grace=0)
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -14,6 +13,7 @@ from baton.requests import Source, make_request
 from baton.resume import DEADLINE_GRACE_S, Reconnect, Server, StreamState
 from baton.types import FinishReason
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
+from tests.support.manual_clock import ManualClock
 
 LOST = UnavailableError("gone")
 RECONNECT = Reconnect(num_connects=2, num_resumes=3, first_delay_s=1.0, max_delay_s=4.0)

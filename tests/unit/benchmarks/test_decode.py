@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.decode import Cell, Outcome, report
-from benchmarks.plots.decode import draw
+from benchmarks.plots.decode import Step, draw
 from benchmarks.support.harness import Bars, Pairs, Reporter
 from generate_workers.engine.core import StepStats
 from planning.study.chips import Chip
@@ -56,7 +56,7 @@ def test_a_missed_bar_is_said(made: Outcome, dtype: str, missed: str, capsys: py
 
 
 def test_plot_is_a_png(tmp_path: Path) -> None:
-    cells = ("1x192", "16x192", "16x1024")
-    draw([outcome(26.0, 32.0, 25.0, cell) for cell in cells], MODEL, CHIP, tmp_path / "plot.png")
+    measured = [Step(1, 192, 26.0), Step(16, 192, 30.0), Step(16, 1024, 40.0)]
+    draw(measured, MODEL, CHIP, tmp_path / "plot.png")
     data = (tmp_path / "plot.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000

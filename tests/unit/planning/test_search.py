@@ -23,7 +23,7 @@ from planning.cost_model import (
 )
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.search import SearchedPartitioner, analytic_seed, grid_search, rounded, search
+from planning.search import Evaluate, SearchedPartitioner, analytic_seed, rounded, search
 from planning.wavefront import chain_ttft
 
 PER_TOKEN, PER_PAIR = 0.0790 / 1024, 0.02075 / 1024**2
@@ -93,6 +93,21 @@ def test_paper_10k_on_four_ranks(how: str) -> None:
     else:
         chunks = search(10240, 4, PAPER_COST, PAPER_OVERLAPPED)
     assert np.array(chunks) / 10240 == pytest.approx(np.array([0.350, 0.255, 0.210, 0.185]), abs=0.005)
+
+
+def grid_search(num_tokens: int, num_ranks: int, evaluate: Evaluate, step: int, min_step: int) -> tuple[int, ...]:
+    """The paper's hierarchical grid: five values for each boundary, around the even ones first, then around the best
+    grid point with half the step, down to `min_step`. Evaluates 5^(n - 1) partitions a step."""
+    centre = np.array([num_tokens * rank // num_ranks for rank in range(1, num_ranks)])
+    while True:
+        axes = [boundary + step * np.arange(-2, 3) for boundary in centre]
+        boundaries = np.array(list(itertools.product(*axes)), dtype=np.float64)
+        partitions = np.diff(boundaries, axis=1, prepend=0.0, append=float(num_tokens))
+        allowed = (partitions >= 1).all(axis=1)
+        centre = boundaries[allowed][evaluate(partitions[allowed]).argmin()].astype(int)
+        if step <= min_step:
+            return tuple(int(chunk) for chunk in np.diff([0, *centre, num_tokens]))
+        step = max(step // 2, min_step)
 
 
 def test_paper_grid_of_96_tokens() -> None:

@@ -1,9 +1,11 @@
 """The recursion, held against a simulation that knows nothing of recursions: events, ranks, links, queues."""
 
 import heapq
+import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,11 +24,19 @@ from planning.cost_model import (
     Protocol,
     Receive,
 )
-from planning.wavefront import chain_ttft, reference
+from planning.study.peers import tsp
+from planning.wavefront import chain_ttft, reference, work_of
+from tests.support.folders import DATA
 
 COST = CostModel(
     num_layers=3, linear_s=1.0, pair_s=0.5, kv_bytes=10, project_share=0.25, head_s=0.75, link=Link(0.5, 40.0)
 )
+GOLDEN: dict[str, Any] = json.loads((DATA / "kv_runahead_tables.json").read_text())["golden"]
+"""The paper's worked example, counted by hand."""
+PAIRS = CostModel(num_layers=1, linear_s=0.0, pair_s=1.0, kv_bytes=0)
+"""A second for each (query, key) pair."""
+ENTRIES = CostModel(num_layers=1, linear_s=0.0, pair_s=1e-12, kv_bytes=2, link=Link(0.0, 1.0))
+"""A second for each K or V entry that a link carries, and next to none for all else."""
 
 links = st.builds(Link, st.floats(0, 3), st.floats(0.5, 1000) | st.just(math.inf))
 costs = st.builds(
@@ -231,6 +241,31 @@ def test_many_partitions_at_once_are_each_alone(partitions: list[list[int]], cos
     together = chain_ttft(np.array(partitions, dtype=float), cost, BATON)
     alone = [float(chain_ttft(chunks, cost, BATON)) for chunks in partitions]
     assert together.tolist() == pytest.approx(alone, rel=1e-12)
+
+
+def pairs(chunks: Sequence[int], protocol: Protocol) -> list[float]:
+    """(query, key) pairs that each rank of a chain computes in a layer."""
+    work = work_of(np.array([chunks], dtype=np.float64), PAIRS, protocol, cached=0)
+    return list(work.layer[0])
+
+
+def test_nine_tokens_on_three_ranks_as_in_the_paper() -> None:
+    chunks, tokens = GOLDEN["chunks"], GOLDEN["tokens"]
+    assert (chunks, tokens) == ([4, 3, 2], 9)
+    assert pairs(chunks, PAPER) == GOLDEN["dot_products"] == [16, 21, 18]
+    assert tsp(tokens, 3, PAIRS, Kernel.DENSE) == GOLDEN["tsp_dot_products_per_rank"] == 27
+    assert float(chain_ttft(chunks, ENTRIES, PAPER)) == pytest.approx(GOLDEN["kv_entries_sent"])
+    assert 3 * tsp(tokens, 3, ENTRIES, Kernel.DENSE) == pytest.approx(GOLDEN["tsp_kv_entries_sent"])
+
+
+@pytest.mark.parametrize("chunks", [(9,), (4, 3, 2), (1, 1, 7), (3, 3, 3)])
+def test_causal_pairs_are_half_of_the_square_for_any_partition(chunks: tuple[int, ...]) -> None:
+    assert sum(pairs(chunks, BATON)) == 9 * 9 / 2
+
+
+def test_even_chain_sends_half_of_an_all_gather() -> None:
+    in_chain = float(chain_ttft((4, 4, 4, 4), ENTRIES, PAPER))
+    assert 2 * in_chain == pytest.approx(4 * tsp(16, 4, ENTRIES, Kernel.DENSE))
 
 
 def test_two_ranks_by_hand() -> None:

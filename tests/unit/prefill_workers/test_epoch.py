@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import ChainError, JobAbortedError, LinkBrokenError, LinkStalledError
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.types import KvLayout, TokenRange
@@ -17,6 +16,7 @@ from prefill_workers.job import Job, JobReport
 from prefill_workers.links import LinkStatus
 from tests.support.engines.chains import WAIT_S, KeepingOutlet, reference_token, until
 from tests.support.engines.middle_ranks import CHUNKS, IDS, Middle, middle_rank
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
 

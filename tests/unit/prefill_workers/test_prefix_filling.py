@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.prefix_filling import PrefixFilling
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, keep, prefix_folder, store_in
+from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 2, 1, 4, "float32")
 START, BLOCK = 4, 4

@@ -5,8 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.clock import ManualClock
 from prefill_workers.turn_watch import TurnWatch, cpu_clock, limit_s
+from tests.support.manual_clock import ManualClock
 
 FLOOR_S = 2.0
 WAIT_S = 30.0

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.ids import Rank
 from prefill_workers.watchdog import Watchdog
+from tests.support.manual_clock import ManualClock
 
 PEER, OTHER = Rank(1), Rank(2)
 

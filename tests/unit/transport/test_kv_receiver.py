@@ -7,7 +7,6 @@ from pathlib import Path
 import grpc
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     BatonError,
     ByteCountError,
@@ -24,6 +23,7 @@ from baton.ids import Stamp
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import common_pb2, kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
+from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import FIRST, LAYOUT, NUM_TOKENS, WHOLE, Loopback, loopback, rows
 from transport.channel import MAX_MESSAGE_BYTES, make_channel
 from transport.kv_receiver import KvReceiverServicer

@@ -5,16 +5,10 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 import transport.kv_sender
-from baton.clock import ManualClock
-from baton.errors import (
-    IncompletePushError,
-    LayoutMismatchError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    StaleStampError,
-)
-from baton.types import KvLayout, SampledToken, TokenLogprob, TokenRange
+from baton.errors import RequestCancelledError
+from baton.types import KvLayout, TokenRange
 from baton.v1 import kv_pb2
+from tests.support.manual_clock import ManualClock
 from tests.support.wire.kv_loopback import (
     FIRST,
     LAYOUT,
@@ -26,11 +20,10 @@ from tests.support.wire.kv_loopback import (
     offer_all,
     result_of,
     rows,
-    stale,
 )
 from transport.kv_frame import Piece, encode_piece
 from transport.kv_receiver import Context, KvReceiverServicer
-from transport.kv_sender import MAX_PIECE_BYTES, KvPushClient
+from transport.kv_sender import MAX_PIECE_BYTES
 
 
 @pytest.fixture
@@ -41,7 +34,7 @@ async def loop() -> AsyncIterator[Loopback]:
 
 async def test_offered_bytes_arrive(loop: Loopback) -> None:
     lease = await loop.reserve()
-    session = loop.client.open_push(lease)
+    session = loop.open_push(lease)
     offer_all(session)
     session.finish()
     await session.result()
@@ -49,7 +42,7 @@ async def test_offered_bytes_arrive(loop: Loopback) -> None:
 
 
 async def test_summary_counts_bytes_and_pieces(loop: Loopback) -> None:
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     offer_all(session)
     offer_all(session)
     session.finish()
@@ -61,7 +54,7 @@ async def test_summary_counts_bytes_and_pieces(loop: Loopback) -> None:
 async def test_summary_is_timed_from_first_offer_to_last_acknowledgement() -> None:
     clock = ManualClock(start_s=1000)
     async with loopback(clock=clock) as loop:
-        session = loop.client.open_push(await loop.reserve())
+        session = loop.open_push(await loop.reserve())
         clock.advance(1)
         offer_all(session)
         clock.advance(2)
@@ -71,7 +64,7 @@ async def test_summary_is_timed_from_first_offer_to_last_acknowledgement() -> No
 
 
 async def test_push_of_nothing_succeeds(loop: Loopback) -> None:
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     session.finish()
     assert (await session.result()).num_bytes == 0
 
@@ -80,7 +73,7 @@ async def test_thousands_of_offers_from_another_thread_arrive() -> None:
     num_tokens = 2000
     async with loopback(capacity_tokens=num_tokens) as loop:
         lease = await loop.reserve(num_tokens)
-        session = loop.client.open_push(lease)
+        session = loop.open_push(lease)
         memory = [memoryview(rows(TokenRange(0, num_tokens), layer)) for layer in (0, 1)]
 
         def engine() -> None:
@@ -99,7 +92,7 @@ async def test_thousands_of_offers_from_another_thread_arrive() -> None:
 
 
 async def test_many_offers_wake_the_loop_once(loop: Loopback, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = loop.client.open_push(await loop.reserve(64))
+    session = loop.open_push(await loop.reserve(64))
     wakes = 0
     running = asyncio.get_running_loop()
     call_soon_threadsafe = running.call_soon_threadsafe
@@ -123,7 +116,7 @@ async def test_large_ranges_are_split_by_whole_tokens() -> None:
     num_tokens = 2000
     async with loopback(layout=WIDE, capacity_tokens=num_tokens) as loop:
         lease = await loop.reserve(num_tokens)
-        session = loop.client.open_push(lease)
+        session = loop.open_push(lease)
         offer_all(session, WIDE, num_tokens)
         session.finish()
         summary = await session.result()
@@ -136,7 +129,7 @@ async def test_large_ranges_are_split_by_whole_tokens() -> None:
 async def test_token_larger_than_a_piece_is_sent_whole() -> None:
     giant = KvLayout("weights", num_layers=1, num_kv_heads=1, head_dim=2**18, dtype="float32")
     async with loopback(layout=giant, capacity_tokens=2) as loop:
-        session = loop.client.open_push(await loop.reserve(2))
+        session = loop.open_push(await loop.reserve(2))
         offer_all(session, giant, 2)
         session.finish()
         assert (await session.result()).num_pieces == 2
@@ -144,7 +137,7 @@ async def test_token_larger_than_a_piece_is_sent_whole() -> None:
 
 async def test_memory_is_let_go_at_the_end(loop: Loopback) -> None:
     memory = bytearray(rows(WHOLE))
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     session.offer(0, WHOLE, memoryview(memory))
     session.finish()
     await session.result()
@@ -153,7 +146,7 @@ async def test_memory_is_let_go_at_the_end(loop: Loopback) -> None:
 
 async def test_elements_of_any_format_are_sent_as_bytes(loop: Loopback) -> None:
     lease = await loop.reserve()
-    session = loop.client.open_push(lease)
+    session = loop.open_push(lease)
     session.offer(0, WHOLE, memoryview(rows(WHOLE)).cast("I", shape=[NUM_TOKENS, 4]))
     session.finish()
     await session.result()
@@ -161,14 +154,14 @@ async def test_elements_of_any_format_are_sent_as_bytes(loop: Loopback) -> None:
 
 
 async def test_result_may_be_asked_for_again(loop: Loopback) -> None:
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     offer_all(session)
     session.finish()
     assert await session.result() == await session.result()
 
 
 async def test_cancelling_the_wait_leaves_the_session_alone(loop: Loopback) -> None:
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(session.result(), 0.01)
     offer_all(session)
@@ -198,7 +191,7 @@ async def test_receiver_that_does_not_read_bounds_what_is_encoded(monkeypatch: p
     Gated.gate = asyncio.Event()
     num_tokens = 30_000  # 92 MB
     async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated) as loop:
-        session = loop.client.open_push(await loop.reserve(num_tokens))
+        session = loop.open_push(await loop.reserve(num_tokens))
         offer_all(session, WIDE, num_tokens)
         session.finish()
         stalled = -1
@@ -214,7 +207,7 @@ async def test_cancel_ends_a_stream_that_flow_control_holds_back() -> None:
     Gated.gate = asyncio.Event()
     num_tokens = 30_000
     async with loopback(layout=WIDE, capacity_tokens=num_tokens, servicer=Gated) as loop:
-        session = loop.client.open_push(await loop.reserve(num_tokens))
+        session = loop.open_push(await loop.reserve(num_tokens))
         offer_all(session, WIDE, num_tokens)
         done, _ = await asyncio.wait({asyncio.ensure_future(session.result())}, timeout=0.3)
         assert not done
@@ -222,63 +215,11 @@ async def test_cancel_ends_a_stream_that_flow_control_holds_back() -> None:
         assert type(await asyncio.wait_for(result_of(session), 2)) is RequestCancelledError
 
 
-async def test_lease_verbs_raise_the_receivers_errors(loop: Loopback) -> None:
-    lease = await loop.reserve()
-    with pytest.raises(ResourceExhaustedError):
-        await loop.reserve()
-    with pytest.raises(StaleStampError):
-        await loop.client.renew(stale(lease).ref, 5)
-    with pytest.raises(IncompletePushError):
-        await loop.client.commit(lease.ref, [FIRST], timeout_s=1.0)
-
-
-async def test_reserve_with_another_layout_is_refused(loop: Loopback) -> None:
-    with pytest.raises(LayoutMismatchError):
-        await Loopback(loop.sink, KvPushClient(loop.channel, WIDE), loop.channel, loop.endpoint, WIDE).reserve()
-
-
-async def test_renewed_lease_lives_on() -> None:
-    clock = ManualClock()
-    async with loopback(clock=clock) as loop:
-        lease = await loop.reserve(ttl_s=5)
-        clock.advance(4)
-        await loop.client.renew(lease.ref, 5)
-        clock.advance(4)
-        await loop.client.renew(lease.ref, 5)
-
-
-async def test_commit_carries_the_first_token_with_its_logprobs(loop: Loopback) -> None:
-    lease = await loop.reserve()
-    session = loop.client.open_push(lease)
-    offer_all(session)
-    session.finish()
-    await session.result()
-    first = SampledToken(5, -0.5, (TokenLogprob(5, -0.5), TokenLogprob(6, -1.5)))
-    assert await loop.client.commit(lease.ref, [first]) == NUM_TOKENS * LAYOUT.token_bytes
-    assert loop.sink.first(lease.ref) == first
-
-
-async def test_commit_may_be_repeated(loop: Loopback) -> None:
-    lease = await loop.reserve()
-    session = loop.client.open_push(lease)
-    offer_all(session)
-    session.finish()
-    await session.result()
-    assert await loop.client.commit(lease.ref, [FIRST]) == await loop.client.commit(lease.ref, [FIRST])
-
-
-async def test_abort_may_be_repeated(loop: Loopback) -> None:
-    lease = await loop.reserve()
-    await loop.client.abort(lease.ref)
-    await loop.client.abort(lease.ref)
-    assert (await loop.reserve()).ref.stamp > lease.ref.stamp
-
-
 async def test_two_ranks_fill_one_slot(loop: Loopback) -> None:
     """The way it is used: each rank pushes its own tokens, the last one commits meanwhile."""
     lease = await loop.reserve()
     chunks = WHOLE.split(5)
-    sessions = [loop.client.open_push(lease) for _ in chunks]
+    sessions = [loop.open_push(lease) for _ in chunks]
     commit = asyncio.create_task(loop.client.commit(lease.ref, [FIRST], timeout_s=30))
     for session, chunk in zip(sessions, chunks, strict=True):
         for layer in (0, 1):

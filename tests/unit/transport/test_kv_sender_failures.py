@@ -33,7 +33,7 @@ from tests.support.wire.kv_loopback import (
 from transport.channel import bind, make_channel, make_server
 from transport.kv_frame import Piece
 from transport.kv_receiver import Context
-from transport.kv_sender import KvPushClient, PushSession
+from transport.kv_sender import PushSession, open_push
 
 NUM_TRIES = 24
 """A write that fails as the call ends races with the status that ended it: both orders come up in so many pushes."""
@@ -46,20 +46,20 @@ async def loop() -> AsyncIterator[Loopback]:
 
 
 async def test_receivers_error_is_raised(loop: Loopback) -> None:
-    session = loop.client.open_push(stale(await loop.reserve()))
+    session = loop.open_push(stale(await loop.reserve()))
     offer_all(session)
     session.finish()
     assert type(await result_of(session)) is StaleStampError
 
 
 async def test_refusal_is_noticed_without_a_further_offer(loop: Loopback) -> None:
-    session = loop.client.open_push(stale(await loop.reserve()))
+    session = loop.open_push(stale(await loop.reserve()))
     session.offer(0, WHOLE, memoryview(rows(WHOLE)))
     assert type(await result_of(session)) is StaleStampError
 
 
 async def test_offers_after_a_failure_are_dropped(loop: Loopback) -> None:
-    session = loop.client.open_push(stale(await loop.reserve()))
+    session = loop.open_push(stale(await loop.reserve()))
     offer_all(session)
     assert type(await result_of(session)) is StaleStampError
     memory = bytearray(rows(WHOLE))
@@ -71,7 +71,7 @@ async def test_offers_after_a_failure_are_dropped(loop: Loopback) -> None:
 @pytest.mark.parametrize("end", ["refused", "cancelled"])
 async def test_memory_is_let_go_after_a_failure(loop: Loopback, end: str) -> None:
     lease = await loop.reserve()
-    session = loop.client.open_push(stale(lease) if end == "refused" else lease)
+    session = loop.open_push(stale(lease) if end == "refused" else lease)
     memory = [bytearray(rows(WHOLE)) for _ in range(50)]
     for each in memory:
         session.offer(0, WHOLE, memoryview(each))
@@ -86,7 +86,7 @@ async def test_memory_is_let_go_after_a_failure(loop: Loopback, end: str) -> Non
 async def open_writer(loop: Loopback) -> tuple[Lease, PushSession]:
     """A session whose first piece is in."""
     lease = await loop.reserve()
-    session = loop.client.open_push(lease)
+    session = loop.open_push(lease)
     session.offer(0, WHOLE, memoryview(rows(WHOLE)))
     await loop.sink.writers_become(lease.ref.slot, 1)
     return lease, session
@@ -107,7 +107,7 @@ async def test_cancel_from_another_thread_ends_the_stream(loop: Loopback) -> Non
 
 
 async def test_cancel_before_anything_was_offered(loop: Loopback) -> None:
-    session = loop.client.open_push(await loop.reserve())
+    session = loop.open_push(await loop.reserve())
     session.cancel()
     assert type(await result_of(session)) is RequestCancelledError
 
@@ -130,7 +130,7 @@ async def test_first_failure_counts(loop: Loopback) -> None:
 
 async def test_fail_after_the_end_changes_nothing(loop: Loopback) -> None:
     lease = await loop.reserve()
-    session = loop.client.open_push(lease)
+    session = loop.open_push(lease)
     offer_all(session)
     session.finish()
     summary = await session.result()
@@ -142,7 +142,7 @@ async def test_fail_after_the_end_changes_nothing(loop: Loopback) -> None:
 async def test_session_ends_when_its_channel_is_closed(loop: Loopback) -> None:
     lease = await loop.reserve()
     async with make_channel(loop.endpoint) as channel:
-        session = KvPushClient(channel, LAYOUT).open_push(lease)
+        session = open_push(channel, LAYOUT, lease)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert isinstance(await result_of(session), BatonError)
@@ -153,7 +153,7 @@ async def test_session_ends_when_its_receiver_is_gone() -> None:
     async with loopback() as loop:
         lease = await loop.reserve()
         channel = make_channel(loop.endpoint)
-        session = KvPushClient(channel, LAYOUT).open_push(lease)
+        session = open_push(channel, LAYOUT, lease)
         session.offer(0, WHOLE, memoryview(rows(WHOLE)))
         await loop.sink.writers_become(lease.ref.slot, 1)
     assert type(await result_of(session)) is UnavailableError
@@ -163,7 +163,7 @@ async def test_session_ends_when_its_receiver_is_gone() -> None:
 async def test_unreachable_receiver_is_unavailable() -> None:
     async with make_channel("127.0.0.1:1") as channel:
         lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
-        session = KvPushClient(channel, LAYOUT).open_push(lease)
+        session = open_push(channel, LAYOUT, lease)
         offer_all(session)
         assert type(await result_of(session)) is UnavailableError
 
@@ -187,13 +187,14 @@ async def answers_of(reply: kv_pb2.PushReply | BatonError) -> list[object]:
     try:
         async with make_channel(f"127.0.0.1:{port}") as channel:
             memory = memoryview(bytes(8000 * WIDE.row_bytes))
-            return [await push_long(KvPushClient(channel, WIDE), memory) for _ in range(NUM_TRIES)]
+            return [await push_long(channel, memory) for _ in range(NUM_TRIES)]
     finally:
         await server.stop(grace=0)
 
 
-async def push_long(client: KvPushClient, memory: memoryview) -> object:
-    session = client.open_push(Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0))
+async def push_long(channel: grpc.aio.Channel, memory: memoryview) -> object:
+    lease = Lease(LeaseRef(SlotId(0), Stamp(1)), RequestId("r"), 1, NUM_TOKENS, "", 1.0)
+    session = open_push(channel, WIDE, lease)
     session.offer(0, TokenRange(0, memory.nbytes // WIDE.row_bytes), memory)
     session.finish()
     return await result_of(session)

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import LeaseError, ResourceExhaustedError, UnavailableError
 from baton.ids import RequestId, ReserveNumber, SlotId, Stamp
 from baton.types import Lease, LeaseRef
+from tests.support.manual_clock import ManualClock
 from transport.reserve_book import MAX_REMEMBERED, REMEMBER_S, ReserveBook
 
 NUMBER = ReserveNumber(7)

@@ -12,7 +12,6 @@ from deploy.calibration.chains import (
     Sample,
     evaluate,
     fitted_lengths,
-    given_lengths,
     lengths_between,
     link_points,
     rank_rows,
@@ -120,16 +119,6 @@ def test_lengths_double_and_leave_room_for_output(max_tokens: int) -> None:
     between = lengths_between(lengths)
     assert len(between) == 5 and not set(between) & set(lengths)
     assert all(low < each < high for each, (low, high) in zip(between, itertools.pairwise(lengths), strict=True))
-
-
-def test_lengths_that_are_given_come_in_order_each_once() -> None:
-    assert given_lengths("--lengths", "512, 8,64,64", 1024) == (8, 64, 512)
-
-
-@pytest.mark.parametrize("text", ["7", "1024", "64,", "1k", "-8", "8.0"])
-def test_lengths_out_of_range_are_refused(text: str) -> None:
-    with pytest.raises(InvalidArgumentError, match="--lengths: '.*' is out of range: use whole numbers from 8 to 1023"):
-        given_lengths("--lengths", text, 1024)
 
 
 def test_a_model_too_small_for_lengths_is_refused() -> None:

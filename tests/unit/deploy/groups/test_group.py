@@ -16,7 +16,7 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Agreement, Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
-from modeling.kernels.products import KERNELS
+from modeling.kernels.process_kernels import KERNELS
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
 from transport.proto_types import kernels_to_proto

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.clock import ManualClock
 from deploy.groups.restarts import Backoff, Restarts
+from tests.support.manual_clock import ManualClock
 
 BACKOFF = Backoff(first_s=1.0, most_s=5.0, healthy_s=60.0)
 

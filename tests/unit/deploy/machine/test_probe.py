@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import ConfigError
 from deploy.machine.probe import Measured, Steps, Stopwatch, chip_from, measure, read_rate, with_more_rows
 from planning.model_shape import ModelShape
 from planning.study.chips import Chip
 from planning.study.roofline import ServedModel, step_time
+from tests.support.manual_clock import ManualClock
 
 TINY = ModelShape(2, 64, 4, 2, 16, ffn=128, vocab=256)
 CHIP = Chip(3e11, 2e10, 1e10)

@@ -8,7 +8,8 @@ import pytest
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import SamplingParams, params_from_options
-from deploy.options.prompt import MAX_PROMPT_BYTES, add_prompt, add_sampling, read_prompt, sampling_options
+from baton.types import MAX_PROMPT_BYTES
+from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -10,7 +10,8 @@ from baton.errors import InvalidArgumentError, ModelError
 from deploy.cli import build_parser, main
 from deploy.quality import fitting as prepare_run
 from deploy.quality.fitting import require_fit
-from deploy.quality.prepare import KINDS, Wanted, find_wanted
+from deploy.quality.prepare import KINDS, find_wanted
+from deploy.quality.wanted import Wanted
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.selection import Selection
 from modeling.sparse.bases import BasisKind

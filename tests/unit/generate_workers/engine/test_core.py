@@ -19,6 +19,7 @@ from generate_workers.engine.core import EngineConfig
 from generate_workers.engine.rows import GenerationRequest
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.slot_tables import is_empty
 from tests.support.models.tiny_tokenizer import text_of
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
@@ -220,7 +221,7 @@ def test_a_failing_forward_ends_its_rows_and_no_others() -> None:
         decoder.error = RuntimeError("device lost\nand more")
         made.engine.step()
         assert [row.error for row in rows] == ["RuntimeError: device lost"] * 2
-        assert made.slots.ledger().is_empty
+        assert is_empty(made.slots.ledger())
         decoder.error = None
         made.run()
         assert waiting.token_ids == reference_ids(decoder, prompt(5), SHORT)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import pytest
 from torch import Tensor
 
-from baton.clock import ManualClock
 from baton.sampling_params import SamplingParams
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.manual_clock import ManualClock
 
 STREAM = SamplingParams(max_tokens=90, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import (
     InvalidArgumentError,
     LeaseExpiredError,
@@ -17,7 +16,8 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken
 from generate_workers.engine.rows import Ticket
 from tests.support.engines.generation import Collector, Harness, harness, prompt, reference_ids
-from tests.support.engines.slot_tables import push_zeros
+from tests.support.engines.slot_tables import is_empty, push_zeros
+from tests.support.manual_clock import ManualClock
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 LONG = SamplingParams(max_tokens=60, ignore_eos=True)
@@ -116,7 +116,7 @@ def test_a_writer_inside_a_cancelled_lease_is_refused_and_then_all_is_free() -> 
             assert made.slots.ledger().num_quarantined == 1
             with pytest.raises(StaleStampError):
                 push_zeros(made.slots, ref, 9)
-        assert made.slots.ledger().is_empty
+        assert is_empty(made.slots.ledger())
 
 
 # Leases that end under a stream.

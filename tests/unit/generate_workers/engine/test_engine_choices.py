@@ -10,6 +10,7 @@ from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken
 from tests.support.engines.generation import Collector, Harness, harness, prefilled, prompt, reference_ids
+from tests.support.engines.slot_tables import is_empty
 
 PARAMS = SamplingParams(max_tokens=9, temperature=0.9, seed=2**64 - 2, n=4, ignore_eos=True)
 IDS = prompt(23)
@@ -63,7 +64,7 @@ def test_cancel_ends_all_choices(num_steps: int) -> None:
         made.engine.cancel(ticket)
         made.engine.step()
         assert [collector.choice(choice).finish for choice in range(4)] == [FinishReason.CANCELLED] * 4
-        assert made.slots.ledger().is_empty
+        assert is_empty(made.slots.ledger())
 
 
 def test_an_aborted_lease_ends_all_choices() -> None:

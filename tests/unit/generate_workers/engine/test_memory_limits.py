@@ -15,7 +15,8 @@ from generate_workers.residency.port import KvBytes
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.linear import PanelLinear, has_panel_linear
 from modeling.kernels import native
-from modeling.kernels.products import KERNELS, WIDENED
+from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.products import WIDENED
 from tests.support.engines.generation import eos_decoder
 from tests.support.kernels.paths import require
 from tests.support.models.tiny_models import random_decoder

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
 from baton.types import Lease, TokenRange
@@ -20,8 +19,9 @@ from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Leading, PrefixStore
 from tests.support.engines.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
-from tests.support.engines.slot_tables import FIRST, LAYOUT, ends_empty, make_slots, push_buffer
+from tests.support.engines.slot_tables import FIRST, LAYOUT, ends_empty, is_empty, make_slots, push_buffer
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 BLOCK = 4
@@ -125,7 +125,7 @@ async def test_a_lease_that_ends_lets_go_of_its_blocks(slots: SlotTable, store: 
     await loader.close()
     with pytest.raises(StaleStampError):
         await slots.commit(lease.ref, [FIRST])
-    assert slots.ledger().is_empty
+    assert is_empty(slots.ledger())
     await eventually(lambda: asyncio.to_thread(mapped, folder), lambda left: not left, within_s=5)
 
 

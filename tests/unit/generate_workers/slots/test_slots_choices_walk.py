@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from hypothesis.strategies import integers, sampled_from
 
-from baton.clock import ManualClock
 from baton.errors import LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
 from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
-from tests.support.engines.slot_tables import make_slots, push_zeros
+from tests.support.engines.slot_tables import is_empty, make_slots, push_zeros
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 NUM_SLOTS = 5
@@ -69,7 +69,7 @@ class ChoicesWalk(RuleBasedStateMachine):
             self.slots.abort(request.ref)
             if request.writer is not None:
                 request.writer.__exit__(None, None, None)
-        assert self.slots.ledger().is_empty
+        assert is_empty(self.slots.ledger())
 
     @rule(target=requests, num_choices=integers(1, 3))
     def reserve(self, num_choices: int) -> object:

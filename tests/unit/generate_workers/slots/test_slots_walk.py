@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 from hypothesis.strategies import integers, sampled_from
 
-from baton.clock import ManualClock
 from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
 from baton.results import KvLedger
@@ -19,8 +18,9 @@ from generate_workers.slots.access import SlotReader, SlotWriter
 from generate_workers.slots.leases import SlotLedger, Standing
 from generate_workers.slots.memory import MemoryLimits
 from generate_workers.slots.table import SlotTable
-from tests.support.engines.slot_tables import FIRST, lease, make_slots, page_bytes
+from tests.support.engines.slot_tables import FIRST, is_empty, lease, make_slots, page_bytes
 from tests.support.engines.slot_tables import LAYOUT as SMALL
+from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
 LAYOUT = dataclasses.replace(SMALL, num_kv_heads=2, head_dim=128)
@@ -121,7 +121,7 @@ class SlotWalk(RuleBasedStateMachine):
             while life.readers:
                 life.readers.pop().close()
         self.loop.close()
-        assert self.slots.ledger().is_empty
+        assert is_empty(self.slots.ledger())
 
     @rule(target=lives, ttl_s=sampled_from([2.0, 5.0]))
     def reserve(self, ttl_s: float) -> object:

@@ -14,7 +14,8 @@ from modeling.forward.linear import has_panel_linear
 from modeling.forward.norms import HeadNorms, RmsNorm
 from modeling.forward.positions import LearnedTable, Positions
 from modeling.forward.rows import DecodeRows
-from modeling.kernels.products import KERNELS, WIDENED
+from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.products import WIDENED
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace
 from tests.support.models.tiny_models import random_decoder
 

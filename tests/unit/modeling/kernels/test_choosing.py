@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from modeling.kernels import choosing, native
+from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.processor import processor_kind
-from modeling.kernels.products import DOT, KERNELS, TILES, WIDENED
+from modeling.kernels.products import DOT, TILES, WIDENED
 from tests.support.kernels.paths import require
 
 

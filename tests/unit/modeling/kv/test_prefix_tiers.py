@@ -9,12 +9,12 @@ from typing import NoReturn
 import pytest
 import torch
 
-from baton.clock import ManualClock
 from baton.errors import StalePrefixError
 from baton.types import TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import PrefixStore
 from tests.support.engines.prefixes import blocks_in, file_bytes, keep, mapped, prefix_folder, store_in
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
 LAYOUT = random_decoder().layout

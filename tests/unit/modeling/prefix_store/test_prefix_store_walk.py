@@ -11,12 +11,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multiple, rule
 
-from baton.clock import ManualClock
 from baton.errors import StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Room
 from tests.support.engines.prefixes import file_bytes, fill, store_in
+from tests.support.manual_clock import ManualClock
 
 LAYOUT = KvLayout("model", 1, 1, 2, "float32")
 BLOCK = 2

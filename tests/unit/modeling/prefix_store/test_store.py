@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import ConfigError, InvalidArgumentError, StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Holdings, PrefixStore
 from tests.support.engines.chains import ChainGroup, assert_right, cached_prefix, random_chunks, random_tokens
 from tests.support.engines.prefixes import PLENTY, blocks_in, file_bytes, fill, keep, mapped, prefix_folder, store_in
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
 
 LAYOUT = KvLayout("model", 3, 2, 4, "float32")
@@ -271,9 +272,9 @@ def test_what_a_killed_writer_left_is_nobody_s_and_goes(folder: Path) -> None:
     program = f"""
 import os, signal, sys
 from pathlib import Path
-from baton.clock import ManualClock
 from baton.types import KvLayout, TokenRange
 from modeling.prefix_store.store import PrefixStore
+from tests.support.manual_clock import ManualClock
 store = PrefixStore(Path({str(folder)!r}), {LAYOUT!r}, bound_bytes={3 * SIZE}, clock=ManualClock(1e9))
 room = store.take(["a", "b", "c"], TokenRange(0, 15), 5)
 assert len(room.writers) == 3

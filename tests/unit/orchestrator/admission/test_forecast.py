@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
@@ -16,6 +15,7 @@ from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from tests.support.clusters.planners import deciding_planner, linear_planner
+from tests.support.manual_clock import ManualClock
 
 STATIC = OrchestratorConfig(elastic=False, block_tokens=32)
 GROUP = PrefillGroup("chain", ("h:1", "h:2"), Epoch(1), prefix_store="node")

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import ResourceExhaustedError
 from baton.types import Priority
 from orchestrator.admission.gate import Admission, Demand, Entry
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
+from tests.support.manual_clock import ManualClock
 
 ONE = Demand(1)
 HEAVY, LIGHT = Tenant("heavy"), Tenant("light")

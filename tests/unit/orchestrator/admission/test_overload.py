@@ -11,11 +11,11 @@ from statistics import mean
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import ResourceExhaustedError
 from orchestrator.admission.gate import Admission, Demand, Entry
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
+from tests.support.manual_clock import ManualClock
 
 NUM_SLOTS = 8
 SERVICE_S = 1.0

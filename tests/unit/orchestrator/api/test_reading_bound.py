@@ -13,13 +13,14 @@ from typing import Any, cast
 import pytest
 
 from baton import AsyncClient
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.results import ModelInfo
+from baton.types import MAX_PROMPT_BYTES
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api import frontend, gateway
 from orchestrator.api import reading as request_reader
-from orchestrator.api.checks import MAX_PROMPT_BYTES, Intake
+from orchestrator.api.checks import Intake
 from orchestrator.api.frontend import OrchestratorServicer
 from orchestrator.api.gateway import Gateway, ask_model
 from orchestrator.api.reading import MAX_READING_BYTES, RequestReader, reading_bytes
@@ -27,6 +28,7 @@ from orchestrator.controller import Controller
 from orchestrator.requests.tenants import Tenants
 from tests.support.clusters.scripted_orchestrator import ScriptedOrchestrator, serving
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_tokenizer import letter_tokenizer, write_letters
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel

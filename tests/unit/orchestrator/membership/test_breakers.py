@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.clock import ManualClock
 from baton.errors import InvalidArgumentError, LinkBrokenError, ResourceExhaustedError, UnavailableError
 from orchestrator.membership.breakers import BreakerPolicy, Breakers, BreakerState, RetryBudget, tells_of_the_group
+from tests.support.manual_clock import ManualClock
 
 POLICY = BreakerPolicy(num_failures=3, pause_s=1.0, longest_s=4.0)
 LIFE = "a group's life"

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.clock import ManualClock, SystemClock
+from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
@@ -19,6 +19,7 @@ from orchestrator.membership.members import (
     Orders,
     PrefillGroup,
 )
+from tests.support.manual_clock import ManualClock
 
 GROUP = GenerationGroup("g", "h:1", "layout", num_slots=4, max_slot_tokens=100)
 OTHER = GenerationGroup("o", "h:4", "layout", num_slots=4, max_slot_tokens=100)

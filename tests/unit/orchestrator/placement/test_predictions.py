@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.clock import ManualClock
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.results import KvLedger, Placement
 from baton.sampling_params import SamplingParams
@@ -24,6 +23,7 @@ from planning.cost_model import CostModel
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
 from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.manual_clock import ManualClock
 
 CHAIN = PrefillGroup("chain", ("h:1",), Epoch(1), prefix_store="ranks")
 GROUP = GenerationGroup("group", "h:2", "layout", num_slots=8, max_slot_tokens=10_000, prefix_store="group")

@@ -4,9 +4,10 @@ import pytest
 
 from baton.types import KernelChoice
 from modeling.forward.linear import LinearByRows, PanelLinear, TorchLinear, make_linear
-from modeling.kernels import native, products
+from modeling.kernels import native, process_kernels
+from modeling.kernels.process_kernels import ProcessKernels
 from modeling.kernels.processor import processor_kind
-from modeling.kernels.products import DOT, WIDENED, ProcessKernels
+from modeling.kernels.products import DOT, WIDENED
 from tests.support.kernels.paths import require
 from tests.support.models.tiny_models import random_decoder
 
@@ -17,7 +18,7 @@ GIVEN = KernelChoice(processor_kind(), WIDENED, WIDENED, 32)
 @pytest.fixture(autouse=True)
 def kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """What this machine has kept."""
-    monkeypatch.setattr(products, "load_or_measure", lambda: KEPT)
+    monkeypatch.setattr(process_kernels, "load_or_measure", lambda: KEPT)
     monkeypatch.setattr(native, "load", lambda name: True)
 
 
@@ -45,7 +46,9 @@ def test_linear_layers_are_those_of_the_choice(
 ) -> None:
     monkeypatch.undo()
     require("linear", native.NATIVE)
-    monkeypatch.setattr(products.KERNELS, "_choice", KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows))
+    monkeypatch.setattr(
+        process_kernels.KERNELS, "_choice", KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows)
+    )
     weights = random_decoder(dtype="bfloat16").weights
     assert all(isinstance(layer.qkv, kind) for layer in weights.layers)
     # A head sees few rows: its weight is not kept twice.

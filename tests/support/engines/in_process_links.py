@@ -1,4 +1,4 @@
-"""Links between ranks that live in one process: for tests, and for a chain without torch.distributed.
+"""Links between ranks that live in one process, for tests: threads in place of torch.distributed.
 
 Implements the ports of `prefill_workers.links`, and passes the same conformance suite as `prefill_workers.torch_links`.
 One thread per link carries its messages, with gloo's semantics: a message leaves only when its receiver has a place for

@@ -1,0 +1,19 @@
+"""A clock that tests move by hand."""
+
+
+class ManualClock:
+    """A clock that moves only when told to: both readings advance together."""
+
+    def __init__(self, start_s: float = 0.0) -> None:
+        self._now_s = start_s
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def unix_ns(self) -> int:
+        return int(self._now_s * 1e9)
+
+    def advance(self, seconds: float) -> None:
+        """Moves time forward; `seconds` must not be negative."""
+        assert seconds >= 0
+        self._now_s += seconds
