@@ -172,6 +172,8 @@ class Relay:
     """Of all of them."""
     fronts: dict[int, str] = field(default_factory=dict)
     """By a worker's port, what the orchestrator is told instead of it: host:port of what stands before it."""
+    metadata: tuple[tuple[str, str], ...] = ()
+    """Sent with questions about the state, which need a key where all calls do."""
     channel: grpc.aio.Channel = field(init=False)
     stub: "OrchestratorAsyncStub" = field(init=False)
     server: OrchestratorServer = field(init=False)
@@ -271,7 +273,8 @@ class Relay:
         return answer
 
     async def state(self) -> pb.ClusterState:
-        return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
+        """What the orchestrator says of itself to a caller with `metadata`."""
+        return await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10, metadata=self.metadata)
 
     async def busy_group(self) -> int:
         """Which generation group has the one stream that runs, or is about to; one that goes on until it is found."""

@@ -93,6 +93,7 @@ async def test_a_tenants_place_in_a_full_queue_goes_to_one_that_has_less(narrow:
 
 async def test_a_call_is_its_keys_and_others_are_unauthenticated() -> None:
     async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+        made.metadata = (("authorization", "Bearer acme-key"),)
         assert len((await ask(made, (("authorization", "Bearer acme-key"),))).token_ids) == 4
         async with AsyncClient(f"{HOST}:{made.server.port}", api_key="acme-key") as client:
             await client.generate(token_ids=prompt(10), params=GREEDY, priority="interactive").collect()
@@ -111,6 +112,7 @@ async def test_a_call_is_its_keys_and_others_are_unauthenticated() -> None:
 async def test_a_tenants_own_bound_is_told_by_name() -> None:
     small = (("baton-tenant", "small"),)
     async with relay(num_slots=1, config=OrchestratorConfig(tenants=TENANTS)) as made:
+        made.metadata = (("authorization", "Bearer acme-key"),)
         first = made.stub.Generate(made.request(prompt(10), LONG), timeout=60, metadata=small)
         await Answer().read(first, 1)
         made.group_gates[0].shut()
