@@ -1,9 +1,9 @@
 """KVR-S: the partition with the least predicted time to first token.
 
-An analytic seed (equal work on every rank, no communication) and others for slow links, each improved by moving tokens
-between ranks while that helps: seconds where the paper's grid took hours. KV-Runahead (ICML 2024), section 4.2;
-docs/kv_runahead.md. Pure; tens of milliseconds, so its results are kept in a table (`planning.partition_table`) rather
-than made once a request.
+The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
+improves each by moving tokens between ranks while that helps, which takes seconds where the paper's grid took hours.
+KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results are
+kept in a table (`planning.partition_table`) rather than made once a request.
 """
 
 import itertools

@@ -10,7 +10,8 @@ Number = TypeVar("Number", int, float)
 
 
 def ascending(option: str, text: str, parse: Callable[[str, str], Number]) -> tuple[Number, ...]:
-    """Return numbers joined by commas, ascending, each once. `parse` is given the option and one number's text."""
+    """Parse numbers joined by commas with `parse`, which is given the option and one number's text; return them
+    ascending, each once."""
     return tuple(sorted({parse(option, each.strip()) for each in text.split(",")}))
 
 
@@ -20,7 +21,7 @@ def counts(option: str, text: str, most: int, least: int = 1) -> tuple[int, ...]
 
 
 def count(option: str, text: str, most: int, least: int = 1) -> int:
-    """Parse a whole number from 1 to `most`, in which `k` stands for 1024 times. Raises InvalidArgumentError."""
+    """Parse a whole number from `least` to `most`, in which `k` stands for 1024 times. Raises InvalidArgumentError."""
     digits, factor = (text.strip()[:-1], 1024) if text.strip().endswith("k") else (text.strip(), 1)
     if not digits.isascii() or not digits.isdigit() or not least <= int(digits) * factor <= most:
         allowed = f"use whole numbers from {least} to {most}"
@@ -40,7 +41,7 @@ def positive(option: str, text: str) -> float:
 
 
 def part(option: str, text: str) -> float:
-    """Return a number above 0, up to 1."""
+    """Parse a number above 0, up to 1. Raises InvalidArgumentError."""
     value = positive(option, text)
     if value > 1:
         raise InvalidArgumentError(f"{option}: {value:g} is out of range: use a part of 1")

@@ -2,7 +2,7 @@
 
 
 class ManualClock:
-    """A clock that moves only when told to: both readings advance together."""
+    """A clock for tests that moves only by `advance`; both readings advance together."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s
@@ -14,6 +14,6 @@ class ManualClock:
         return int(self._now_s * 1e9)
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward; `seconds` must not be negative."""
+        """Move time forward by `seconds`, which must not be negative."""
         assert seconds >= 0
         self._now_s += seconds
