@@ -69,7 +69,12 @@ async def verdicts(made: Relay, over_s: float) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "faults", [{"Reserve": Fault.LOSE}, {"Reserve": Fault.LOSE, "Abort": Fault.REFUSE}, {"Reserve": Fault.TWICE}]
+    "faults",
+    [
+        {"Reserve": Fault.LOSE},
+        pytest.param({"Reserve": Fault.LOSE, "Abort": Fault.REFUSE}, marks=pytest.mark.ci),
+        pytest.param({"Reserve": Fault.TWICE}, marks=pytest.mark.ci),
+    ],
 )
 async def test_a_lost_answer_leaves_no_slot_and_health_says_serving(faults: dict[str, Fault]) -> None:
     plan = PickedPlan(faults, 0.5)

@@ -80,6 +80,7 @@ async def test_a_wrong_hint_is_harmless(relay: Relay, decoder: Decoder, smollm2:
     check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
 
+@pytest.mark.ci
 async def test_a_prefix_outlives_its_ranks(smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 200, start=900)
     async with local_relay(smollm2, num_ranks=1, prefix_share=0.1) as relay:

@@ -82,6 +82,7 @@ async def test_nothing_is_held_when_all_is_quiet(relay: Relay) -> None:
     await eventually(lambda: jobs_in_flight(relay), lambda jobs: jobs == [0, 0, 0], within_s=2)
 
 
+@pytest.mark.ci
 async def test_one_rank_and_no_rank_give_the_same_text(relay: Relay, smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 90)
     expected = await ask(relay, prompt, SAMPLED)

@@ -146,6 +146,7 @@ def _steps_in_use(cluster: ServedCluster) -> StepTimes:
     return step_times.loads(reply.step_times, "cluster")
 
 
+@pytest.mark.ci
 def test_a_drained_group_stays_so_in_the_orchestrators_next_life_and_metrics_where_they_were(
     cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:
@@ -189,12 +190,13 @@ def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, sm
     assert len(refused.stderr.splitlines()) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "how",
     [
         pytest.param("interrupt", marks=pytest.mark.soak),
         "stop",
-        pytest.param("kill the launcher, then stop", marks=pytest.mark.ci),
+        "kill the launcher, then stop",
     ],
 )
 def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
@@ -216,7 +218,8 @@ def test_nothing_is_left(smollm2: Path, tmp_path: Path, how: str) -> None:
     assert not list((tmp_path / "baton" / "clusters").iterdir())
 
 
-@pytest.mark.parametrize("line", ["starting Ray", pytest.param("starting 2 workers", marks=pytest.mark.ci)])
+@pytest.mark.ci
+@pytest.mark.parametrize("line", ["starting Ray", "starting 2 workers"])
 def test_an_interrupted_start_leaves_nothing(smollm2: Path, tmp_path: Path, line: str) -> None:
     with launched(tmp_path, smollm2, "prefill.num_ranks=1") as starting:
         until(lambda: line in starting.stderr)

@@ -101,6 +101,7 @@ def _until_sound(client: Client) -> None:
     assert client.cluster_state().why_not_serving == ()
 
 
+@pytest.mark.ci
 def test_a_group_leaves_under_streams_stays_away_over_restarts_and_comes_back(
     cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:

@@ -98,7 +98,10 @@ def test_sixteen_concurrent_streams_equal_one_process(client: Client, smollm2: P
     until_settled(client)
 
 
-@pytest.mark.parametrize(("role", "with_signal"), [("prefill", signal.SIGSTOP), ("generate", signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("role", "with_signal"),
+    [pytest.param("prefill", signal.SIGSTOP, marks=pytest.mark.ci), ("generate", signal.SIGKILL)],
+)
 def test_a_stream_survives_a_lost_worker(
     cluster: ServedCluster, client: Client, smollm2: Path, role: str, with_signal: signal.Signals
 ) -> None:
