@@ -75,7 +75,7 @@ class Agreement:
         if choice != agreed:
             raise VersionMismatchError(
                 f"workers on {choice.processor} differ in kernels: {told_by} has {agreed}; {config.name} has {choice}: "
-                f"install a C++ compiler on all nodes or none, and give all the same {choice_path().name} in "
+                "install a C++ compiler on all nodes or none, and copy one node's choice-*.json to the others' "
                 f"{choice_path().parent}"
             )
 

@@ -1,6 +1,7 @@
-"""Keeps the choice among kernels in the user's cache, where all processes of this machine find it, without torch.
+"""Keeps the choice among kernels in the user's cache, where all processes of this machine find it.
 
-`products` asks for it. `choosing` measures it when there is none for this processor, torch and sources of the kernels.
+`process_kernels` asks for the choice. `choosing` measures it when there is none for this processor, torch and sources
+of the kernels; a choice that is kept is read without torch.
 """
 
 import dataclasses
@@ -47,7 +48,7 @@ def load_or_measure() -> KernelChoice:
         choice = load_choice()
         if choice is None:
             choice = measure_choice()
-            if native.find_compiler() is not None:  # else a compiler that is installed later would change nothing
+            if native.load("linear"):  # else a compiler that is installed or mended later would change nothing
                 _save(path, choice)
         return choice
 

@@ -18,9 +18,9 @@ MEASURED = KernelChoice(processor_kind(), WIDENED, WIDENED, torch_rows=64)
 
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[KernelChoice]:
-    """An empty cache and a compiler; what measuring found so far."""
+    """An empty cache and kernels that can run; what measuring found so far."""
     monkeypatch.setattr(native, "_folder", lambda: tmp_path / "kernels")
-    monkeypatch.setattr(native, "find_compiler", lambda: "/usr/bin/c++")
+    monkeypatch.setattr(native, "load", lambda name: True)
     found: list[KernelChoice] = []
 
     def measure() -> KernelChoice:
@@ -51,8 +51,10 @@ def test_a_file_that_holds_no_choice_for_this_processor_is_replaced(
     assert kept_choice.load_choice() == MEASURED
 
 
-def test_without_a_compiler_nothing_is_kept(measurements: list[KernelChoice], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "find_compiler", lambda: None)
+def test_without_kernels_that_run_nothing_is_kept(
+    measurements: list[KernelChoice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native, "load", lambda name: False)
     kept_choice.load_or_measure()
     assert kept_choice.load_choice() is None
 
