@@ -135,7 +135,8 @@ class _Layer:
 
 
 def _by_torch(weight_NK: Tensor, is_gated: bool, has_norm: bool) -> _Linear:
-    """Return a linear layer as torch computes it, whose arguments are the input and the residual."""
+    """Return a linear layer as `modeling.forward.linear.TorchLinear` computes it, with a norm before; its arguments are
+    the input and the residual. Layers are built of kernels, and cannot be imported here."""
     gain_K = torch.ones(weight_NK.shape[1], dtype=torch.bfloat16)
 
     def run(x_TK: Tensor, residual_TN: Tensor | None) -> Tensor:

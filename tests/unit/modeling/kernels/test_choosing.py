@@ -5,7 +5,10 @@ import random
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
+from modeling.forward.linear import PanelLinear, TorchLinear
+from modeling.forward.norms import RmsNorm, unchanged
 from modeling.kernels import choosing, native
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.processor import processor_kind
@@ -76,6 +79,22 @@ def test_a_choice_is_of_what_this_processor_has() -> None:
     assert choice.attention in (TILES, DOT, WIDENED)
     assert choice.panels in (TILES, WIDENED)
     assert choosing.measure_choice(tiles=False).panels == WIDENED
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_what_is_timed_is_what_layers_compute(is_gated: bool, has_norm: bool) -> None:
+    weight_NK, x_TK = choosing._random(64, 32), choosing._random(5, 32)
+    residual_TN = choosing._random(5, 32 if is_gated else 64)
+    norm = RmsNorm(torch.ones(32, dtype=torch.bfloat16), choosing._EPS) if has_norm else unchanged
+    timed = choosing._by_torch(weight_NK, is_gated, has_norm)
+    assert torch.equal(timed(x_TK, residual_TN), TorchLinear(weight_NK, None, is_gated)(x_TK, norm, residual_TN))
+    if not is_gated:  # gated, the kernel wants rows in an order that timing does without
+        require("linear", native.NATIVE)
+        timed = choosing._in_panels(WIDENED, weight_NK, is_gated, has_norm)
+        ours = PanelLinear(weight_NK, None, is_gated, product=WIDENED)
+        assert torch.equal(timed(x_TK, residual_TN), ours(x_TK, norm, residual_TN))
 
 
 def test_without_a_compiler_all_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
