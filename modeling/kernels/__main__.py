@@ -1,9 +1,11 @@
 """`python -m modeling.kernels`: build all kernels for this machine and measure which are the fastest.
 
-The first use of a model then waits for neither.
+The first use of a model then waits for neither. The exit status is 1 when a kernel cannot be built; standard error says
+which, and why.
 """
 
 import os
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import torch  # noqa: F401 - imported whole before several threads want it: they would find half of it
@@ -16,3 +18,4 @@ with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:  # each waits for
 for name, is_ready in zip(native.NAMES, ready, strict=True):
     print(f"{name}: {'ready' if is_ready else 'not for this machine'}")
 print(f"{KERNELS.choice.processor}: {KERNELS.choice}")
+sys.exit(not all(ready))
