@@ -1,0 +1,75 @@
+"""Is this checkout as fast as another one? Runs one benchmark in both, in turn, and compares every row.
+
+`python -m benchmarks.checkouts ../before decode --alone --pairs 1` runs `python -m benchmarks.decode --json --alone
+--pairs 1` here and in `../before`, a checkout of another commit, alternately. Both use this environment's packages.
+Each row's value here is paired with its value there, and the median of the pairs' ratios is reported, above 1 where
+this checkout is better. `--bars` fails when a ratio is below 0.95.
+"""
+
+import json
+import subprocess
+import sys
+from argparse import REMAINDER, ArgumentDefaultsHelpFormatter, ArgumentParser
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.support.harness import PAIRS, Bars, Pairs, Reporter, progress
+
+BAR = 0.95
+"""Least ratio to the other checkout, by the median of the pairs."""
+Key = tuple[str, str, str]
+"""Case, metric and unit of a row."""
+
+
+def values(checkout: Path, benchmark: Sequence[str]) -> dict[Key, float]:
+    """Run a benchmark in a checkout and return its rows' values. Raises SystemExit with its output when it prints no
+    row; a bar of the benchmark that does not hold is no failure here."""
+    name, *options = benchmark
+    command = ["env", f"PYTHONPATH={checkout}", sys.executable, "-m", f"benchmarks.{name}", "--json", *options]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    if not rows:
+        sys.exit(f"{checkout}: benchmarks.{name} ended with status {done.returncode} and no row:\n{done.stderr}")
+    return {(row["case"], row["metric"], row["unit"]): row["value"] for row in rows if row["value"]}
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short id of the commit that a checkout is at."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> int:
+    """Compare this checkout with another one; return the exit status."""
+    parser = ArgumentParser(description=__doc__, formatter_class=ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object a row on standard output")
+    parser.add_argument("--pairs", type=int, default=PAIRS, help="rounds, each a run here and a run there")
+    parser.add_argument("--bars", action="store_true", help=f"exit with 1 when a ratio is below {BAR}")
+    parser.add_argument("other", type=Path, help="checkout of another commit")
+    parser.add_argument("benchmark", nargs=REMAINDER, help="name of a benchmark, and its options")
+    args = parser.parse_args()
+    if not args.benchmark:
+        parser.error("benchmark is missing: name one, like `decode --alone`")
+    here, there = Path.cwd(), args.other.resolve()
+    ours, theirs = list[dict[Key, float]](), list[dict[Key, float]]()
+    with progress(" ".join(args.benchmark), args.pairs) as advance:
+        for index in range(args.pairs):
+            sides = [(here, ours), (there, theirs)]
+            for checkout, found in sides if index % 2 else sides[::-1]:  # neither side is always the first
+                found.append(values(checkout, args.benchmark))
+            advance()
+    reporter, bars = Reporter(args.benchmark[0], args.json), Bars()
+    baseline = commit_of(there)
+    for key in ours[0]:
+        if all(key in each for each in (*ours, *theirs)):
+            case, metric, unit = key
+            pairs = Pairs([each[key] for each in ours], [each[key] for each in theirs])
+            row = reporter.add(case, metric, unit, baseline, pairs)
+            if args.bars:
+                bars.at_least(f"{case} {metric}, ratio to {baseline}", row.ratio, BAR)
+    reporter.close()
+    return bars.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Measures how easily one finds one's way in the code; docs/house.md shows the table before and after a redesign.
+
+`python -m tools.measure_house [ROOT]` prints the figures of the checkout at ROOT as a Markdown table. A room of a
+package is a module or a folder right below it; its levels are the rooms on the longest way along imports, where rooms
+that import each other in a circle count as one. A call copies configuration by hand when it makes a Config, a Section
+or a Host, and at least three of its keyword arguments pass an attribute of the same name, as in `ttl_s=section.ttl_s`.
+"""
+
+import ast
+import statistics
+import sys
+import tokenize
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tools.check_docstrings import FOLDERS as DOCUMENTED
+from tools.check_docstrings import refusals
+from tools.check_sizes import functions
+
+PACKAGES = (
+    "baton",
+    "text",
+    "planning",
+    "modeling",
+    "transport",
+    "orchestrator",
+    "prefill_workers",
+    "generate_workers",
+    "deploy",
+)
+LONG_FILE_LINES = 330
+CONFIGURED = ("Config", "Section", "Host")
+"""Ends of the names of classes that hold configuration, or are made from it."""
+LEAST_COPIES = 3
+"""Keyword arguments that copy an attribute of the same name, from which on a call counts as copying by hand."""
+
+
+def main(root: Path) -> int:
+    """Print the table of figures; return the exit status."""
+    files = [path for package in PACKAGES for path in python_files(root / package)]
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    lengths = sorted(each.num_lines for tree in trees.values() for each in functions(tree))
+    deciles = statistics.quantiles(lengths, n=10, method="inclusive")
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
+    long = sum(number > LONG_FILE_LINES for number in lines.values())
+    crowded = max((len(entries(folder)), folder) for folder in {path.parent for path in files})
+    refused = sum(1 for name in DOCUMENTED for _ in refusals(root / name))
+    rows: list[tuple[str, int | str]] = [
+        ("product files", len(files)),
+        ("product lines", sum(lines.values())),
+        ("product lines without comments and docstrings", sum(code_lines(path, trees[path]) for path in files)),
+        (f"files above {LONG_FILE_LINES} lines", long),
+        ("entries of the most crowded folder", f"{crowded[0]} ({crowded[1].relative_to(root)})"),
+        ("lines of a function, p50 / p90", f"{deciles[4]:.0f} / {deciles[8]:.0f}"),
+        ("docstrings that the lint refuses", refused),
+        ("lines that copy configuration by hand", sum(copied_lines(tree) for tree in trees.values())),
+    ]
+    for package in PACKAGES:
+        graph = rooms(root, package)
+        rows.append((f"rooms / levels of {package}", f"{len(graph)} / {levels(graph)}"))
+    print("| figure | value |", "|---|---|", sep="\n")
+    for name, value in rows:
+        print(f"| {name} | {value:,} |" if isinstance(value, int) else f"| {name} | {value} |")
+    return 0
+
+
+def python_files(folder: Path) -> list[Path]:
+    """Return the Python files below a folder, sorted, without generated stubs."""
+    return [path for path in sorted(folder.rglob("*.py")) if path.parent.name != "v1"]
+
+
+def entries(folder: Path) -> list[Path]:
+    """Return the files and folders right inside a folder, without caches."""
+    return [path for path in folder.iterdir() if path.name != "__pycache__"]
+
+
+def code_lines(path: Path, tree: ast.Module) -> int:
+    """Return the number of lines of a file that hold code: neither blank, nor comment, nor part of a docstring."""
+    texts = {
+        number
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+    with path.open("rb") as file:
+        held = {
+            number
+            for token in tokenize.tokenize(file.readline)
+            if token.type not in layout and token.type != tokenize.ENCODING
+            for number in range(token.start[0], token.end[0] + 1)
+        }
+    return len(held - texts)
+
+
+def copied_lines(tree: ast.Module) -> int:
+    """Return how many keyword arguments `name=something.name` stand in calls that copy configuration by hand."""
+    copies = [
+        sum(isinstance(each.value, ast.Attribute) and each.value.attr == each.arg for each in node.keywords)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(CONFIGURED)
+    ]
+    return sum(number for number in copies if number >= LEAST_COPIES)
+
+
+def rooms(root: Path, package: str) -> dict[str, set[str]]:
+    """Return, for each room of a package, the other rooms that it imports."""
+    graph: dict[str, set[str]] = {}
+    for path in python_files(root / package):
+        room = path.relative_to(root / package).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        below = (name.split(".")[1] for name in imported(path) if name.startswith(f"{package}."))
+        graph.setdefault(room, set()).update(below)
+    return {room: {each for each in others if each in graph and each != room} for room, others in graph.items()}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Yield the full names of modules, or of names in them, that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def levels(graph: dict[str, set[str]]) -> int:
+    """Return the number of rooms on the longest way along imports, a circle of rooms counted once."""
+
+    @cache
+    def reach(room: str) -> frozenset[str]:
+        seen, pending = {room}, [room]
+        while pending:
+            new = graph[pending.pop()] - seen
+            seen |= new
+            pending += new
+        return frozenset(seen)
+
+    @cache
+    def depth(room: str) -> int:
+        circle = {each for each in reach(room) if room in reach(each)}
+        below = {other for each in circle for other in graph[each]} - circle
+        return 1 + max((depth(other) for other in below), default=0)
+
+    return max((depth(room) for room in graph), default=0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if len(sys.argv) > 1 else Path.cwd()))
