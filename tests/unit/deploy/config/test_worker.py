@@ -9,7 +9,7 @@ from baton.errors import ConfigError
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import EVICTIONS, POLICIES, LocalConfig, WorkerConfig
 from generate_workers.engine.core import EngineConfig
-from generate_workers.residency import policies
+from generate_workers.residency import traits
 from generate_workers.residency.sparse.pool import Eviction
 
 
@@ -79,7 +79,7 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
 
 
 def test_the_residency_policies_are_the_engine_s() -> None:
-    assert tuple(policies.POLICIES) == POLICIES
+    assert tuple(traits.POLICIES) == POLICIES
 
 
 def test_the_ways_to_evict_are_the_pools() -> None:
