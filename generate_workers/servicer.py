@@ -93,7 +93,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         its answers."""
         asked = request_from_proto(request)
         # approximate KV must not be stored, because exact groups would use it
-        if self.prefixes is None or not self.engine.residency.is_exact:
+        if self.prefixes is None or not self.engine.residency.traits.is_exact:
             asked = replace(asked, naming=None)
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
@@ -160,8 +160,8 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             num_preemptions=status.num_preemptions,
             imbalance=ledger.imbalance,
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
-            residency=self.engine.residency.name,
-            is_approximate=not self.engine.residency.is_exact,
+            residency=self.engine.residency.traits.name,
+            is_approximate=not self.engine.residency.traits.is_exact,
             kernels=kernels_to_proto(KERNELS.choice),
         )
         if self.prefixes is not None:

@@ -25,6 +25,7 @@ from baton.errors import ConfigError
 from baton.paths import cache_folder
 from deploy.config.byte_sizes import parse_bytes
 from deploy.config.worker import DEFAULT_MODEL, LocalConfig, WorkerConfig, read_variable, use_threads
+from generate_workers.residency.traits import POLICIES, POOLED
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 
@@ -58,6 +59,16 @@ def _hashed(key: str) -> str:
 ApiKey = Annotated[str, AfterValidator(_hashed)]
 """An API key: env:NAME, an environment variable that holds it, or sha256:HEX, its hash. Validation turns the first form
 into the second."""
+
+
+def _known_policy(name: str) -> str:
+    if name not in POLICIES:
+        raise ValueError(f"{name!r} is unknown: use one of {', '.join(POLICIES)}")
+    return name
+
+
+PolicyName = Annotated[str, AfterValidator(_known_policy)]
+"""The name of a residency policy."""
 
 
 class Section(BaseModel):
@@ -137,7 +148,7 @@ class GenerateSection(Section):
     """Most prompt tokens that an engine prefills by itself between two decode steps."""
     max_step_stretch: Annotated[float, Field(ge=1, allow_inf_nan=False)] = LocalConfig.max_step_stretch
     """Longest decode step that also prefills, as a multiple of the step's time without prefill."""
-    residency: Literal["device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4"] = "device"
+    residency: PolicyName = "device"
     """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: str = ""
     """File that `baton prepare` wrote, for policies that choose keys; empty: where it wrote for this model."""
@@ -164,9 +175,9 @@ class GenerateSection(Section):
 
     @model_validator(mode="after")
     def _a_pool_evicts(self) -> Self:
-        if self.pool_tokens and self.residency != "infinigen":
+        if self.pool_tokens and not POLICIES[self.residency].has_pool:
             raise ValueError(
-                f"pool_tokens = {self.pool_tokens} means nothing to residency {self.residency}: use 0, or infinigen"
+                f"pool_tokens = {self.pool_tokens} means nothing to residency {self.residency}: use 0, or {POOLED}"
             )
         return self
 

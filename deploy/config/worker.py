@@ -7,13 +7,12 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.types import KernelChoice
+from generate_workers.residency.traits import POLICIES, POOLED
 from orchestrator.requests.config import DISAGGREGATION, Disaggregation, OrchestratorConfig
 
 DTYPES = ("bfloat16", "float32")
 QUANTIZATIONS = ("none", "int8")
 """Formats of quantized weights, and none."""
-POLICIES = ("device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4")
-"""Names of residency policies, which say where KV lives and what is attended to."""
 EVICTIONS = ("counter", "lru", "fifo")
 """Names of the ways to evict tokens from a pool of KV."""
 DEFAULT_MODEL = "smollm2-135m"
@@ -197,7 +196,8 @@ class LocalConfig:
         )
         self._require(self.residency in POLICIES, "residency", f"use one of {', '.join(POLICIES)}")
         self._require(self.pool_tokens >= 0, "pool_tokens", "use 0 (all are kept) or more")
-        self._require(self.residency == "infinigen" or not self.pool_tokens, "pool_tokens", "use 0, or infinigen")
+        has_pool = POLICIES[self.residency].has_pool
+        self._require(has_pool or not self.pool_tokens, "pool_tokens", f"use 0, or {POOLED}")
         self._require(self.pool_eviction in EVICTIONS, "pool_eviction", f"use one of {', '.join(EVICTIONS)}")
         for name in ("kv_memory_bytes", "device_memory_bytes"):
             self._require(getattr(self, name) >= 0, name, "use 0 (derived) or more")

@@ -20,12 +20,11 @@ from baton.errors import BatonError, ConfigError
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import use_threads
+from generate_workers.residency.traits import POLICIES
 from modeling.kernels import native
 
 GIB = 2**30
 _PACKAGES = ("torch", "ray", "grpcio", "protobuf", "transformers")
-CHOOSING = ("infinigen", "infinigen_int4", "window", "oracle", "h2o")
-"""Residency policies that need what `baton prepare` wrote."""
 WORKER_BYTES = GIB // 2
 """Bytes that a worker takes besides weights and KV: an upper estimate for torch and the process itself."""
 
@@ -118,7 +117,7 @@ def check_selection(config: ClusterConfig) -> Finding:
     from modeling.sparse.selection_file import prepared_path  # imports torch
 
     section = config.generate
-    if section.residency not in CHOOSING:
+    if not POLICIES[section.residency].chooses_keys:
         return Finding("selection", Verdict.OK, f"residency {section.residency} needs none")
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():

@@ -8,7 +8,7 @@ import argparse
 import dataclasses
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +17,7 @@ from baton.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
 from deploy.options import numbers as option_values
 from deploy.quality.evaluation import Cell, Setting, Size
+from generate_workers.residency.traits import POOLED, PolicyTraits, policy_named
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,20 +28,6 @@ DEFAULT_ROWS = 6
 DEFAULT_STEPS = 512
 MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
-_SIZES: Mapping[str, tuple[str, ...]] = {
-    "infinigen": ("budget", "alpha"),
-    "infinigen_int4": ("budget", "alpha"),
-    "oracle": ("budget", "alpha"),
-    "window": ("budget",),
-    "h2o": ("budget",),
-}
-"""Which of --budget and --alpha apply to a policy, by its name."""
-_BASED = ("infinigen", "infinigen_int4")
-"""Policies that use the basis that `baton prepare` wrote."""
-_POOLED = "infinigen"
-"""The policy that may evict keys from its pool."""
-_PREPARED = (*_BASED, "oracle", "window", "h2o")
-"""Policies that need the file that `baton prepare` wrote."""
 
 _DESCRIPTION = """\
 Reads natural text through residency policies and compares each with full attention (device) on the same tokens. A row
@@ -117,7 +104,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("how keys are chosen")
     group.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
     group.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
-    group.add_argument("--pool", metavar="X,X,...", help="so large a part of a row's tokens is kept (infinigen)")
+    group.add_argument("--pool", metavar="X,X,...", help=f"so large a part of a row's tokens is kept ({POOLED})")
     group.add_argument(
         "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
     )
@@ -169,8 +156,9 @@ def find_size(args: argparse.Namespace) -> Size:
 
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings to compare: each policy with its own budget if it has one, else with every size that applies
-    to it, or once if none does. Raises InvalidArgumentError."""
-    named = dict.fromkeys(name.strip() for name in args.policies.split(","))
+    to it, or once if none does. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
+    named = [name.strip().partition(":") for name in args.policies.split(",")]
+    policies = [(policy_named(name), has_own, own) for name, has_own, own in dict.fromkeys(named)]
     sizes: list[dict[str, float]] = []
     if args.budget is not None:
         sizes += [{"budget": budget} for budget in option_values.ascending("--budget", args.budget, option_values.part)]
@@ -178,27 +166,26 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
         sizes += [{"alpha": alpha} for alpha in option_values.ascending("--alpha", args.alpha, option_values.positive)]
     files: list[Path | None] = list(args.selection or [None])
     pools = option_values.ascending("--pool", args.pool, option_values.part) if args.pool is not None else ()
-    if pools and not any(name.partition(":")[0] == _POOLED for name in named):
-        raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
+    if pools and not any(policy.has_pool for policy, _, _ in policies):
+        raise InvalidArgumentError(f"--pool means nothing without {POOLED}: name it in --policies")
     settings = []
-    for name in named:
-        policy, has_own, own = name.partition(":")
-        meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]
+    for policy, has_own, own in policies:
+        meant = [size for size in sizes if set(size) <= set(policy.sizes)] or [{}]
         if has_own:
             meant = [{"budget": _own_budget(policy, own)}]
         # for policies without a basis, several files would give the same reading
-        used = files if policy in _BASED else files[:1] if policy in _PREPARED else [None]
+        used = files if policy.needs_basis else files[:1] if policy.chooses_keys else [None]
         for path, size in itertools.product(used, meant):
-            whole = Setting(policy, size.get("budget"), size.get("alpha"), path)
-            kept = itertools.product(pools, EVICTIONS) if policy == _POOLED else ()
+            whole = Setting(policy.name, size.get("budget"), size.get("alpha"), path)
+            kept = itertools.product(pools, EVICTIONS) if policy.has_pool else ()
             settings += [whole, *(dataclasses.replace(whole, pool=pool, eviction=how) for pool, how in kept)]
     return list(dict.fromkeys(settings))
 
 
-def _own_budget(policy: str, text: str) -> float:
+def _own_budget(policy: PolicyTraits, text: str) -> float:
     """Parse the budget behind a policy's name."""
-    if "budget" not in _SIZES.get(policy, ()):
-        raise InvalidArgumentError(f"--policies {policy}:{text}: {policy} has no budget, name it alone")
+    if "budget" not in policy.sizes:
+        raise InvalidArgumentError(f"--policies {policy.name}:{text}: {policy.name} has no budget, name it alone")
     return option_values.part("--policies", text.strip())
 
 

@@ -14,6 +14,7 @@ from baton.paths import cache_folder
 from deploy.config.worker import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
 from deploy.quality.wanted import Wanted
+from generate_workers.residency.traits import POLICIES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -33,10 +34,12 @@ FREE_KEYS = 256
 MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
-_DESCRIPTION = """\
+_CHOOSING = ", ".join(f"`{name}`" for name, traits in POLICIES.items() if traits.chooses_keys)
+
+_DESCRIPTION = f"""\
 Runs MODEL over a text and finds a basis in which a few columns of queries and keys tell which keys matter; then how few
 keys are enough, by what reading text costs in perplexity. What it finds is kept for the model, dtype and quantization;
-generation with residency `infinigen` (`infinigen_int4`, `window`, `oracle`, `h2o`) goes by it.
+generation with residency {_CHOOSING} goes by it.
 
 The text is cut into --rows passages. Bases are fitted to the first and judged on the second by the attention that they
 capture; on the others the model reads --steps tokens behind --context, once with all keys and once for each selection

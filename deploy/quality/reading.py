@@ -23,14 +23,10 @@ from deploy.quality.passages import Context, PassageRows, Reading, prefill, read
 from deploy.quality.texts import Texts
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from generate_workers.residency.sparse.pool import PoolSize, eviction_named
-from generate_workers.residency.sparse.selective import require_selective
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.kv.memory import PagedMemory
 from modeling.sparse.selection_file import PreparedSelection
 from text.tokenizer import Tokenizer
 
@@ -59,6 +55,11 @@ class VariedSource(SelectionSource):
         if self.alpha is not None:
             selection = dataclasses.replace(selection, alpha=self.alpha)
         return dataclasses.replace(prepared, selection=selection)
+
+    @property
+    def most_share(self) -> float:
+        """Return the budget; without one, the prepared selection's largest part."""
+        return super().most_share if self.budget is None else self.budget
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def _read(
         PassageRows.opened(decoder, residency, contexts) as rows,
         teller.task(str(setting), rows.num_steps_left) as done,
     ):
-        return read(rows, mass_every, lambda: done(1)), residency.is_exact
+        return read(rows, mass_every, lambda: done(1)), residency.traits.is_exact
 
 
 @contextlib.contextmanager
@@ -184,9 +185,6 @@ def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Iterator[R
 
 
 def _make(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
-    if setting.policy == "h2o" and setting.budget is not None:
-        require_selective(setting.policy, shape, decoder.device)
-        return H2oResidency(shape, PagedMemory, decoder, HeavyBudget.halved(setting.budget))
     pool = None
     if setting.pool is not None:
         assert setting.eviction is not None

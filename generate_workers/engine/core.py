@@ -76,7 +76,7 @@ class GenerationEngine:
 
     @property
     def residency(self) -> Residency:
-        """The policy that keeps the rows' KV. Any thread may read its name, and whether it is exact."""
+        """The policy that keeps the rows' KV. Any thread may read its traits."""
         return self._slots.memory.residency
 
     def start(self) -> None:

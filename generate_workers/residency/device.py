@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from baton.ids import SlotId
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import SequenceSpan
 from modeling.kv.buffers import BufferSpan
 
@@ -36,8 +37,7 @@ class DeviceRow(PagedRow):
 class DeviceResidency:
     """A Residency that keeps all KV on the device."""
 
-    name = "device"
-    is_exact = True
+    traits = POLICIES["device"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

@@ -23,6 +23,7 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.host_link import HostLink
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.selection import Picks
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
@@ -135,8 +136,7 @@ class HostStep:
 class HostResidency:
     """A Residency that keeps all KV in host memory."""
 
-    name = "host"
-    is_exact = True
+    traits = POLICIES["host"]
 
     def __init__(self, shape: KvShape, make_home: MakeMemory, make_area: MakeMemory, link: HostLink) -> None:
         """Own `link` from now on. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

@@ -1,4 +1,4 @@
-"""All residency policies, by the name that a configuration gives them.
+"""Makes residency policies, each by its name in `traits`.
 
 `engine.memory_limits` makes a group's policy here when the group starts.
 """
@@ -25,6 +25,7 @@ from generate_workers.residency.sparse.oracle import OracleResidency
 from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.residency.sparse.selective import require_selective
 from generate_workers.residency.sparse.window import WindowResidency
+from generate_workers.residency.traits import POOLED, policy_named
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import OUT_OF_MEMORY
@@ -46,6 +47,11 @@ class SelectionSource:
     def load(self) -> PreparedSelection:
         """Read the prepared selection. Raises ModelError when there is none for this model."""
         return load_prepared(self.path or prepared_path(self.decoder.layout.model_fingerprint), self.decoder)
+
+    @property
+    def most_share(self) -> float:
+        """Return the largest part of a row's keys that may be chosen. Raises ModelError as `load` does."""
+        return self.load().selection.most_share
 
 
 Make = Callable[[KvShape, torch.device, SelectionSource | None], Residency]
@@ -90,8 +96,8 @@ def _infinigen_int4(shape: KvShape, source: SelectionSource) -> Residency:
     return InfinigenInt4Residency(shape, PagedMemory, source.load(), source.decoder)
 
 
-def _budget(source: SelectionSource) -> HeavyBudget:
-    return HeavyBudget.halved(source.load().selection.most_share)
+def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
+    return H2oResidency(shape, PagedMemory, source.decoder, HeavyBudget.halved(source.most_share))
 
 
 def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
@@ -100,14 +106,14 @@ def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMe
     return TensorMemory(layout, max_tokens, device)
 
 
-POLICIES: Mapping[str, Make] = {
+MAKERS: Mapping[str, Make] = {
     "device": _device,
     "host": _host,
     "infinigen": _selecting("infinigen", _infinigen, "pool_notes"),
     "infinigen_int4": _selecting("infinigen_int4", _infinigen_int4, "kv_int4"),
     "window": _selecting("window", lambda shape, source: WindowResidency(shape, PagedMemory, source.load().selection)),
     "oracle": _selecting("oracle", lambda shape, source: OracleResidency(shape, PagedMemory, source.load().selection)),
-    "h2o": _selecting("h2o", lambda shape, source: H2oResidency(shape, PagedMemory, source.decoder, _budget(source))),
+    "h2o": _selecting("h2o", _h2o),
     "int4": lambda shape, device, source: make_int4(shape, device),
 }
 """How each policy is made, for a decoder on a device."""
@@ -117,12 +123,11 @@ def make_residency(name: str, shape: KvShape, device: torch.device, source: Sele
     """Make the policy of that name for all slots; policies that choose keys need a `source`. Raises ConfigError for an
     unknown name, for a policy that cannot run here, and when the slots' address space cannot be had; ModelError for a
     `source` without what it should hold."""
-    if name not in POLICIES:
-        raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
-    if source is not None and source.pool is not None and name != "infinigen":
-        raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency infinigen")
+    traits = policy_named(name)
+    if source is not None and source.pool is not None and not traits.has_pool:
+        raise ConfigError(f"residency = {name!r} keeps all KV: leave pool_tokens at 0, or use residency {POOLED}")
     try:
-        return POLICIES[name](shape, device, source)
+        return MAKERS[name](shape, device, source)
     except (*OUT_OF_MEMORY, OSError) as error:
         tokens = f"{shape.num_slots} slots of {shape.max_slot_tokens} tokens"
         raise ConfigError(f"address space for {tokens} cannot be had ({error}): use fewer or smaller slots") from error

@@ -2,9 +2,8 @@
 
 `slots` open, write and release rows; `engine.step_runner` runs steps on the engine's thread. Two memories are told
 apart: the *device's*, where attention reads, and *home*, where KV lives between steps. For a policy that keeps all KV
-on the device they are one, and its bytes count as both. A policy that attends to fewer than all tokens returns False
-from `is_exact`; it learns what it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`, and
-when a step is left.
+on the device they are one, and its bytes count as both. A policy that attends to fewer than all tokens learns what
+it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`, and when a step is left.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,6 +13,7 @@ from typing import Protocol
 
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
+from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 
 StepRows = Sequence[tuple[SlotId, TokenRange]]
@@ -116,13 +116,8 @@ class Residency(Protocol):
     at a time for a slot; `copy`, `step` and `close` from the engine's thread."""
 
     @property
-    def name(self) -> str:
-        """Return the policy's name, as a configuration gives it."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Return whether every token attends to all tokens before it."""
+    def traits(self) -> PolicyTraits:
+        """Return the policy's name, and what is known of the policy by that name."""
         ...
 
     @property

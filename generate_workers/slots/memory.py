@@ -123,7 +123,7 @@ class KvMemory:
     def _remedy(self, limit: str) -> str:
         if limit.startswith("kv_memory_bytes"):
             return "shorten the request, or raise kv_memory_bytes"
-        others = "" if self.residency.name == "host" else ", or use residency = host"
+        others = "" if self.residency.traits.name == "host" else ", or use residency = host"
         return f"shorten the request, or raise device_memory_bytes{others}"
 
 

@@ -63,6 +63,10 @@ def test_importing_all_of_a_package_leaves_torch_out(package: str) -> None:
     assert not {"torch", "ray"} & loaded
 
 
+def test_a_configuration_is_checked_without_torch() -> None:
+    assert "torch" not in loaded_after("deploy.config.file")
+
+
 def test_the_probe_sees_torch_where_it_is_imported() -> None:
     assert "torch" in loaded_after("modeling.kv.buffers")
 

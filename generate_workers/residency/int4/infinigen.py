@@ -19,7 +19,6 @@ B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.sparse.infinigen import ScoringStep
 from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import PartialKeys, Picks
 from modeling.kernels import native
@@ -181,7 +181,7 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
 class InfinigenInt4Residency(SelectiveResidency[ScoredInt4Row]):
     """A Residency that chooses keys by partial scores, and keeps KV in 4 bits."""
 
-    name: ClassVar[str] = "infinigen_int4"
+    traits = POLICIES["infinigen_int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
         """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that

@@ -24,6 +24,7 @@ from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.selection import Picks
 from modeling.kv.memory import PagedMemory
@@ -79,8 +80,7 @@ class Int4Step:
 class Int4Residency:
     """A Residency that keeps all KV in 4 bits but for the whole layers."""
 
-    name = "int4"
-    is_exact = False
+    traits = POLICIES["int4"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
         """Raise ConfigError for KV that cannot be packed, or without the kernel, and what is in OUT_OF_MEMORY when the

@@ -16,7 +16,6 @@ B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim, 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,6 +29,7 @@ from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
 from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import Picks
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
@@ -145,7 +145,7 @@ class H2oStep(SelectiveStep[H2oRow]):
 class H2oResidency(SelectiveResidency[H2oRow]):
     """A Residency whose rows attend to heavy hitters and the latest keys."""
 
-    name: ClassVar[str] = "h2o"
+    traits = POLICIES["h2o"]
 
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget | None = None

@@ -17,7 +17,7 @@ B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R 
 """
 
 from collections.abc import Sequence
-from typing import ClassVar, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.selective import HomeRow, SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
 from modeling.kernels import native
@@ -184,7 +185,7 @@ class InfinigenStep(ScoringStep[K]):
 class InfinigenResidency(SelectiveResidency[InfinigenRow]):
     """A Residency that chooses keys by partial scores, and keeps all KV."""
 
-    name: ClassVar[str] = "infinigen"
+    traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
         """`prepared` must be for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space

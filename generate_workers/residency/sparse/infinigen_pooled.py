@@ -19,7 +19,7 @@ L layers that choose, T tokens, G kv heads, H head dim, R columns.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -40,6 +40,7 @@ from generate_workers.residency.sparse.pool import (
     PoolSize,
 )
 from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import PartialKeys, Picks
 from modeling.kernels import native
@@ -325,7 +326,7 @@ class PooledStep(InfinigenStep[PooledRow]):
 class PooledResidency(SelectiveResidency[PooledRow]):
     """A Residency that chooses keys by partial scores, and keeps a limited number of tokens."""
 
-    name: ClassVar[str] = "infinigen"
+    traits = POLICIES["infinigen"]
 
     def __init__(
         self,

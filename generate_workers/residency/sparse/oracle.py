@@ -8,7 +8,6 @@ B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
 
@@ -51,7 +51,7 @@ class OracleStep(SelectiveStep[SelectiveRow]):
 class OracleResidency(SelectiveResidency[SelectiveRow]):
     """A Residency whose rows attend to the keys with the largest true scores."""
 
-    name: ClassVar[str] = "oracle"
+    traits = POLICIES["oracle"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

@@ -29,6 +29,7 @@ from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvBytes, KvShape, RowKv, StepRows
+from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.rows import has_native_rows
 from modeling.forward.selection import Picks
@@ -211,8 +212,7 @@ class SelectiveStep(ABC, Generic[R]):
 class SelectiveResidency(ABC, Generic[R]):
     """A Residency whose rows attend to some keys. A subclass decides which."""
 
-    name: ClassVar[str]
-    is_exact: ClassVar[bool] = False
+    traits: ClassVar[PolicyTraits]
 
     def __init__(self, rows: Sequence[R]) -> None:
         """`rows`: one for each slot."""

@@ -8,7 +8,6 @@ B rows of one new token, N heads, G kv heads, H head dim, K picks at most.
 """
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from baton.types import KvLayout, TokenRange
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape
 from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
 
@@ -35,7 +35,7 @@ class WindowStep(SelectiveStep[SelectiveRow]):
 class WindowResidency(SelectiveResidency[SelectiveRow]):
     """A Residency whose rows attend to their first and latest keys."""
 
-    name: ClassVar[str] = "window"
+    traits = POLICIES["window"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""

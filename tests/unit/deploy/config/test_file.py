@@ -69,6 +69,10 @@ def test_whole_numbers_are_taken_for_seconds() -> None:
         ("prefill.num_ranks=2.0", "prefill.num_ranks = 2.0 is wrong: input should be a valid integer"),
         ("generate.num_slots=true", "generate.num_slots = True is wrong: input should be a valid integer"),
         ("generate.num_slots=0", "generate.num_slots = 0 is wrong: input should be greater than or equal to 1"),
+        (
+            "generate.residency=disk",
+            "generate.residency: 'disk' is unknown: use one of device, host, infinigen, ",
+        ),
         ("generate.pool_tokens=-1", "generate.pool_tokens = -1 is wrong: input should be greater than or equal to 0"),
         (
             "generate.pool_tokens=99",

@@ -7,9 +7,8 @@ import pytest
 
 from baton.errors import ConfigError
 from deploy.config.cluster import ClusterConfig
-from deploy.config.worker import EVICTIONS, POLICIES, LocalConfig, WorkerConfig
+from deploy.config.worker import EVICTIONS, LocalConfig, WorkerConfig
 from generate_workers.engine.core import EngineConfig
-from generate_workers.residency import policies
 from generate_workers.residency.sparse.pool import Eviction
 
 
@@ -76,10 +75,6 @@ def test_the_engine_s_own_defaults_are_the_same() -> None:
         "max_step_stretch",
     ):
         assert getattr(engine, name) == getattr(local, name)
-
-
-def test_the_residency_policies_are_the_engine_s() -> None:
-    assert tuple(policies.POLICIES) == POLICIES
 
 
 def test_the_ways_to_evict_are_the_pools() -> None:

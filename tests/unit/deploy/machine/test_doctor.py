@@ -14,7 +14,6 @@ from baton.errors import ConfigError
 from deploy.config.file import load_config
 from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.doctor import (
-    CHOOSING,
     Finding,
     Machine,
     Verdict,
@@ -32,7 +31,6 @@ from deploy.machine.doctor import (
     weight_bytes,
 )
 from deploy.machine.probe import Measured, measure
-from generate_workers.residency.policies import POLICIES
 from planning.model_shape import ModelShape
 from tests.support.models.letter_models import write_letter_model
 
@@ -63,10 +61,6 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     finding = check_model(load_config(None), folder)
     assert finding.verdict is Verdict.FAILED
     assert "lacks tokenizer.json" in finding.text
-
-
-def test_every_policy_that_chooses_keys_is_known() -> None:
-    assert {*CHOOSING, "device", "host", "int4"} == set(POLICIES)
 
 
 def test_keys_cannot_be_chosen_by_what_nobody_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -365,7 +365,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     row = residency._rows[SLOT]
     kept = (layout.num_layers - 2) * layout.num_kv_heads * 29 * 8
     assert row.index_bytes == kept <= row.index_bytes_for(42)
-    assert (residency.name, residency.is_exact) == ("h2o", False)
+    assert (residency.traits.name, residency.traits.is_exact) == ("h2o", False)
     row.release()
     assert row.num_bytes == KvBytes()
 

@@ -265,7 +265,7 @@ def test_memory_is_home_two_layers_and_partial_keys_on_the_device() -> None:
     bench.run({0: [5]})
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
     assert row.num_bytes == expected
-    assert (bench.residency.is_exact, bench.residency.name) == (False, "infinigen")
+    assert (bench.residency.traits.is_exact, bench.residency.traits.name) == (False, "infinigen")
     bench.close()
 
 
@@ -302,7 +302,7 @@ def test_a_group_is_made_from_what_was_prepared(tmp_path: Path) -> None:
     save_prepared(prepared(), tmp_path / "found.safetensors")
     config = EngineConfig(2, 64, residency="infinigen", selection_file=str(tmp_path / "found.safetensors"))
     memory = make_memory(DECODER, config)
-    assert (memory.residency.name, memory.residency.is_exact) == ("infinigen", False)
+    assert (memory.residency.traits.name, memory.residency.traits.is_exact) == ("infinigen", False)
 
 
 @pytest.mark.parametrize("policy", ["infinigen", "window", "oracle"])

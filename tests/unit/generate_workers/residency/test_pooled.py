@@ -368,7 +368,7 @@ def test_a_group_is_made_with_the_pool_that_was_configured(tmp_path: Path) -> No
     config = EngineConfig(2, 64, residency="infinigen", selection_file=str(tmp_path / "found.safetensors"))
     limited = make_memory(DECODER, replace(config, pool_tokens=20, pool_eviction="fifo")).residency
     assert isinstance(limited, PooledResidency)
-    assert (limited.name, limited.is_exact) == ("infinigen", False)
+    assert (limited.traits.name, limited.traits.is_exact) == ("infinigen", False)
     for pool_tokens in (0, 64):
         whole = make_memory(DECODER, replace(config, pool_tokens=pool_tokens)).residency
         assert not isinstance(whole, PooledResidency)

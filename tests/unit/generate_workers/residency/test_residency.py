@@ -217,7 +217,7 @@ def test_what_a_row_takes_of_the_device(policy: str, device_layers: int) -> None
     residency = make_residency(policy, KvShape(layout, (None,) * 30, 2, 100), CPU)
     page_rows = -(-50 * layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
     assert residency.bytes_for(50) == KvBytes(30 * page_rows, device_layers * page_rows)
-    assert (residency.is_exact, residency.name) == (True, policy)
+    assert (residency.traits.is_exact, residency.traits.name) == (True, policy)
     residency.close()
 
 

@@ -219,7 +219,7 @@ def test_memory_is_home_and_two_layers_on_the_device(policy: Make) -> None:
     bench.run({0: [5]})
     row = bench.residency._rows[0]  # type: ignore[attr-defined]
     assert row.num_bytes == bench.residency.bytes_for(41)
-    assert (bench.residency.is_exact, bench.residency.name) == (False, policy.__name__)
+    assert (bench.residency.traits.is_exact, bench.residency.traits.name) == (False, policy.__name__)
     bench.close()
 
 

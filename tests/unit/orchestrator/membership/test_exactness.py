@@ -10,6 +10,7 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
+from generate_workers.residency.traits import POLICIES
 from orchestrator.controller import GenerateSpec
 from orchestrator.membership.members import ClusterView, GenerationGroup, Load, NoGroupError
 from orchestrator.placement.comparison import choose_generation
@@ -101,7 +102,7 @@ async def test_what_an_approximate_group_has_made_is_not_stored_for_others(appro
     """Who shares a prefix may have asked for exact tokens."""
     with prefix_folder() as folder:
         async with relay(num_ranks=0, config=replace(HASTY, block_tokens=16), group_folder=folder) as made:
-            made.groups[0].slots.memory.residency.is_exact = not approximate  # type: ignore[misc]
+            made.groups[0].slots.memory.residency.traits = POLICIES["int4" if approximate else "device"]  # type: ignore[misc]
             await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
             await made.until_empty(within_s=5.0)  # what is to be stored is by then
             assert bool(blocks_in(folder)) != approximate

@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import time
+import urllib.request
 from dataclasses import replace
 
 import pytest
@@ -26,6 +28,7 @@ from tests.support.folders import ROOT
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
 LONG = replace(PARAMS, max_tokens=300)
 MS = 1_000_000
+STATE = ClusterState((), num_queued=0, num_running=0, num_degraded=0, version="v")
 
 
 def rank(number: int, start_ms: int, end_ms: int, push_end_ms: int) -> RankTiming:
@@ -198,11 +201,19 @@ async def test_the_page_names_exactly_what_there_is() -> None:
 
 
 async def test_a_port_in_use_is_refused_with_a_remedy() -> None:
-    state = ClusterState((), num_queued=0, num_running=0, num_degraded=0, version="v")
-    first = await MetricsServer.start(Metrics().registry, lambda: state, host="127.0.0.1", port=0)
+    first = await MetricsServer.start(Metrics().registry, lambda: STATE, host="127.0.0.1", port=0)
     try:
         with pytest.raises(ConfigError, match="choose another metrics_port"):
-            await MetricsServer.start(Metrics().registry, lambda: state, host="127.0.0.1", port=first.port)
+            await MetricsServer.start(Metrics().registry, lambda: STATE, host="127.0.0.1", port=first.port)
     finally:
         await first.stop()
         await first.stop()
+
+
+async def test_its_server_ends_at_once() -> None:
+    num_lives, began_s = 6, time.monotonic()
+    for _ in range(num_lives):
+        server = await MetricsServer.start(Metrics().registry, lambda: STATE, host="127.0.0.1", port=0)
+        with await asyncio.to_thread(urllib.request.urlopen, f"http://{server.endpoint}/metrics", timeout=10):
+            await server.stop()
+    assert time.monotonic() - began_s < num_lives * 0.25  # its thread waits for calls twice as long

@@ -288,7 +288,7 @@ def test_memory_is_what_is_packed_and_on_the_device_two_layers_partial_keys_and_
     assert bench.residency.bytes_for(41) == expected
     bench.run({0: [5]})
     assert row_of(bench, 0).num_bytes == expected
-    assert (bench.residency.is_exact, bench.residency.name) == (False, "infinigen_int4")
+    assert (bench.residency.traits.is_exact, bench.residency.traits.name) == (False, "infinigen_int4")
     bench.close()
 
 
@@ -346,7 +346,7 @@ def test_a_group_is_made_from_what_was_prepared(tmp_path: Path) -> None:
     save_prepared(prepared(), tmp_path / "found.safetensors")
     config = EngineConfig(2, 64, residency="infinigen_int4", selection_file=str(tmp_path / "found.safetensors"))
     memory = make_memory(DECODER, config)
-    assert (memory.residency.name, memory.residency.is_exact) == ("infinigen_int4", False)
+    assert (memory.residency.traits.name, memory.residency.traits.is_exact) == ("infinigen_int4", False)
     with pytest.raises(ModelError, match="none: no selection was prepared for this model: run `baton prepare`"):
         make_memory(DECODER, replace(config, selection_file=str(tmp_path / "none")))
 

@@ -276,7 +276,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     home = 2 * pages(35 * layout.row_bytes) + (layout.num_layers - 2) * pages(35 * packed_row)
     expected = KvBytes(home, pages(35 * layout.row_bytes))
     assert residency._rows[SLOT].num_bytes == residency.bytes_for(35) == expected
-    assert (residency.name, residency.is_exact) == ("int4", False)
+    assert (residency.traits.name, residency.traits.is_exact) == ("int4", False)
     residency._rows[SLOT].release()
     assert residency._rows[SLOT].num_bytes == KvBytes()
     residency.close()

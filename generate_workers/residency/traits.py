@@ -1,0 +1,54 @@
+"""Traits of all residency policies, by the name that a configuration gives them.
+
+Configuration, `baton doctor` and `baton evaluate` go by these, so this module needs no torch. `policies` makes the
+policies, and each policy's class points to its line here.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PolicyTraits:
+    """What must be known of a residency policy where it is chosen, without making it."""
+
+    name: str
+    is_exact: bool = False
+    """Whether every token attends to all tokens before it, and to their KV as it was computed."""
+    sizes: tuple[str, ...] = ()
+    """Options of `baton evaluate` that say how many keys a row attends to: budget, alpha. Empty: it attends to all."""
+    needs_basis: bool = False
+    """Whether keys are chosen by the basis that `baton prepare` fitted."""
+    has_pool: bool = False
+    """Whether a row may keep its KV in a pool of `pool_tokens` tokens, which evicts."""
+
+    @property
+    def chooses_keys(self) -> bool:
+        """Whether rows attend to some of the keys only, as many as `baton prepare` found to be enough."""
+        return bool(self.sizes)
+
+
+POLICIES: Mapping[str, PolicyTraits] = {
+    traits.name: traits
+    for traits in (
+        PolicyTraits("device", is_exact=True),
+        PolicyTraits("host", is_exact=True),
+        PolicyTraits("infinigen", sizes=("budget", "alpha"), needs_basis=True, has_pool=True),
+        PolicyTraits("infinigen_int4", sizes=("budget", "alpha"), needs_basis=True),
+        PolicyTraits("window", sizes=("budget",)),
+        PolicyTraits("oracle", sizes=("budget", "alpha")),
+        PolicyTraits("h2o", sizes=("budget",)),
+        PolicyTraits("int4"),
+    )
+}
+POOLED = ", ".join(name for name, traits in POLICIES.items() if traits.has_pool)
+"""Names of the policies that may keep KV in a pool, for messages."""
+
+
+def policy_named(name: str) -> PolicyTraits:
+    """Return the traits of the policy of that name. Raises ConfigError for an unknown name."""
+    if name not in POLICIES:
+        raise ConfigError(f"residency = {name!r} is unknown: use one of {', '.join(POLICIES)}")
+    return POLICIES[name]
