@@ -17,7 +17,8 @@ from benchmarks.support.harness import progress, random_prompt
 from planning.calibration import Calibration, calibrate_chain
 from planning.cost_model import CostModel, Link
 from planning.fit import RankRow, fit_link
-from planning.search import as_ranges, rounded
+from planning.partition import as_ranges
+from planning.search import rounded
 
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)
