@@ -62,7 +62,7 @@ def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
 
 def measured_link(ranks: Ranks, pace: Pace) -> Link:
     """Measure messages over links of this pace, and fit a link to them."""
-    return fit_link(message_points(ranks, pace)).link
+    return fit_link(message_points(ranks, pace))
 
 
 def _besides(outcome: Outcome) -> float:
