@@ -36,8 +36,8 @@ from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.calibration import Calibration
 from planning.cost_model import BATON
-from planning.partition import EvenPartitioner
-from planning.search import SearchedPartitioner
+from planning.partition import as_ranges, even_partition
+from planning.search import search
 from planning.wavefront import chain_ttft
 
 TOKENS = "512,1024,2048,6000"
@@ -83,15 +83,14 @@ class Arena:
 
     def searched(self, num_tokens: int, kernel: str) -> tuple[TokenRange, ...]:
         """Return the chunks of KVR-S for a prompt of `num_tokens`."""
-        partitioner = SearchedPartitioner(self._calibrations[kernel].cost, BATON)
-        return partitioner.partition(TokenRange(0, num_tokens), len(self._ranks))
+        return as_ranges(search(num_tokens, len(self._ranks), self._calibrations[kernel].cost, BATON), 0)
 
     def _round(self, contest: Contest, num_tokens: int, seed: int) -> dict[str, float]:
         prompt, kernel, whole = random_prompt(num_tokens, seed), contest.kernel, TokenRange(0, num_tokens)
         tasks = {name: Task(name, prompt, kernel=kernel) for name in contest.schemes if name in SCHEMES}
         tasks["kvr_s"] = Task("kvr", prompt, self.searched(num_tokens, kernel), kernel=kernel)
         if "even" in contest.schemes:
-            tasks["even"] = Task("kvr", prompt, EvenPartitioner().partition(whole, len(self._ranks)), kernel=kernel)
+            tasks["even"] = Task("kvr", prompt, even_partition(whole, len(self._ranks)), kernel=kernel)
         times = {name: self._ranks.run(task).seconds for name, task in tasks.items()}
         if "single" in contest.schemes:
             assert self._single is not None

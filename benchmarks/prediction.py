@@ -41,8 +41,9 @@ from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.calibration import Calibration
 from planning.cost_model import BATON
+from planning.partition import as_ranges
 from planning.planner import ChainPlanner
-from planning.search import SearchedPartitioner
+from planning.search import search
 from planning.wavefront import chain_ttft
 
 TOKENS = "640,1200,2500,3600,5000"
@@ -119,7 +120,7 @@ class _Bench:
             for num_tokens in lengths:
                 whole, prompt = TokenRange(0, num_tokens), random_prompt(num_tokens, number)
                 chunks = {
-                    KVR_S: SearchedPartitioner(calibration.cost, BATON).partition(whole, width),
+                    KVR_S: as_ranges(search(num_tokens, width, calibration.cost, BATON), 0),
                     KVR_P: planner.chunks(whole, width),
                 }
                 for scheme, parts in chunks.items():

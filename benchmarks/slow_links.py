@@ -32,8 +32,8 @@ from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser,
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.cost_model import BATON, CostModel, Link
-from planning.partition import EvenPartitioner
-from planning.search import as_ranges, search
+from planning.partition import as_ranges, even_partition
+from planning.search import search
 from planning.study.peers import zigzag_ring
 from planning.wavefront import chain_ttft
 
@@ -68,7 +68,7 @@ class _Times:
 
 def predict(num_tokens: int, num_ranks: int, cost: CostModel) -> dict[str, float]:
     """Return the model's seconds by scheme."""
-    even = EvenPartitioner().partition(TokenRange(0, num_tokens), num_ranks)
+    even = even_partition(TokenRange(0, num_tokens), num_ranks)
     return {
         "kvr_s": float(chain_ttft(search(num_tokens, num_ranks, cost, BATON), cost, BATON)),
         "even": float(chain_ttft([len(chunk) for chunk in even], cost, BATON)),
@@ -134,7 +134,7 @@ class _Bench:
     def _tasks(self, prompt: tuple[int, ...], mb_s: float, cost: CostModel) -> dict[str, Task]:
         whole, width, pace = TokenRange(0, len(prompt)), len(self._ranks), _pace(mb_s)
         searched = as_ranges(search(len(prompt), width, cost, BATON), 0)
-        even = EvenPartitioner().partition(whole, width)
+        even = even_partition(whole, width)
         return {
             "kvr_s": Task("kvr", prompt, searched, kernel=self.kernel, pace=pace),
             "even": Task("kvr", prompt, even, kernel=self.kernel, pace=pace),

@@ -22,7 +22,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from baton.types import TokenRange
 from benchmarks.baselines.calibrating import LENGTHS as CALIBRATED
 from benchmarks.baselines.calibrating import QUICK_LENGTHS as QUICK_CALIBRATED
 from benchmarks.baselines.calibrating import calibrated
@@ -44,7 +43,8 @@ from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.cost_model import BATON
 from planning.model_shape import ModelShape
-from planning.search import SearchedPartitioner
+from planning.partition import as_ranges
+from planning.search import search
 
 TOKENS = 6000
 QUICK_TOKENS = 512
@@ -132,7 +132,7 @@ def run(args: argparse.Namespace) -> int:
         ranks = stack.enter_context(Ranks.running(folder, args.dtype, [(core,) for core in cores]))
         origin = nominal_calibration(folder, args.dtype, 1)
         calibration = calibrated(ranks, origin, kernel, QUICK_CALIBRATED if args.quick else CALIBRATED)
-        chunks = SearchedPartitioner(calibration.cost, BATON).partition(TokenRange(0, num_tokens), len(ranks))
+        chunks = as_ranges(search(num_tokens, len(ranks), calibration.cost, BATON), 0)
         least_s, text = bound_s(ranks, origin.shape, num_tokens)
         console.print(f"  {text}", markup=False)
         peer = None

@@ -26,7 +26,7 @@ from typing import Any
 from baton.errors import ConfigError, InvalidArgumentError
 from planning import json_file
 from planning.cost_model import BATON, COSTS, CostModel, Kernel, Link
-from planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
+from planning.fit import RankRow, fit_link, fit_ranks
 from planning.hardware import Hardware, derive
 from planning.model_shape import ModelShape, shape_from
 
@@ -79,25 +79,6 @@ class Calibration:
         """Sixteen hex digits, equal for the same model, shape, hardware and kernel, whatever was measured."""
         key = json.dumps([self.model, self.hardware, self.kernel.value, asdict(self.shape)], sort_keys=True)
         return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
-
-
-def calibrate(
-    model: str, hardware: str, shape: ModelShape, *, kernel: Kernel, prefill_points: Points, link_points: Points
-) -> Calibration:
-    """Fit a cost model to measurements of a lone rank and of single messages. Raises InvalidArgumentError for too few
-    points."""
-    prefill, link = fit_prefill(prefill_points, shape.num_layers, kernel), fit_link(link_points)
-    cost = CostModel(
-        num_layers=shape.num_layers,
-        linear_s=prefill.linear_s,
-        pair_s=prefill.pair_s,
-        kv_bytes=shape.kv_bytes,
-        project_share=shape.project_share,
-        fixed_s=prefill.fixed_s,
-        head_s=prefill.linear_s * shape.head_flops / shape.linear_flops,
-        link=link.link,
-    )
-    return Calibration(model, hardware, kernel, shape, prefill_points, link_points, cost)
 
 
 def calibrate_chain(
@@ -162,44 +143,44 @@ def dumps(calibration: Calibration) -> str:
 
 def load(path: Path) -> Calibration:
     """Read a calibration from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
-    return _calibration(json_file.read(path, KIND, SCHEMA), str(path))
+    return loads(json_file.read(path, KIND), str(path))
 
 
 def loads(text: str, where: str) -> Calibration:
     """Read a calibration from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
-    return _calibration(json_file.parse(text, KIND, SCHEMA, where), where)
+    with json_file.naming(where):
+        data = json_file.parse(text, KIND, SCHEMA)
+        calibration = _calibration(data)
+        if data.get("fingerprint", calibration.fingerprint) != calibration.fingerprint:
+            raise ConfigError("fingerprint does not match model, hardware, kernel and shape: calibrate again")
+        return calibration
 
 
-def _calibration(data: dict[str, Any], where: str) -> Calibration:
-    shape = shape_from(json_file.section(data, "shape", where), f"{where}: shape")
-    numbers = json_file.section(data, "cost", where)
+def _calibration(data: dict[str, Any]) -> Calibration:
+    shape = shape_from(json_file.section(data, "shape"), "shape")
+    numbers = json_file.section(data, "cost")
     try:
         kernel = Kernel(data.get("kernel"))
     except ValueError as error:
-        raise ConfigError(f"{where}: kernel = {data.get('kernel')!r} is unknown: use dense or causal") from error
-    fields = {name: json_file.number(numbers, name, f"{where}: cost") for name in COSTS}
-    link = _link(data, "link", where)
-    push = None if data.get("push") is None else _link(data, "push", where)
-    num_layers, kv_bytes, share = shape.num_layers, shape.kv_bytes, shape.project_share
-    try:
-        cost = CostModel(num_layers, kv_bytes=kv_bytes, project_share=share, link=link, push=push, **fields)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    measured = _points(data, "prefill_points", where), _points(data, "link_points", where)
-    model, hardware = json_file.text(data, "model", where), json_file.text(data, "hardware", where)
-    rows = _rows(data, where)
-    try:
-        calibration = Calibration(model, hardware, kernel, shape, *measured, cost, rows)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if data.get("fingerprint", calibration.fingerprint) != calibration.fingerprint:
-        raise ConfigError(f"{where}: fingerprint does not match model, hardware, kernel and shape: calibrate again")
-    return calibration
+        raise ConfigError(f"kernel = {data.get('kernel')!r} is unknown: use dense or causal") from error
+    with json_file.naming("cost"):
+        fields = {name: json_file.number(numbers, name) for name in COSTS}
+    cost = CostModel(
+        shape.num_layers,
+        kv_bytes=shape.kv_bytes,
+        project_share=shape.project_share,
+        link=_link(data, "link"),
+        push=None if data.get("push") is None else _link(data, "push"),
+        **fields,
+    )
+    points, messages = _points(data, "prefill_points"), _points(data, "link_points")
+    model, hardware = json_file.text(data, "model"), json_file.text(data, "hardware")
+    return Calibration(model, hardware, kernel, shape, points, messages, cost, _rows(data))
 
 
 def _measured_link(points: Points, former: Link) -> Link:
     try:
-        return fit_link(points).link
+        return fit_link(points)
     except InvalidArgumentError:  # all sizes are alike, or made no difference: only the latency can be fitted
         beyond_s = [seconds - num_bytes / former.bandwidth for num_bytes, seconds in points]
         return Link(max(statistics.median(beyond_s), 0.0), former.bandwidth)
@@ -210,26 +191,21 @@ def _link_fields(link: Link) -> dict[str, float | None]:
     return {"latency_s": link.latency_s, "bandwidth": None if link.bandwidth == float("inf") else link.bandwidth}
 
 
-def _link(data: dict[str, Any], name: str, where: str) -> Link:
-    fields = json_file.section(data, name, where)
-    where = f"{where}: {name}"
-    latency_s = json_file.number(fields, "latency_s", where)
-    bandwidth = math.inf if fields.get("bandwidth", 0) is None else json_file.number(fields, "bandwidth", where)
+def _link(data: dict[str, Any], name: str) -> Link:
+    fields = json_file.section(data, name)
+    with json_file.naming(name):
+        bandwidth = math.inf if fields.get("bandwidth", 0) is None else json_file.number(fields, "bandwidth")
+        return Link(json_file.number(fields, "latency_s"), bandwidth)
+
+
+def _points(data: dict[str, Any], name: str) -> Points:
     try:
-        return Link(latency_s, bandwidth)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
+        return tuple((float(x), float(seconds)) for x, seconds in data[name])
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"{name} is no list of pairs of numbers: calibrate again") from error
 
 
-def _points(data: dict[str, Any], name: str, where: str) -> Points:
-    value = data.get(name)
-    try:
-        return tuple((float(x), float(seconds)) for x, seconds in value)  # type: ignore[union-attr]
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigError(f"{where}: {name} is no list of pairs of numbers: calibrate again") from error
-
-
-def _rows(data: dict[str, Any], where: str) -> tuple[RankRow, ...]:
+def _rows(data: dict[str, Any]) -> tuple[RankRow, ...]:
     """Return the rank rows of a file; empty for a file of lone ranks, which has none."""
     try:
         return tuple(
@@ -237,4 +213,4 @@ def _rows(data: dict[str, Any], where: str) -> tuple[RankRow, ...]:
             for tokens, before, last, seconds in data.get("rank_rows", ())
         )
     except (TypeError, ValueError, OverflowError) as error:  # int() of an infinity overflows
-        raise ConfigError(f"{where}: rank_rows is no list of four numbers each: calibrate again") from error
+        raise ConfigError("rank_rows is no list of four numbers each: calibrate again") from error

@@ -41,15 +41,6 @@ class PrefillFit:
     """Largest deviation of a point from the fit, as a fraction of its seconds."""
 
 
-@dataclass(frozen=True)
-class LinkFit:
-    """A fitted link: a message of B bytes takes latency_s + B / bandwidth."""
-
-    link: Link
-    residual: float
-    """Largest deviation of a point from the fit, as a fraction of its seconds."""
-
-
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
     """Fit prefill costs to (tokens, seconds) of whole prompts through all layers of one rank. Raises
     InvalidArgumentError for too few points."""
@@ -79,14 +70,14 @@ def fit_ranks(rows: Sequence[RankRow], known: CostModel, protocol: Protocol) -> 
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
 
 
-def fit_link(points: Sequence[tuple[float, float]]) -> LinkFit:
-    """Fit a link to (bytes, seconds) of single messages. Raises InvalidArgumentError for too few points, or times that
-    do not grow."""
+def fit_link(points: Sequence[tuple[float, float]]) -> Link:
+    """Fit a link to (bytes, seconds) of single messages, which take latency_s + bytes / bandwidth. Raises
+    InvalidArgumentError for too few points, or times that do not grow."""
     num_bytes, seconds = _points("points", "sizes", points)
-    (latency_s, byte_s), residual = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
+    (latency_s, byte_s), _ = fit_relative(np.stack([np.ones_like(num_bytes), num_bytes], axis=1), seconds)
     if not byte_s > 0:
         raise InvalidArgumentError("points: larger messages took no longer: measure larger ones")
-    return LinkFit(Link(latency_s, 1 / byte_s), residual)
+    return Link(latency_s, 1 / byte_s)
 
 
 def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:

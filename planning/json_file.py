@@ -1,39 +1,46 @@
 """JSON files with a schema number: errors name file, field and remedy, and a file is written whole or not at all."""
 
+import contextlib
 import json
 import sys
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
 
 
-def read(path: Path, kind: str, schema: int) -> dict[str, Any]:
-    """Read a file and return its object. Raises ConfigError if it cannot be read, is no JSON, or is of another kind or
-    schema."""
+@contextlib.contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Put `where` before the text of a ConfigError that the block raises."""
     try:
-        text = path.read_text(encoding="utf-8")
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def read(path: Path, kind: str) -> str:
+    """Return the text of a file. Raises ConfigError if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}): give the path of a {kind} file") from error
     except ValueError as error:
         raise ConfigError(f"{path}: is no text ({error}): write it anew") from error
-    return parse(text, kind, schema, str(path))
 
 
-def parse(text: str, kind: str, schema: int, where: str) -> dict[str, Any]:
-    """Parse a file's text and return its object. Raises ConfigError, naming `where`, if the text is no JSON, or of
-    another kind or schema."""
+def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
+    """Parse a file's text and return its object. Raises ConfigError if the text is no JSON, or of another kind or
+    schema."""
     try:
         data = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{where}: is no JSON ({error}): write it anew") from error
+        raise ConfigError(f"is no JSON ({error}): write it anew") from error
     if not isinstance(data, dict) or data.get("kind") != kind:
-        raise ConfigError(f'{where}: is no {kind} file ("kind" is not "{kind}"): give another path')
+        raise ConfigError(f'is no {kind} file ("kind" is not "{kind}"): give another path')
     if data.get("schema") != schema:
-        raise ConfigError(
-            f"{where}: schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew"
-        )
+        raise ConfigError(f"schema = {data.get('schema')!r}, and this version reads {schema}: write the file anew")
     return data
 
 
@@ -56,25 +63,25 @@ def write(path: Path, text: str) -> None:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose a folder that can") from error
 
 
-def number(data: dict[str, Any], name: str, where: str) -> float:
+def number(data: dict[str, Any], name: str) -> float:
     """Return a field that is a finite number. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise ConfigError(f"{where}: {name} = {value!r} is no number: give one")
+        raise ConfigError(f"{name} = {value!r} is no number: give one")
     return float(value)
 
 
-def text(data: dict[str, Any], name: str, where: str) -> str:
+def text(data: dict[str, Any], name: str) -> str:
     """Return a field that is a non-empty text. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, str) or not value:
-        raise ConfigError(f"{where}: {name} = {value!r} is no text: give a name")
+        raise ConfigError(f"{name} = {value!r} is no text: give a name")
     return value
 
 
-def section(data: dict[str, Any], name: str, where: str) -> dict[str, Any]:
+def section(data: dict[str, Any], name: str) -> dict[str, Any]:
     """Return a field that is a nested object. Raises ConfigError when the field is missing or anything else."""
     value = data.get(name)
     if not isinstance(value, dict):
-        raise ConfigError(f"{where}: {name} = {value!r} is no object: give its fields")
+        raise ConfigError(f"{name} = {value!r} is no object: give its fields")
     return value

@@ -1,43 +1,33 @@
 """How a prompt is divided among the ranks of a KV-Runahead chain (Cho, Rastegari, Naik, ICML 2024, section 4.2).
 
-Called once a job, by `orchestrator.placement.chain_width`. Pure.
+A division is one consecutive, non-empty range of tokens a rank, in rank order; `tokens.start` tokens are cached. With
+fewer tokens than ranks it has one range a token. Pure.
 """
 
-from typing import Protocol
+import itertools
+from collections.abc import Sequence
 
 from baton.errors import InvalidArgumentError
 from baton.types import TokenRange
 
 
-class Partitioner(Protocol):
-    """Divides the uncached tokens of a prompt among the ranks of a chain."""
-
-    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens` exactly.
-
-        `tokens.start` is the number of cached tokens before the chunk of rank 0. Returns fewer ranges than `num_ranks`
-        when there are fewer tokens than ranks. Raises InvalidArgumentError for no tokens or no ranks.
-        """
-        ...
+def even_partition(tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
+    """Divide `tokens` into chunks of equal length, with the remainder spread over the first ranks (KVR-E). Raises
+    InvalidArgumentError for no tokens or no ranks."""
+    check_partition_request(tokens, num_ranks)
+    width = min(num_ranks, len(tokens))
+    base, extra = divmod(len(tokens), width)
+    return as_ranges([base + (rank < extra) for rank in range(width)], tokens.start)
 
 
-class EvenPartitioner:
-    """KVR-E: chunks of equal length, with the remainder spread over the first ranks."""
-
-    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        check_partition_request(tokens, num_ranks)
-        width = min(num_ranks, len(tokens))
-        base, extra = divmod(len(tokens), width)
-        ranges, start = [], tokens.start
-        for rank in range(width):
-            end = start + base + (rank < extra)
-            ranges.append(TokenRange(start, end))
-            start = end
-        return tuple(ranges)
+def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
+    """Return consecutive ranges of these lengths that begin at `start`."""
+    edges = itertools.pairwise(itertools.accumulate(chunks, initial=start))
+    return tuple(TokenRange(*edge) for edge in edges)
 
 
 def check_partition_request(tokens: TokenRange, num_ranks: int) -> None:
-    """Raise InvalidArgumentError for no tokens or no ranks, in the same words for every partitioner."""
+    """Raise InvalidArgumentError for no tokens or no ranks, in the same words for every way to divide a prompt."""
     if not len(tokens):
         raise InvalidArgumentError(f"tokens = [{tokens.start}, {tokens.end}) is empty: at least one is to be computed")
     if num_ranks < 1:

@@ -1,29 +1,22 @@
 """KVR-P: partitions predicted from a table of searched ones, quickly enough for every request.
 
-A table belongs to one model on one hardware (a calibration's fingerprint). For each number of ranks it holds knots:
-context lengths with the fractions of the prompt that each rank takes. Between two knots the fractions are interpolated
-linearly; outside they are those of the nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure, except that load and
-save block on the disk.
+A table belongs to one cost model. For each number of ranks it holds knots: context lengths with the fractions of the
+prompt that each rank takes. Between two knots the fractions are interpolated linearly; outside they are those of the
+nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure.
 """
 
 import itertools
+import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
-from planning import json_file
 from planning.cost_model import CostModel, Protocol
-from planning.partition import check_partition_request
-from planning.search import as_ranges, rounded, search
+from planning.partition import as_ranges, check_partition_request
+from planning.search import rounded, search
 
-KIND = "baton-partitions"
-SCHEMA = 1
-
-_SUM_TOLERANCE = 1e-6
 _KNOT_SLACK = 0.005
 """Fraction by which a knot may be slower than the best partition, so that neighbouring knots resemble each other
 (`search`)."""
@@ -42,19 +35,28 @@ class Knot:
 class PartitionTable:
     """Searched partitions (knots) by number of ranks, each list ascending by context length."""
 
-    fingerprint: str
-    """Fingerprint of the calibration that the partitions were searched with."""
     knots: Mapping[int, tuple[Knot, ...]]
 
     def __post_init__(self) -> None:
         for num_ranks, knots in self.knots.items():
-            where = f"partition table, {num_ranks} ranks"
-            if not knots:
-                raise ConfigError(f"{where}: no knots: search at least one context length")
-            if any(left.num_tokens >= right.num_tokens for left, right in itertools.pairwise(knots)):
-                raise ConfigError(f"{where}: num_tokens of the knots do not ascend: sort them, each once")
+            assert knots, f"no knots for {num_ranks} ranks"
+            ascend = all(left.num_tokens < right.num_tokens for left, right in itertools.pairwise(knots))
+            assert ascend, f"num_tokens of the knots for {num_ranks} ranks do not ascend"
             for knot in knots:
-                _check(knot, num_ranks, where)
+                assert len(knot.fractions) == num_ranks, f"{knot} has not one fraction for each of {num_ranks} ranks"
+                assert all(fraction > 0 for fraction in knot.fractions), f"{knot} has a rank that computes nothing"
+                assert math.isclose(sum(knot.fractions), 1, rel_tol=1e-6), f"fractions of {knot} do not sum to 1"
+
+    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
+        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
+        tokens. Raises InvalidArgumentError for no tokens or no ranks, ConfigError when the table has no knots for this
+        number of ranks."""
+        check_partition_request(tokens, num_ranks)
+        if len(tokens) <= num_ranks:
+            return as_ranges([1] * len(tokens), tokens.start)
+        if num_ranks == 1:
+            return (tokens,)
+        return as_ranges(rounded(self.fractions(len(tokens), num_ranks), len(tokens)), tokens.start)
 
     def fractions(self, num_tokens: int, num_ranks: int) -> tuple[float, ...]:
         """Return the fractions for `num_tokens`, interpolated between knots. Raises ConfigError when the table has no
@@ -71,80 +73,16 @@ class PartitionTable:
         return tuple(x + share * (y - x) for x, y in zip(low.fractions, high.fractions, strict=True))
 
 
-class PredictedPartitioner:
-    """KVR-P over a table. A prompt with fewer tokens than ranks takes one rank a token."""
+def build_table(cost: CostModel, protocol: Protocol, contexts: Mapping[int, Iterable[int]]) -> PartitionTable:
+    """Search a knot for each number of ranks above 1 and each of its context lengths that has a token for each rank."""
 
-    def __init__(self, table: PartitionTable) -> None:
-        self._table = table
+    def knot(num_tokens: int, num_ranks: int) -> Knot:
+        chunks = search(num_tokens, num_ranks, cost, protocol, slack=_KNOT_SLACK)
+        return Knot(num_tokens, tuple(chunk / num_tokens for chunk in chunks))
 
-    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
-        tokens. Raises InvalidArgumentError for no tokens or no ranks, ConfigError when the table has no knots for this
-        number of ranks."""
-        check_partition_request(tokens, num_ranks)
-        if len(tokens) <= num_ranks:
-            return as_ranges([1] * len(tokens), tokens.start)
-        if num_ranks == 1:
-            return (tokens,)
-        return as_ranges(rounded(self._table.fractions(len(tokens), num_ranks), len(tokens)), tokens.start)
-
-
-def build_table(
-    fingerprint: str, cost: CostModel, protocol: Protocol, *, contexts: Sequence[int], ranks: Sequence[int]
-) -> PartitionTable:
-    """Search a knot for each context length and each number of ranks above 1, unless there are fewer tokens than
-    ranks."""
     knots = {}
-    for num_ranks in sorted({each for each in ranks if each > 1}):
-        searched = []
-        for num_tokens in sorted({each for each in contexts if each >= num_ranks}):
-            chunks = search(num_tokens, num_ranks, cost, protocol, slack=_KNOT_SLACK)
-            searched.append(Knot(num_tokens, tuple(chunk / num_tokens for chunk in chunks)))
-        knots[num_ranks] = tuple(searched)
-    return PartitionTable(fingerprint, knots)
-
-
-def save(table: PartitionTable, path: Path) -> None:
-    """Write the table to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
-    knots = {
-        str(num_ranks): [{"num_tokens": knot.num_tokens, "fractions": knot.fractions} for knot in row]
-        for num_ranks, row in table.knots.items()
-    }
-    json_file.write(path, json_file.dump(KIND, SCHEMA, {"fingerprint": table.fingerprint, "knots": knots}))
-
-
-def load(path: Path, fingerprint: str | None = None) -> PartitionTable:
-    """Read a table from a file that `save` wrote. Raises ConfigError that names file, field and remedy, also for a
-    table made for another model or hardware than `fingerprint`, unless that is None."""
-    data = json_file.read(path, KIND, SCHEMA)
-    where = str(path)
-    found = data.get("fingerprint")
-    if not isinstance(found, str):
-        raise ConfigError(f"{where}: fingerprint = {found!r} is no text: search the table anew")
-    if fingerprint not in (None, found):
-        raise ConfigError(
-            f"{where}: made for model and hardware {found}, and these are {fingerprint}: search the table anew"
-        )
-    knots = json_file.section(data, "knots", where)
-    try:
-        rows = {int(num_ranks): tuple(_knot(each) for each in row) for num_ranks, row in knots.items()}
-    except (TypeError, ValueError, KeyError) as error:
-        raise ConfigError(f"{where}: knots are no lists of num_tokens and fractions: search the table anew") from error
-    try:
-        return PartitionTable(found, rows)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-
-
-def _knot(fields: dict[str, Any]) -> Knot:
-    return Knot(int(fields["num_tokens"]), tuple(float(each) for each in fields["fractions"]))
-
-
-def _check(knot: Knot, num_ranks: int, where: str) -> None:
-    where = f"{where}, {knot.num_tokens} tokens"
-    if len(knot.fractions) != num_ranks:
-        raise ConfigError(f"{where}: {len(knot.fractions)} fractions: give one a rank")
-    if not all(fraction > 0 for fraction in knot.fractions):
-        raise ConfigError(f"{where}: fractions must be above 0: every rank computes something")
-    if not abs(sum(knot.fractions) - 1) <= _SUM_TOLERANCE:
-        raise ConfigError(f"{where}: fractions sum to {sum(knot.fractions):.6f}: make that 1")
+    for num_ranks, lengths in contexts.items():
+        if num_ranks > 1:
+            enough = sorted({length for length in lengths if length >= num_ranks})
+            knots[num_ranks] = tuple(knot(length, num_ranks) for length in enough)
+    return PartitionTable(knots)

@@ -22,9 +22,9 @@ from planning.calibration import Calibration
 from planning.cost_model import BATON, CostModel, Protocol
 from planning.local_prefill import LocalPrefill
 from planning.pace import Pace
-from planning.partition import check_partition_request
-from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table
-from planning.search import analytic_seed, as_ranges, tapered
+from planning.partition import as_ranges, check_partition_request
+from planning.partition_table import PartitionTable, build_table
+from planning.search import analytic_seed, tapered
 from planning.step_times import StepTimes
 from planning.wavefront import chain_ttft, rank_seconds, work_of
 
@@ -45,7 +45,7 @@ class Basis:
     calibration: Calibration
     cost: CostModel
     """Costs of the calibration, scaled by the ranks' pace unless they were measured."""
-    knots: PredictedPartitioner
+    knots: PartitionTable
 
 
 class ChainPlanner:
@@ -101,17 +101,13 @@ class ChainPlanner:
     def search(self, calibration: Calibration) -> Basis:
         """Search the knots for another calibration and return what `adopt` needs; changes nothing. Blocks while knots
         are searched: from few tokens to `max_tokens`, each a factor shorter than the next."""
-        knots: dict[int, tuple[Knot, ...]] = {}
+        contexts = {}
         for width in range(2, self._num_searched + 1):
             least, longest = max(width, _LEAST_KNOT), max(width, self.max_tokens)
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
-            contexts = [min(least, longest), *(longest // factor**power for power in powers)]
-            table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
-            knots.update(table.knots)
-        return Basis(
-            calibration, calibration.cost, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots))
-        )
+            contexts[width] = [min(least, longest), *(longest // factor**power for power in powers)]
+        return Basis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
 
     def adopt(self, basis: Basis) -> None:
         """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the

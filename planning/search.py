@@ -13,9 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.types import TokenRange
 from planning.cost_model import CostModel, Kernel, Protocol
-from planning.partition import check_partition_request
 from planning.wavefront import chain_ttft
 
 Partitions = NDArray[np.float64]
@@ -26,20 +24,6 @@ Evaluate = Callable[[Partitions], NDArray[np.float64]]
 _COARSE_STEPS = 256
 """Each seed is first improved in steps of at least 1 / this of the prompt; the best two then to the last token."""
 _SAME = 1e-9
-
-
-class SearchedPartitioner:
-    """Partitions a prompt by KVR-S over a cost model."""
-
-    def __init__(self, cost: CostModel, protocol: Protocol) -> None:
-        self._cost, self._protocol = cost, protocol
-
-    def partition(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
-        """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; fewer when there are fewer
-        tokens. Raises InvalidArgumentError for no tokens or no ranks."""
-        check_partition_request(tokens, num_ranks)
-        chunks = search(len(tokens), min(num_ranks, len(tokens)), self._cost, self._protocol, cached=tokens.start)
-        return as_ranges(chunks, tokens.start)
 
 
 def search(
@@ -69,7 +53,7 @@ def search(
         return chain_ttft(units * unit + tail, cost, protocol, cached=cached)
 
     ideal = analytic_seed(num_tokens, num_ranks, cost, protocol.kernel, cached=cached)
-    seeds = [rounded(ideal, num_units), _even(num_units, num_ranks), *tapered(num_units, num_ranks)]
+    seeds = [rounded(ideal, num_units), rounded([1.0] * num_ranks, num_units), *tapered(num_units, num_ranks)]
     coarse = max(1, num_units // _COARSE_STEPS)
     found = sorted((descend(seed, evaluate, coarse) for seed in seeds), key=lambda each: each[1])
     best, best_s = min((descend(chunks, evaluate) for chunks, _ in found[:2]), key=lambda each: each[1])
@@ -144,16 +128,6 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
         ends.append(min(max(round(end * scale), least), most))
     ends[-1] = num_tokens
     return tuple(end - start for start, end in itertools.pairwise([0, *ends]))
-
-
-def as_ranges(chunks: Sequence[int], start: int) -> tuple[TokenRange, ...]:
-    """Return consecutive ranges of these lengths that begin at `start`."""
-    edges = list(itertools.accumulate(chunks, initial=start))
-    return tuple(TokenRange(*edge) for edge in itertools.pairwise(edges))
-
-
-def _even(num_tokens: int, num_ranks: int) -> tuple[int, ...]:
-    return rounded([1.0] * num_ranks, num_tokens)
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:

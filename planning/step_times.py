@@ -167,27 +167,22 @@ def dumps(times: StepTimes) -> str:
 
 def load(path: Path) -> StepTimes:
     """Read step times from a file that `save` wrote. Raises ConfigError that names file, field and remedy."""
-    return _from_fields(json_file.read(path, KIND, SCHEMA), str(path))
+    return loads(json_file.read(path, KIND), str(path))
 
 
 def loads(text: str, where: str) -> StepTimes:
     """Read step times from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
-    return _from_fields(json_file.parse(text, KIND, SCHEMA, where), where)
-
-
-def _from_fields(data: dict[str, Any], where: str) -> StepTimes:
-    model, hardware = json_file.text(data, "model", where), json_file.text(data, "hardware", where)
-    numbers, shape = json_file.section(data, "cost", where), json_file.section(data, "shape", where)
-    costs = {field.name: json_file.number(numbers, field.name, f"{where}: cost") for field in fields(StepCost)}
-    try:
+    with json_file.naming(where):
+        data = json_file.parse(text, KIND, SCHEMA)
+        model, hardware = json_file.text(data, "model"), json_file.text(data, "hardware")
+        numbers, shape = json_file.section(data, "cost"), shape_from(json_file.section(data, "shape"), "shape")
+        with json_file.naming("cost"):
+            costs = {field.name: json_file.number(numbers, field.name) for field in fields(StepCost)}
         batches, contexts = _whole_numbers(data, "batches"), _whole_numbers(data, "contexts")
-        shape_read, cost = shape_from(shape, "shape"), StepCost(**costs)
-        times = StepTimes(model, hardware, shape_read, cost, batches, contexts, _rows(data))
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    if data.get("fingerprint") != times.fingerprint:
-        raise ConfigError(f"{where}: fingerprint does not match model, hardware and shape: calibrate again")
-    return times
+        times = StepTimes(model, hardware, shape, StepCost(**costs), batches, contexts, _rows(data))
+        if data.get("fingerprint") != times.fingerprint:
+            raise ConfigError("fingerprint does not match model, hardware and shape: calibrate again")
+        return times
 
 
 def _whole_numbers(data: dict[str, Any], name: str) -> tuple[int, ...]:

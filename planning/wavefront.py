@@ -9,8 +9,8 @@ rank i with c tokens behind P cached and s earlier ones, in layer l that it begi
   h[l + 1] = max(q, r) + own + far + rest                           OVERLAPPED
   h[l + 1] = max(h[l], KV ready before) + message + everything      BLOCKING: the message sets out at the request
 
-No layer takes less than issue_s. `reference` is this recursion in plain loops. `chain_ttft` solves each line for all
-layers at once, and for many partitions at once: y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
+No layer takes less than issue_s. `chain_ttft` solves each line for all layers at once, and for many partitions at once:
+y[l + 1] = max(y[l] + A, x[l] + B) is a running maximum of x[l] - l A.
 ALGORITHMS: KV-Runahead (Cho, Rastegari, Naik, ICML 2024), section 4; docs/kv_runahead.md. Pure.
 """
 
@@ -176,41 +176,3 @@ def _fifo(ready_NL: Seconds, message_s: Seconds) -> Seconds:
     """Return when a link that sends one message a layer has sent each, latency aside: `[N, L]`."""
     steps = np.arange(ready_NL.shape[1], dtype=np.float64) * message_s[:, None]
     return np.maximum.accumulate(ready_NL - steps, axis=1) + steps + message_s[:, None]
-
-
-def reference(chunks: Sequence[int], cost: CostModel, protocol: Protocol, *, cached: int = 0) -> float:
-    """Return the time of one partition as `chain_ttft` does, line by line as in the head of this file: slow, and
-    plainly right."""
-    num_ranks, last_layer = len(chunks), cost.num_layers - 1
-    work = work_of(np.atleast_2d(np.asarray(chunks, dtype=np.float64)), cost, protocol, cached)
-    h, link_free, push_free = [0.0] * num_ranks, [0.0] * num_ranks, [0.0] * num_ranks
-    for layer in range(cost.num_layers):
-        inbox: list[float] = []  # when each message of this layer arrived at this rank
-        ready = 0.0
-        for rank in range(num_ranks):
-            project, own, far, copy = (float(e[0, rank]) for e in (work.project, work.own, work.far, work.copy))
-            if layer == last_layer and rank == num_ranks - 1:
-                own, far = float(work.last_own[0, rank]), float(work.last_far[0, rank])
-            whole = max(project + own + far + copy, cost.issue_s)
-            begin = h[rank]
-            if protocol.receive is Receive.BLOCKING:
-                if rank:
-                    begin = max(begin, ready) + cost.link.seconds(sum(chunks[:rank]) * cost.kv_bytes)
-                received, h[rank] = begin, begin + whole
-            else:
-                received = inbox[-1] if rank else 0.0
-                after = far + copy + (own if protocol.receive is Receive.OVERLAPPED else 0.0)
-                h[rank] = max(begin + whole, received + after) if rank else begin + whole
-            projected = begin + project
-            ready = projected if protocol.cut_through else max(projected, received) + copy
-            sizes = chunks[: rank + 1] if protocol.cut_through else [sum(chunks[: rank + 1])]
-            leaves = [*inbox, ready] if protocol.cut_through else [ready]
-            inbox = []
-            for size, start in zip(sizes, leaves, strict=True):
-                link_free[rank] = max(start, link_free[rank]) + size * cost.kv_bytes / cost.link.bandwidth
-                inbox.append(link_free[rank] + cost.link.latency_s)
-            if cost.push is not None:
-                rows = chunks[rank] + (cached if rank == 0 else 0)
-                push_free[rank] = max(projected, push_free[rank]) + rows * cost.kv_bytes / cost.push.bandwidth
-    end = h[-1] + cost.head_s
-    return end if cost.push is None else max(end, *push_free) + cost.push.latency_s

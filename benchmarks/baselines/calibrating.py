@@ -17,7 +17,8 @@ from benchmarks.support.harness import progress, random_prompt
 from planning.calibration import Calibration, calibrate_chain
 from planning.cost_model import CostModel, Link
 from planning.fit import RankRow, fit_link
-from planning.search import as_ranges, rounded
+from planning.partition import as_ranges
+from planning.search import rounded
 
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)
@@ -61,7 +62,7 @@ def at_pace(cost: CostModel, ranks: Ranks, pace: Pace) -> CostModel:
 
 def measured_link(ranks: Ranks, pace: Pace) -> Link:
     """Measure messages over links of this pace, and fit a link to them."""
-    return fit_link(message_points(ranks, pace)).link
+    return fit_link(message_points(ranks, pace))
 
 
 def _besides(outcome: Outcome) -> float:

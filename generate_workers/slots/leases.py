@@ -262,11 +262,6 @@ class SlotLedger:
         )
 
     @property
-    def num_bytes_promised(self) -> int:
-        """Return the bytes at home that the present rows hold or may come to hold without asking again."""
-        return self.kv.num_bytes_taken
-
-    @property
     def imbalance(self) -> str:
         """Describe what does not balance; empty when every slot is counted once, promised bytes belong only to slots
         that are not free, and no more is held than promised."""
@@ -281,8 +276,3 @@ class SlotLedger:
         if self.num_bytes_held > sum(promised):
             return f"{self.num_bytes_held} bytes are held of {sum(promised)} promised"
         return ""
-
-    @property
-    def balances(self) -> bool:
-        """Return whether slots and bytes balance."""
-        return not self.imbalance

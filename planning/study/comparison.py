@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from baton.types import TokenRange
 from planning.cost_model import CostModel, Kernel, Protocol
-from planning.partition import EvenPartitioner
-from planning.partition_table import PredictedPartitioner, build_table
+from planning.partition import even_partition
+from planning.partition_table import build_table
 from planning.search import search
 from planning.study.peers import bound, paper_bound, single, tsp, zigzag_ring
 from planning.wavefront import chain_ttft
@@ -55,14 +55,14 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
     searched = search(num_tokens, width, cost, protocol, cached=cached)
     below = (num_tokens - 1) // KNOT_SPACING * KNOT_SPACING
     above = (num_tokens // KNOT_SPACING + 1) * KNOT_SPACING
-    table = build_table("", cost, protocol, contexts=[each for each in (below, above) if each], ranks=[width])
+    table = build_table(cost, protocol, {width: [each for each in (below, above) if each]})
     return Comparison(
         num_tokens=num_tokens,
         num_ranks=num_ranks,
         single=single(num_tokens, cost, protocol.kernel, cached=cached),
-        kvr_e=chain(_lengths(EvenPartitioner().partition(tokens, width))),
+        kvr_e=chain(_lengths(even_partition(tokens, width))),
         kvr_s=chain(searched),
-        kvr_p=chain(_lengths(PredictedPartitioner(table).partition(tokens, width))),
+        kvr_p=chain(_lengths(table.partition(tokens, width))),
         tsp_dense=tsp(num_tokens, num_ranks, cost, Kernel.DENSE, cached=cached),
         tsp_causal=tsp(num_tokens, num_ranks, cost, Kernel.CAUSAL, cached=cached),
         zigzag_ring=zigzag_ring(num_tokens, num_ranks, cost, cached=cached),

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from baton.errors import ConfigError, InvalidArgumentError
-from planning.calibration import Calibration, calibrate, calibrate_chain, dumps, load, loads, nominal, save
+from planning.calibration import Calibration, calibrate_chain, dumps, load, loads, nominal, save
 from planning.cost_model import Kernel, Link
 from planning.fit import RankRow
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
+from tests.support.calibrating import calibrate
 
 SHAPE = SHAPES["smollm2-135m"]
 PREFILL = tuple((float(n), 0.02 + 2e-4 * n + 5e-8 * n * n) for n in (256, 512, 1024, 2048))

@@ -63,8 +63,7 @@ def test_link_numbers_come_back(latency_s: float, bandwidth: float) -> None:
     link = Link(latency_s, bandwidth)
     points = [(size, link.seconds(size)) for size in (1e3, 1e5, 1e7, 1e9)]
     fitted = fit_link(points)
-    assert fitted.residual < 1e-6
-    assert [fitted.link.seconds(size) for size, _ in points] == pytest.approx([s for _, s in points], rel=1e-6)
+    assert [fitted.seconds(size) for size, _ in points] == pytest.approx([s for _, s in points], rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,4 @@
-"""KVR-P: exact at knots, linear between, clamped outside; files that say what is wrong with them."""
-
-import json
-from pathlib import Path
-from typing import Any
+"""KVR-P: exact at knots, linear between, clamped outside."""
 
 import pytest
 from hypothesis import given
@@ -11,17 +7,17 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.types import TokenRange
 from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Link
-from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table, load, save
+from planning.partition_table import Knot, PartitionTable, build_table
 from planning.search import search
 from planning.wavefront import chain_ttft
 
 COST = CostModel(32, 0.0790 / 1024 / 32, 0.02075 / 1024**2 / 32, 16384)
 """The paper's Llama-7B without links (test_search)."""
-TABLE = PartitionTable("f00d", {2: (Knot(100, (0.6, 0.4)), Knot(200, (0.5, 0.5)), Knot(400, (0.7, 0.3)))})
+TABLE = PartitionTable({2: (Knot(100, (0.6, 0.4)), Knot(200, (0.5, 0.5)), Knot(400, (0.7, 0.3)))})
 
 
 def lengths(table: PartitionTable, num_tokens: int, num_ranks: int, start: int = 0) -> list[int]:
-    chunks = PredictedPartitioner(table).partition(TokenRange(start, start + num_tokens), num_ranks)
+    chunks = table.partition(TokenRange(start, start + num_tokens), num_ranks)
     assert chunks[0].start == start
     return [len(chunk) for chunk in chunks]
 
@@ -40,7 +36,7 @@ def test_between_knots_fractions_are_linear() -> None:
 
 
 def test_paper_10k_on_four_ranks_from_8k_and_12k() -> None:
-    table = build_table("", COST, PAPER_OVERLAPPED, contexts=[8192, 12288], ranks=[4])
+    table = build_table(COST, PAPER_OVERLAPPED, {4: [8192, 12288]})
     assert table.fractions(10240, 4) == pytest.approx((0.350, 0.255, 0.210, 0.185), abs=0.005)
 
 
@@ -50,7 +46,7 @@ def test_prediction_is_within_the_papers_margin_of_the_search(num_tokens: int, n
     """1.3 %, with knots 4k apart."""
     cost = CostModel(32, COST.linear_s, COST.pair_s, 16384, link=Link(1e-4, 3e11))
     around = [num_tokens // 4096 * 4096, num_tokens // 4096 * 4096 + 4096]
-    table = build_table("", cost, PAPER, contexts=around, ranks=[num_ranks])
+    table = build_table(cost, PAPER, {num_ranks: around})
     predicted = float(chain_ttft(lengths(table, num_tokens, num_ranks), cost, PAPER))
     searched = float(chain_ttft(search(num_tokens, num_ranks, cost, PAPER), cost, PAPER))
     assert searched <= predicted <= 1.013 * searched
@@ -58,7 +54,7 @@ def test_prediction_is_within_the_papers_margin_of_the_search(num_tokens: int, n
 
 @given(num_tokens=st.integers(1, 3000), num_ranks=st.sampled_from([1, 2]), start=st.integers(0, 99))
 def test_every_rank_gets_a_token_and_the_sum_is_exact(num_tokens: int, num_ranks: int, start: int) -> None:
-    skewed = PartitionTable("", {2: (Knot(100, (1e-6, 1 - 1e-6)),)})
+    skewed = PartitionTable({2: (Knot(100, (1e-6, 1 - 1e-6)),)})
     chunks = lengths(skewed, num_tokens, num_ranks, start)
     assert sum(chunks) == num_tokens and min(chunks) >= 1
     assert len(chunks) == min(num_tokens, num_ranks)
@@ -71,56 +67,17 @@ def test_ranks_without_knots_are_refused_by_name() -> None:
         lengths(TABLE, 100, 0)
 
 
-def test_table_survives_the_file(tmp_path: Path) -> None:
-    save(TABLE, tmp_path / "table.json")
-    assert load(tmp_path / "table.json", "f00d") == TABLE
-    assert load(tmp_path / "table.json") == TABLE
-    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
-
-
-def test_table_of_another_machine_is_refused(tmp_path: Path) -> None:
-    save(TABLE, tmp_path / "table.json")
-    with pytest.raises(ConfigError, match="made for model and hardware f00d, and these are beef"):
-        load(tmp_path / "table.json", "beef")
-
-
-def rows(*fractions: Any, num_tokens: Any = 100) -> dict[str, Any]:
-    return {"knots": {"2": [{"num_tokens": num_tokens, "fractions": list(fractions)}]}}
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"schema": 2}, "schema = 2, and this version reads 1"),
-        ({"kind": "shopping"}, "is no baton-partitions file"),
-        ({"fingerprint": 3}, "fingerprint = 3 is no text"),
-        ({"knots": []}, r"knots = \[\] is no object"),
-        ({"knots": {"two": []}}, "knots are no lists"),
-        ({"knots": {"2": [{"fractions": [0.5, 0.5]}]}}, "knots are no lists"),
-        ({"knots": {"2": []}}, "2 ranks: no knots"),
-        (rows(0.5, 0.4), "100 tokens: fractions sum to 0.9"),
-        (rows(0.5, 0.3, 0.2), "3 fractions: give one a rank"),
-        (rows(0.0, 1.0), "must be above 0"),
-    ],
+    ("fractions", "text"),
+    [((0.5, 0.4), "do not sum to 1"), ((0.5, 0.3, 0.2), "not one fraction for each"), ((0.0, 1.0), "computes nothing")],
 )
-def test_wrong_files_name_file_field_and_remedy(tmp_path: Path, change: dict[str, Any], text: str) -> None:
-    path = tmp_path / "table.json"
-    save(TABLE, path)
-    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
-    with pytest.raises(ConfigError, match=f"^{path}: .*{text}"):
-        load(path)
+def test_a_knot_divides_the_whole_prompt_among_all_ranks(fractions: tuple[float, ...], text: str) -> None:
+    with pytest.raises(AssertionError, match=text):
+        PartitionTable({2: (Knot(100, fractions),)})
 
 
-def test_files_that_are_no_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read .No such file"):
-        load(tmp_path / "none.json")
-    (tmp_path / "text.json").write_text("{half")
-    with pytest.raises(ConfigError, match="is no JSON"):
-        load(tmp_path / "text.json")
-    with pytest.raises(ConfigError, match="cannot be written"):
-        save(TABLE, tmp_path / "no" / "folder.json")
-
-
-def test_knots_must_ascend() -> None:
-    with pytest.raises(ConfigError, match="do not ascend"):
-        PartitionTable("", {2: (Knot(200, (0.5, 0.5)), Knot(100, (0.5, 0.5)))})
+def test_knots_are_there_and_ascend() -> None:
+    with pytest.raises(AssertionError, match="no knots for 2 ranks"):
+        PartitionTable({2: ()})
+    with pytest.raises(AssertionError, match="do not ascend"):
+        PartitionTable({2: (Knot(200, (0.5, 0.5)), Knot(100, (0.5, 0.5)))})

@@ -18,8 +18,9 @@ from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
 from planning.search import search
 from planning.step_times import nominal_steps
-from planning.wavefront import chain_ttft, reference
+from planning.wavefront import chain_ttft
 from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.wavefront import reference
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal("smollm2-135m", "a core", SHAPE, cpu_rank(1, SHAPE.dtype_bytes))

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.errors import InvalidArgumentError
-from baton.types import TokenRange
 from planning.cost_model import (
     BATON,
     PAPER,
@@ -23,7 +21,7 @@ from planning.cost_model import (
 )
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.search import Evaluate, SearchedPartitioner, analytic_seed, rounded, search
+from planning.search import Evaluate, analytic_seed, rounded, search
 from planning.wavefront import chain_ttft
 
 PER_TOKEN, PER_PAIR = 0.0790 / 1024, 0.02075 / 1024**2
@@ -63,22 +61,16 @@ def test_search_is_as_good_as_trying_everything(
 @given(
     num_tokens=st.integers(1, 5000),
     num_ranks=st.integers(1, 9),
-    start=st.integers(0, 3000),
+    cached=st.integers(0, 3000),
     bandwidth=st.sampled_from([1e6, 1e9, 1e12]),
 )
 @settings(max_examples=40, deadline=None)
-def test_chunks_cover_the_range(num_tokens: int, num_ranks: int, start: int, bandwidth: float) -> None:
+def test_chunks_cover_the_prompt(num_tokens: int, num_ranks: int, cached: int, bandwidth: float) -> None:
     cost = CostModel(4, 1e-6, 1e-9, 4096, link=Link(1e-5, bandwidth))
-    chunks = SearchedPartitioner(cost, BATON).partition(TokenRange(start, start + num_tokens), num_ranks)
-    assert len(chunks) == min(num_ranks, num_tokens)
-    assert (chunks[0].start, chunks[-1].end) == (start, start + num_tokens)
-    assert all(left.end == right.start for left, right in itertools.pairwise(chunks))
-    assert min(len(chunk) for chunk in chunks) >= 1
-
-
-def test_nothing_to_divide_is_refused() -> None:
-    with pytest.raises(InvalidArgumentError, match="num_ranks"):
-        SearchedPartitioner(SLOW, BATON).partition(TokenRange(0, 4), 0)
+    width = min(num_ranks, num_tokens)
+    chunks = search(num_tokens, width, cost, BATON, cached=cached)
+    assert (len(chunks), sum(chunks)) == (width, num_tokens)
+    assert min(chunks) >= 1
 
 
 def test_paper_16k_on_two_ranks() -> None:

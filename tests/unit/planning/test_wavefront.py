@@ -25,8 +25,9 @@ from planning.cost_model import (
     Receive,
 )
 from planning.study.peers import tsp
-from planning.wavefront import chain_ttft, reference, work_of
+from planning.wavefront import chain_ttft, work_of
 from tests.support.folders import DATA
+from tests.support.wavefront import reference
 
 COST = CostModel(
     num_layers=3, linear_s=1.0, pair_s=0.5, kv_bytes=10, project_share=0.25, head_s=0.75, link=Link(0.5, 40.0)

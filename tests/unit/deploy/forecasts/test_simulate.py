@@ -8,13 +8,14 @@ import pytest
 
 from deploy.cli import main
 from deploy.forecasts import simulate
-from planning.calibration import calibrate, save
+from planning.calibration import save
 from planning.cost_model import BATON, PAPER, PROTOCOLS, Kernel
 from planning.hardware import HARDWARE, derive
 from planning.model_shape import SHAPES
 from planning.search import search
 from planning.study.peers import single
 from planning.wavefront import chain_ttft
+from tests.support.calibrating import calibrate
 
 
 @pytest.fixture(autouse=True)

@@ -112,7 +112,7 @@ def test_a_slot_is_held_while_its_answer_is_stored(folder: Path) -> None:
             made.run(asked.events)
             made.engine.step()
             ledger = made.slots.ledger()
-            assert (ledger.num_active, ledger.num_quarantined, ledger.balances) == (1, 0, True)
+            assert (ledger.num_active, ledger.num_quarantined, ledger.imbalance) == (1, 0, "")
             assert (asked.filled, made.engine.status().num_streams) == ([], 1)
         assert len(asked.until_told().stored) == 3
         assert is_empty(made.slots.ledger())
@@ -136,7 +136,7 @@ def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
             made.engine.cancel(asked.ticket)
             made.engine.step()
             ledger = made.slots.ledger()
-            assert (ledger.num_active, ledger.balances) == (0, True)
+            assert (ledger.num_active, ledger.imbalance) == (0, "")
             assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
             assert asked.filled == [Filled()]
         until(lambda: is_empty(made.slots.ledger()), 1.0)

@@ -304,7 +304,7 @@ class SlotWalk(RuleBasedStateMachine):
         kv = KvLedger(LIMIT, LIMIT - promised, leased, active, promised - leased - active)
         assert ledger == SlotLedger(*slots, num_bytes, num_bytes, kv)
         assert promised == self.slots.memory.promised.home <= LIMIT
-        assert ledger.balances
+        assert not ledger.imbalance
 
     @invariant()
     def every_lease_stands_as_the_model_says(self) -> None:

@@ -144,7 +144,7 @@ async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> N
         assert ledger.num_quarantined == 1
         assert ledger.kv == kv_ledger(quarantined=ROW_BYTES)
         assert ledger.num_bytes_held > 0
-        assert ledger.balances
+        assert not ledger.imbalance
         assert slots.standing(ref) is Standing.GONE
     assert is_empty(slots.ledger())
 

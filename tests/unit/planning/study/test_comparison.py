@@ -30,7 +30,7 @@ def test_fields_are_what_their_functions_say() -> None:
 def test_prediction_does_not_use_the_answer() -> None:
     """At a multiple of the knots' spacing its neighbours are interpolated: 8k from 4k and 12k."""
     row = compare(8192, 3, COST, BATON)
-    table = build_table("", COST, BATON, contexts=[4096, 12288], ranks=[3])
+    table = build_table(COST, BATON, {3: [4096, 12288]})
     chunks = rounded(table.fractions(8192, 3), 8192)
     assert row.kvr_p == float(chain_ttft(chunks, COST, BATON))
     assert row.kvr_s < row.kvr_p < 1.03 * row.kvr_s

@@ -1,0 +1,25 @@
+"""A calibration of a rank alone, as a file of whole prompts and single messages gives it."""
+
+from planning.calibration import Calibration, Points
+from planning.cost_model import CostModel, Kernel
+from planning.fit import fit_link, fit_prefill
+from planning.model_shape import ModelShape
+
+
+def calibrate(
+    model: str, hardware: str, shape: ModelShape, *, kernel: Kernel, prefill_points: Points, link_points: Points
+) -> Calibration:
+    """Fit a cost model to measurements of a lone rank and of single messages. Raises InvalidArgumentError for too few
+    points."""
+    prefill, link = fit_prefill(prefill_points, shape.num_layers, kernel), fit_link(link_points)
+    cost = CostModel(
+        num_layers=shape.num_layers,
+        linear_s=prefill.linear_s,
+        pair_s=prefill.pair_s,
+        kv_bytes=shape.kv_bytes,
+        project_share=shape.project_share,
+        fixed_s=prefill.fixed_s,
+        head_s=prefill.linear_s * shape.head_flops / shape.linear_flops,
+        link=link,
+    )
+    return Calibration(model, hardware, kernel, shape, prefill_points, link_points, cost)
