@@ -1,13 +1,13 @@
 """Streams as their readers see them: a log of events that outlives a lost call, and may be taken over by another.
 
-`engine.core` writes the events, one call of `servicer` reads them. When the call is lost, as it is when the
+`engine.core` writes the events, the `shared_reader` of one call reads them. When the call is lost, as it is when the
 orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it. When the
 orchestrator gives a request up, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,20 +33,32 @@ class OpenStream:
     """Choices that have not ended."""
     filled: Filled | None = None
     """Blocks stored of the answers: the engine's last message, if the request's answers are to be stored."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream; runs while no call reads it."""
+    on_message: Callable[[], None] | None = None
+    """Called after each message of the engine; set by the call that reads the stream."""
+    _num_known: Sequence[int] = field(init=False)
+    """Tokens of each choice that the reader had before it began."""
+    _num_read: int = field(default=0, init=False)
+    """Events that the reader has been given or did not need."""
+
+    def __post_init__(self) -> None:
+        self._num_known = [0] * self.request.params.n
 
     def append(self, event: TokenEvent) -> None:
         """Add the engine's next event to the log."""
         self.events.append(event)
         self.num_open -= event.finish is not None
-        self.changed.set()
+        self._tell()
 
     def fill(self, filled: Filled) -> None:
         """Take the engine's last message: which blocks of the answers were stored."""
         self.filled = filled
-        self.changed.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_message is not None:
+            self.on_message()
 
     @property
     def is_over(self) -> bool:
@@ -65,21 +77,21 @@ class OpenStream:
         pairs = zip(known, outputs, strict=False)
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
-    async def follow(self, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """Yield all events after the first `num_done` tokens of each choice, in order; return when the stream is
-        over."""
-        position = 0
-        while position < len(self.events) or not self.is_over:
-            if position == len(self.events):
-                self.changed.clear()
-                await self.changed.wait()
-                continue
-            event = self.events[position]
-            position += 1
-            if event.token is None or event.index >= num_done[event.choice]:
+    def rewind(self, num_known: Sequence[int]) -> None:
+        """Begin anew for a reader that has the first `num_known` tokens of each choice."""
+        self._num_known, self._num_read = num_known, 0
+
+    def unread(self) -> Iterator[TokenEvent | Filled]:
+        """Yield what the reader has not been given yet: events, in order, and at the end what was stored."""
+        while self._num_read < len(self.events):
+            event = self.events[self._num_read]
+            self._num_read += 1
+            if event.token is None or event.index >= self._num_known[event.choice]:
                 yield event
             elif event.finish is not None:  # the reader has this token, but perhaps not the finish reason
                 yield replace(event, index=event.index + 1, token=None, text="", prompt=())
+        if self.is_over and self.filled is not None:
+            yield self.filled
 
 
 class OpenStreams:
@@ -110,24 +122,34 @@ class OpenStreams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
                 stream.expiry, stream.number = None, number
+                stream.rewind([len(output) for output in outputs])
                 return stream
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
-
-    async def read(self, stream: OpenStream, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the stream's events after the first `num_done` tokens of each choice. One reader at a time. The stream
-        is forgotten after its last event; when the reader leaves earlier, it is kept for `keep_s` seconds or ended."""
-        try:
-            async for event in stream.follow(num_done):
-                yield event
-        except BaseException:
-            self._lose(stream)
-            raise
-        self._forget(stream)
 
     def cancel(self, number: StreamNumber) -> None:
         """End the stream of that number, if there is one."""
         for stream in [each for each in self._streams if each.number == number]:
-            self._end(stream)
+            self.end(stream)
+
+    def end(self, stream: OpenStream) -> None:
+        """Forget a stream and end it in the engine. Idempotent."""
+        self.forget(stream)
+        self._engine.cancel(stream.ticket)
+
+    def lose(self, stream: OpenStream) -> None:
+        """Keep a stream whose reader has gone for `keep_s` seconds if it has run and goes on; else end it."""
+        has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
+        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
+            stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
+        else:
+            self.end(stream)
+
+    def forget(self, stream: OpenStream) -> None:
+        """Drop a stream whose reader has all of it. Idempotent."""
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+            stream.expiry = None
+        self._streams.discard(stream)
 
     def kept(self) -> list[tuple[RequestId, int]]:
         """Return `(request, slots held)` of each stream that no call reads."""
@@ -156,21 +178,3 @@ class OpenStreams:
                 stream.fill(event)
             else:
                 stream.append(event)
-
-    def _lose(self, stream: OpenStream) -> None:
-        """Keep a stream that lost its reader for `keep_s` seconds if it has run and goes on; else end it."""
-        has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
-        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
-            stream.expiry = self._loop.call_later(stream.keep_s, self._end, stream)
-        else:
-            self._end(stream)
-
-    def _end(self, stream: OpenStream) -> None:
-        self._forget(stream)
-        self._engine.cancel(stream.ticket)
-
-    def _forget(self, stream: OpenStream) -> None:
-        if stream.expiry is not None:
-            stream.expiry.cancel()
-            stream.expiry = None
-        self._streams.discard(stream)
