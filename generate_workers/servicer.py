@@ -8,7 +8,6 @@ that transport.channel.make_server installs turns errors of calls into statuses.
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -55,7 +54,9 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
         self.prefixes = prefixes
-        self._streams = OpenStreams(engine)
+        # approximate KV must not be stored, because exact groups would use it
+        saver = prefixes.saver if prefixes is not None and engine.residency.is_exact else None
+        self._streams = OpenStreams(engine, saver)
         self._layout = layout
 
     async def Streams(
@@ -89,14 +90,12 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
 
     def _open(self, request: generate_pb2.StreamRequest) -> OpenStream:
         """Open a stream or take one over."""
-        asked = request_from_proto(request)
-        # approximate KV must not be stored, because exact groups would use it
-        if self.prefixes is None or not self.engine.residency.is_exact:
-            asked = replace(asked, naming=None)
+        asked, number = request_from_proto(request), StreamNumber(request.number)
+        naming = _naming_from_proto(request.store) if request.HasField("store") else None
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
-            return self._streams.take_over(asked, StreamNumber(request.number), outputs)
-        return self._streams.open(asked, StreamNumber(request.number), _checked_keep(request.keep_s))
+            return self._streams.take_over(asked, number, outputs)
+        return self._streams.open(asked, number, _checked_keep(request.keep_s), naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
         """End a stream, including one that has outlived its call."""
@@ -200,9 +199,8 @@ class GenerationServer:
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
-        engine = GenerationEngine(
-            decoder, tokenizer, slots, clock, config, saver=prefixes.saver if prefixes is not None else None
-        )
+        reclaim = prefixes.saver.give_up if prefixes is not None else None
+        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, reclaim=reclaim)
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -285,7 +283,6 @@ def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest
         output_ids=history.output_ids,
         params=history.params,
         lease_ref=lease_ref_from_proto(message.lease) if message.HasField("lease") else None,
-        naming=_naming_from_proto(message.store) if message.HasField("store") else None,
     )
 
 

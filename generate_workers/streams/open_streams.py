@@ -13,9 +13,11 @@ from functools import partial
 
 from baton.errors import NotFoundError
 from baton.ids import RequestId, StreamNumber
+from baton.prefix_blocks import BlockNaming
 from baton.types import FinishReason, TokenEvent
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
 from modeling.prefix_store.store import Filled
 
 
@@ -31,12 +33,14 @@ class OpenStream:
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Choices that have not ended."""
+    answers: StreamAnswers | None = None
+    """Its answers, if they are to be stored."""
     filled: Filled | None = None
-    """Blocks stored of the answers: the engine's last message, if the request's answers are to be stored."""
+    """Blocks stored of the answers: the stream's last message, if they are to be stored."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream; runs while no call reads it."""
     on_message: Callable[[], None] | None = None
-    """Called after each message of the engine; set by the call that reads the stream."""
+    """Called after each message that came; set by the call that reads the stream."""
     _num_known: Sequence[int] = field(init=False)
     """Tokens of each choice that the reader had before it began."""
     _num_read: int = field(default=0, init=False)
@@ -52,7 +56,7 @@ class OpenStream:
         self._tell()
 
     def fill(self, filled: Filled) -> None:
-        """Take the engine's last message: which blocks of the answers were stored."""
+        """Take the stream's last message: which blocks of the answers were stored."""
         self.filled = filled
         self._tell()
 
@@ -62,8 +66,13 @@ class OpenStream:
 
     @property
     def is_over(self) -> bool:
-        """Return whether the engine has no more messages for this stream."""
-        return not self.num_open and (self.filled is not None or self.request.naming is None)
+        """Return whether no more messages come for this stream."""
+        return not self.num_open and (self.filled is not None or self.answers is None)
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many slots it holds, or will: of choices that run, and of answers that are not stored yet."""
+        return self.num_open + (self.answers.num_held if self.answers is not None else 0)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
         """Return whether this stream serves `request` and each choice's output began with its item of `outputs`."""
@@ -97,19 +106,26 @@ class OpenStream:
 class OpenStreams:
     """All streams of one engine. Used on the loop that it is made on."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, saver: AnswerSaver | None = None) -> None:
+        """`saver` stores answers. None: they are not stored."""
         self._engine = engine
+        self._saver = saver
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """Events on their way from the engine's thread to the loop."""
+        """Messages on their way from other threads to the loop."""
         self._wake_due = False
 
-    def open(self, request: GenerationRequest, number: StreamNumber, keep_s: float) -> OpenStream:
-        """Submit a request to the engine and open its stream. Raises what `GenerationEngine.submit` raises."""
+    def open(
+        self, request: GenerationRequest, number: StreamNumber, keep_s: float, naming: BlockNaming | None = None
+    ) -> OpenStream:
+        """Submit a request to the engine and open its stream; `naming` names the blocks of its answers, if they are to
+        be stored. Raises what `GenerationEngine.submit` raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
         deliver = partial(self._deliver, stream)
-        stream.ticket = self._engine.submit(request, deliver, deliver)
+        if naming is not None and self._saver is not None:
+            stream.answers = self._saver.open(naming, deliver)
+        stream.ticket = self._engine.submit(request, deliver, stream.answers)
         self._streams.add(stream)
         return stream
 
@@ -132,9 +148,11 @@ class OpenStreams:
             self.end(stream)
 
     def end(self, stream: OpenStream) -> None:
-        """Forget a stream and end it in the engine. Idempotent."""
+        """Forget a stream, end it in the engine and give up what is not stored yet. Idempotent."""
         self.forget(stream)
         self._engine.cancel(stream.ticket)
+        if stream.answers is not None:
+            stream.answers.cancel()
 
     def lose(self, stream: OpenStream) -> None:
         """Keep a stream whose reader has gone for `keep_s` seconds if it has run and goes on; else end it."""
@@ -154,7 +172,7 @@ class OpenStreams:
     def kept(self) -> list[tuple[RequestId, int]]:
         """Return `(request, slots held)` of each stream that no call reads."""
         kept = [each for each in self._streams if each.expiry is not None]
-        return [(each.request.request_id, each.num_open + self._engine.num_saving(each.ticket)) for each in kept]
+        return [(each.request.request_id, each.num_slots) for each in kept]
 
     def close(self) -> None:
         """Stop all timers. The engine ends the streams."""
@@ -163,8 +181,8 @@ class OpenStreams:
                 stream.expiry.cancel()
 
     def _deliver(self, stream: OpenStream, event: TokenEvent | Filled) -> None:
-        """Hand over an event on the engine's thread. A step's events share one wake-up of the loop, which takes a
-        system call."""
+        """Hand over a message; any thread. A step's events share one wake-up of the loop, which takes a system
+        call."""
         self._delivered.append((stream, event))
         if not self._wake_due:
             self._wake_due = True

@@ -56,9 +56,6 @@ class Engine:
             self._sinks[ticket - 1](event(text, self._num_said[ticket], finish))
             self._num_said[ticket] += 1
 
-    def num_saving(self, _: Ticket) -> int:
-        return 0
-
 
 class Call:
     """A call's reader, and the streams that it opens."""
