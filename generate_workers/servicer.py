@@ -6,9 +6,9 @@ that transport.channel.make_server installs turns errors of calls into statuses.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,7 +22,7 @@ from baton.ids import RequestId, StreamNumber
 from baton.prefix_blocks import BlockNaming
 from baton.proto_types import kv_ledger_to_proto
 from baton.status import MAX_TEXT_CHARS, name_of
-from baton.types import KvLayout
+from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
 from generate_workers.engine.memory_limits import make_memory
@@ -30,11 +30,11 @@ from generate_workers.engine.rows import GenerationRequest
 from generate_workers.prefixes.group import GroupPrefixes
 from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
-from generate_workers.streams.shared_call import Said, SharedStream
+from generate_workers.streams.shared_reader import Said, SharedReader
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace
-from modeling.prefix_store.store import PrefixStore
+from modeling.prefix_store.store import Filled, PrefixStore
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -54,17 +54,19 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     def __init__(self, engine: GenerationEngine, layout: KvLayout, prefixes: GroupPrefixes | None = None) -> None:
         self.engine = engine
         self.prefixes = prefixes
-        self._streams = OpenStreams(engine)
+        # approximate KV must not be stored, because exact groups would use it
+        saver = prefixes.saver if prefixes is not None and engine.residency.traits.is_exact else None
+        self._streams = OpenStreams(engine, saver)
         self._layout = layout
 
     async def Streams(
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
         """Stream the events of all streams that the commands open, until those have ended and no more commands come."""
-        shared = SharedStream[generate_pb2.TokenEvent]()
-        obeying = asyncio.create_task(self._obey(commands, shared))
+        reader = SharedReader(self._streams, _event_to_proto)
+        obeying = asyncio.create_task(self._obey(commands, reader))
         try:
-            async with aclosing(shared.batches()) as batches:
+            async with aclosing(reader.batches()) as batches:
                 async for batch in batches:
                     for message in messages_of(batch):
                         yield message
@@ -72,52 +74,28 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         finally:
             obeying.cancel()
             await asyncio.gather(obeying, return_exceptions=True)
-            await shared.close()
+            reader.close()
 
     async def _obey(
-        self,
-        commands: AsyncIterator[generate_pb2.StreamCommand],
-        shared: SharedStream[generate_pb2.TokenEvent],
+        self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[generate_pb2.TokenEvent]
     ) -> None:
         try:
             async for command in commands:
                 if command.WhichOneof("command") == "open":
-                    shared.add(StreamNumber(command.open.number), self._events(command.open))
+                    reader.add(StreamNumber(command.open.number), partial(self._open, command.open))
                 else:
-                    shared.leave(StreamNumber(command.leave))
+                    reader.leave(StreamNumber(command.leave))
         finally:
-            shared.complete()
+            reader.complete()
 
-    async def _events(self, request: generate_pb2.StreamRequest) -> AsyncGenerator[generate_pb2.TokenEvent, None]:
-        """Open a stream or take one over. Yield its events up to each choice's terminal one, then the blocks stored of
-        its answers."""
-        asked = request_from_proto(request)
-        # approximate KV must not be stored, because exact groups would use it
-        if self.prefixes is None or not self.engine.residency.traits.is_exact:
-            asked = replace(asked, naming=None)
+    def _open(self, request: generate_pb2.StreamRequest) -> OpenStream:
+        """Open a stream or take one over."""
+        asked, number = request_from_proto(request), StreamNumber(request.number)
+        naming = _naming_from_proto(request.store) if request.HasField("store") else None
         if request.HasField("takeover"):
             outputs = [tuple(output.token_ids) for output in request.takeover.outputs]
-            stream = self._streams.take_over(asked, StreamNumber(request.number), outputs)
-        else:
-            outputs = [asked.output_ids] * asked.params.n
-            stream = self._streams.open(asked, StreamNumber(request.number), _checked_keep(request.keep_s))
-        async with aclosing(self._streams.read(stream, [len(output) for output in outputs])) as events:
-            async for event in events:
-                yield self._fitting(event_to_proto(event), stream)
-        if stream.filled is not None:
-            stored = generate_pb2.StoredBlocks(stored=stream.filled.stored, evicted=stream.filled.evicted)
-            yield generate_pb2.TokenEvent(stored=stored)
-
-    def _fitting(self, message: generate_pb2.TokenEvent, stream: OpenStream) -> generate_pb2.TokenEvent:
-        """Return the event, or cancel its stream and raise InvalidArgumentError when it is too large for a message, so
-        that only this stream of the shared call ends."""
-        if message.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
-            self._streams.cancel(stream.number)
-            raise InvalidArgumentError(
-                f"prompt_logprobs of {len(message.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for "
-                "fewer, or send a shorter prompt"
-            )
-        return message
+            return self._streams.take_over(asked, number, outputs)
+        return self._streams.open(asked, number, _checked_keep(request.keep_s), naming)
 
     async def Cancel(self, request: generate_pb2.CancelRequest, context: Context) -> generate_pb2.CancelReply:
         """End a stream, including one that has outlived its call."""
@@ -221,9 +199,8 @@ class GenerationServer:
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
-        engine = GenerationEngine(
-            decoder, tokenizer, slots, clock, config, saver=prefixes.saver if prefixes is not None else None
-        )
+        reclaim = prefixes.saver.give_up if prefixes is not None else None
+        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, reclaim=reclaim)
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -265,6 +242,21 @@ def messages_of(batch: Sequence[Said[generate_pb2.TokenEvent]]) -> Iterator[gene
     yield generate_pb2.StreamEvents(events=events)
 
 
+def _event_to_proto(event: TokenEvent | Filled) -> generate_pb2.TokenEvent:
+    """Return the message of an event, or of the blocks stored of a stream's answers. Raises InvalidArgumentError for an
+    event that is too large for a message, so that only its stream of the shared call ends."""
+    if isinstance(event, Filled):
+        stored = generate_pb2.StoredBlocks(stored=event.stored, evicted=event.evicted)
+        return generate_pb2.TokenEvent(stored=stored)
+    message = event_to_proto(event)
+    if message.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
+        raise InvalidArgumentError(
+            f"prompt_logprobs of {len(message.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for fewer, "
+            "or send a shorter prompt"
+        )
+    return message
+
+
 def _end_to_proto(said: Said[generate_pb2.TokenEvent]) -> generate_pb2.StreamEnd | None:
     if said.message is not None:
         return None
@@ -291,7 +283,6 @@ def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest
         output_ids=history.output_ids,
         params=history.params,
         lease_ref=lease_ref_from_proto(message.lease) if message.HasField("lease") else None,
-        naming=_naming_from_proto(message.store) if message.HasField("store") else None,
     )
 
 

@@ -56,7 +56,7 @@ class ScriptedEngine:
         self._num_opened = 0
         self._num_steps = 0
 
-    def submit(self, request: GenerationRequest, on_event: EventSink, _on_filled: object) -> Ticket:
+    def submit(self, request: GenerationRequest, on_event: EventSink, _hook: object) -> Ticket:
         """Open a stream, which gets its tokens at later steps."""
         with self._lock:
             self._num_opened += 1

@@ -2,8 +2,8 @@
 
 A stream's life: `servicer` submits it (any thread) to the `inbox`; between two steps it joins the batch, when its lease
 is committed or, without a lease, when a slot is free; every step runs one forward over all rows (`step_runner`),
-samples once for all, and emits events; its slot is freed before its one terminal event goes out, or once its KV is
-stored (`answer_saving`). When memory runs out meanwhile, young rows are preempted (`preemption`).
+samples once for all, and emits events; its slot is freed before its one terminal event goes out, unless the stream's
+RowEndHook takes it over. When memory runs out meanwhile, young rows are preempted (`preemption`).
 
 A stream of several choices has a slot, a row and a terminal event for each. The prompt is prefilled, or pushed, once,
 for the first choice; when its KV is in place the other choices get a copy, and all draw their first tokens from one row
@@ -15,6 +15,7 @@ of logits.
 import logging
 import threading
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 
 from baton.clock import Clock
@@ -24,15 +25,13 @@ from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
-from generate_workers.engine.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowEndHook, Stream, Ticket
 from generate_workers.engine.step_bound import PrefillWork, StepBound
 from generate_workers.engine.step_runner import StepRunner
-from generate_workers.prefixes.answer_saving import Answer, AnswerSaver
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat, Standing
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
-from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
 
 __all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
@@ -51,10 +50,11 @@ class GenerationEngine:
         clock: Clock,
         config: EngineConfig,
         *,
-        saver: AnswerSaver | None = None,
+        reclaim: Callable[[], bool] | None = None,
     ) -> None:
-        """`saver` stores answers, and is the engine's from now on; None: answers are not stored."""
-        self._saver = saver
+        """`reclaim` is called when memory is short: it releases slots that hooks have taken over, and returns whether
+        there were any."""
+        self._reclaim = reclaim or (lambda: False)
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._slots = slots
@@ -96,15 +96,11 @@ class GenerationEngine:
             self._thread.join()
         else:
             self._end_all()
-        if self._saver is not None:
-            self._saver.close()
         self.residency.close()
 
-    def submit(
-        self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink = lambda filled: None
-    ) -> Ticket:
+    def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
         """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a
-        finish reason; after all that `on_filled`, once, if the request's answers are to be stored.
+        finish reason; `hook` is called when rows of the stream end.
 
         Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
         LeaseExpiredError for a lease that has ended, ResourceExhaustedError when too many requests wait for a slot,
@@ -118,15 +114,11 @@ class GenerationEngine:
                 raise InvalidArgumentError(
                     f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
                 )
-        return self._book.open(request, on_event, on_filled).ticket
+        return self._book.open(request, on_event, hook).ticket
 
     def cancel(self, ticket: Ticket) -> None:
         """End a stream, with its lease or slots, between this step and the next. Idempotent. Any thread."""
         self._book.cancel(ticket)
-
-    def num_saving(self, ticket: Ticket) -> int:
-        """Return how many choices of a stream have ended and hold their slots until they are stored. Any thread."""
-        return self._book.num_saving(ticket)
 
     def status(self) -> EngineStatus:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
@@ -148,7 +140,7 @@ class GenerationEngine:
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
-        plan = self._running.plan(self._give_up_saving)
+        plan = self._running.plan(self._reclaim)
         kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
         if plan and self._run_plan(plan):
             self._last_step = StepStats(
@@ -178,8 +170,6 @@ class GenerationEngine:
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
 
     def _take_messages(self) -> None:
-        for row, filled in self._book.take_saved():
-            self._end_saving(row, filled)
         came, cancelled = self._book.take()
         for stream in came:
             if stream.request.lease_ref is None:
@@ -288,8 +278,7 @@ class GenerationEngine:
         return True
 
     def _accept(self, row: Row, token: SampledToken) -> None:
-        """Take a row's next token and emit its event. If it is the last, the slot is freed first, or once its KV is
-        stored."""
+        """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
             return
@@ -303,46 +292,12 @@ class GenerationEngine:
             self._running.batcher.sampled(row.slot)
         else:
             stream.rows.remove(row)
-            if not self._save(row):
-                self._running.remove(row)
+            self._running.retire(row)
             if stream.is_over:
                 self._book.forget(stream)
         self._emit(stream, event)
         if stream.is_over:
-            self._tell_filled(stream)
-
-    def _save(self, row: Row) -> bool:
-        """Begin to store an ended row's KV, where wanted; return whether it began. `_end_saving` frees the slot."""
-        stream, naming = row.stream, row.stream.request.naming
-        if self._saver is None or naming is None or self._saver.is_busy:
-            return False
-        self._running.retire(row)
-        reader, token_ids = self._slots.open_read(row.ref), tuple(row.token_ids[:-1])  # the last token has no KV
-        answer = stream.saving[row] = Answer(reader, token_ids, naming, partial(self._book.saved, row))
-        self._saver.save(answer)
-        return True
-
-    def _give_up_saving(self) -> bool:
-        """Release ended rows whose KV is not stored yet, for rows that run; return whether there were any."""
-        rows = [row for row in self._running.rows.values() if row in row.stream.saving]
-        for row in rows:
-            self._give_up(row)
-            self._end_saving(row, Filled())
-        return bool(rows)
-
-    def _give_up(self, row: Row) -> None:
-        assert self._saver is not None
-        self._saver.give_up(row.stream.saving[row])
-
-    def _end_saving(self, row: Row, filled: Filled) -> None:
-        stream = row.stream
-        if stream.saving.pop(row, None) is None:  # it was given up
-            return
-        self._running.remove(row)
-        stream.add_filled(filled)
-        if stream.is_over:
-            self._book.forget(stream)
-            self._tell_filled(stream)
+            self._tell_ended(stream)
 
     def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
         """End a stream in whatever stage it is, without another token."""
@@ -352,16 +307,12 @@ class GenerationEngine:
         finally:
             for choice, num_output in choices:
                 self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
-            self._tell_filled(stream)
+            self._tell_ended(stream)
 
     def _leave(self, stream: Stream) -> None:
         """Take a stream out of whatever stage it is in, and free what it holds."""
         for row in list(stream.rows):
             self._free(row)
-        for row in list(stream.saving):
-            self._give_up(row)
-            del stream.saving[row]
-            self._running.remove(row)
         if self._leased.pop(stream.ticket, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)
@@ -380,10 +331,9 @@ class GenerationEngine:
             logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
             self.cancel(stream.ticket)
 
-    def _tell_filled(self, stream: Stream) -> None:
-        """Report the blocks stored of a stream's answers, if they were to be stored: its last message."""
-        if stream.request.naming is not None:
-            stream.on_filled(stream.filled)
+    def _tell_ended(self, stream: Stream) -> None:
+        if stream.hook is not None:
+            stream.hook.stream_ended()
 
     def _end_all(self) -> None:
         """End every open stream; the engine is closed, so no further stream can come."""

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.types import LeaseRef
-from generate_workers.engine.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.rows import EventSink, GenerationRequest, RowEndHook, Stream, Ticket
 from generate_workers.slots.leases import Seat
-from modeling.prefix_store.store import Filled
 from text.stop_strings import StopStrings
 
 
@@ -38,9 +37,8 @@ class StreamBook:
         self._inbox: list[Stream] = []
         self._cancelled: list[Ticket] = []
         self._abandoned: list[Ticket] = []
-        self._saved: list[tuple[Row, Filled]] = []
 
-    def open(self, request: GenerationRequest, on_event: EventSink, on_filled: FilledSink) -> Stream:
+    def open(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None) -> Stream:
         """Add a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream
         already, ResourceExhaustedError when too many choices wait for a slot."""
         stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
@@ -52,7 +50,7 @@ class StreamBook:
             else:
                 self._take_place(ticket, request.params.n)
             self._next_ticket += 1
-            stream = self._open[ticket] = Stream(ticket, request, on_event, stop, on_filled)
+            stream = self._open[ticket] = Stream(ticket, request, on_event, stop, hook)
             self._inbox.append(stream)
             self._condition.notify()
         return stream
@@ -72,14 +70,6 @@ class StreamBook:
                 self._abandoned.append(self._refs[ref])
                 self._woken = True
                 self._condition.notify()
-
-    def saved(self, row: Row, filled: Filled) -> None:
-        """Report that a row's KV is stored, or given up, and its reader has left the slot. Called on the saver's
-        thread."""
-        with self._condition:
-            self._saved.append((row, filled))
-            self._woken = True
-            self._condition.notify()
 
     def wake(self) -> None:
         """Wake the engine, because something changed that it may wait for."""
@@ -109,12 +99,6 @@ class StreamBook:
         with self._condition:
             return list(self._open.values())
 
-    def num_saving(self, ticket: Ticket) -> int:
-        """Return how many rows of a stream are being stored."""
-        with self._condition:
-            stream = self._open.get(ticket)
-            return len(stream.saving) if stream is not None else 0
-
     # Called by the engine's thread alone.
 
     def take(self) -> tuple[list[Stream], list[Stream]]:
@@ -125,12 +109,6 @@ class StreamBook:
             abandoned, self._abandoned = self._abandoned, []
             cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
-
-    def take_saved(self) -> list[tuple[Row, Filled]]:
-        """Return the rows whose saving has ended since the last call, each with the blocks that were stored."""
-        with self._condition:
-            saved, self._saved = self._saved, []
-            return saved
 
     def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
         """Seat a waiting stream in the slots that `occupy` returns; None when it finds none. Holds the lock throughout,

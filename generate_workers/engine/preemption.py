@@ -29,7 +29,7 @@ class RunningRows:
     slots: SlotTable
     batcher: Batcher
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Rows with a seat, including those that have retired."""
+    """Rows with a seat."""
     waiting: list[Row] = field(default_factory=list)
     """Leaders of preempted streams' rows, the oldest first."""
     num_preemptions: int = 0
@@ -54,11 +54,12 @@ class RunningRows:
             self.batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
 
     def retire(self, row: Row) -> None:
-        """Take a row that has its last token out of the batch; it keeps its slot and memory until it is removed."""
-        self.batcher.leave(row.slot)
+        """Remove a row that has its last token. Its slot is freed, unless its stream's hook takes it over."""
+        hook = row.stream.hook
+        self._unseat([row], frees=hook is None or not hook.take_row(row))
 
     def remove(self, row: Row) -> None:
-        """Remove a row that has ended, and free what it holds."""
+        """Remove a row before its last token, and free what it holds."""
         if row in self.waiting:
             self.waiting.remove(row)
             self._owe()
@@ -83,17 +84,17 @@ class RunningRows:
         self._owe()
         return not self.waiting
 
-    def plan(self, give_up_saving: Callable[[], bool]) -> StepPlan:
-        """Return what to run next, with memory promised to every row in it. When memory is short, calls
-        `give_up_saving`, which releases rows that have retired and returns whether there were any; then preempts the
-        youngest running rows."""
+    def plan(self, reclaim: Callable[[], bool]) -> StepPlan:
+        """Return what to run next, with memory promised to every row in it. When memory is short, calls `reclaim`,
+        which releases slots that ended rows still hold and returns whether there were any; then preempts the youngest
+        rows."""
         self.is_stalled = False
         while True:
             plan = self.batcher.plan()
             short = self._without_memory(plan)
             if short is None:
                 return plan
-            if give_up_saving():
+            if reclaim():
                 continue
             youngest = max((row for row in self.rows.values() if row.slot in self.batcher), key=_age)
             if youngest is short and len(self.batcher) == 1:
@@ -132,7 +133,7 @@ class RunningRows:
         self.rows.update((row.slot, row) for row in (leader, *leader.followers))
         self.batcher.join(leader.slot, num_cached=num_cached, num_known=len(leader.token_ids))
 
-    def _unseat(self, rows: Iterable[Row]) -> None:
+    def _unseat(self, rows: Iterable[Row], *, frees: bool = True) -> None:
         for row in rows:
             seat, row.seat = row.seat, None
             if seat is None:  # the row is preempted
@@ -140,7 +141,8 @@ class RunningRows:
             del self.rows[seat.ref.slot]
             if seat.ref.slot in self.batcher:
                 self.batcher.leave(seat.ref.slot)
-            self.slots.release(seat.ref)
+            if frees:
+                self.slots.release(seat.ref)
 
     def _owe_growth(self, num_bytes: KvBytes) -> None:
         if num_bytes != self._growth:

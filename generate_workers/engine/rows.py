@@ -7,18 +7,15 @@ thread.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NewType
+from typing import NewType, Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId
-from baton.prefix_blocks import BlockNaming
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.prefixes.answer_saving import Answer
 from generate_workers.slots.leases import Seat
 from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.sampling import SamplerState
-from modeling.prefix_store.store import Filled
 from text.stop_strings import StopStrings
 from text.stream import TextStream
 from text.tokenizer import Tokenizer
@@ -27,9 +24,6 @@ Ticket = NewType("Ticket", int)
 """Number that `GenerationEngine.submit` gave a stream; unique within one engine."""
 EventSink = Callable[[TokenEvent], None]
 """Receiver of a stream's events; called on the engine's thread, must neither block nor raise."""
-
-FilledSink = Callable[[Filled], None]
-"""Receiver of the blocks stored of a stream's answers; called on the engine's thread, must neither block nor raise."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +37,6 @@ class GenerationRequest:
     params: SamplingParams
     lease_ref: LeaseRef | None = None
     """Lease of the slot to which the KV of all, or of the first, tokens is pushed. None: prefill locally."""
-    naming: BlockNaming | None = None
-    """Naming of the blocks of its answers, which are to be stored. None: they are not stored."""
 
     @property
     def num_tokens(self) -> int:
@@ -90,6 +82,20 @@ class GenerationRequest:
             )
 
 
+class RowEndHook(Protocol):
+    """What becomes of one stream's rows that have their last token. Called on the engine's thread; must neither block
+    nor raise."""
+
+    def take_row(self, row: "Row") -> bool:
+        """Take over the slot of an ended row, to release it at any later time (`SlotTable.release`); return False to
+        have the engine free it at once."""
+        ...
+
+    def stream_ended(self) -> None:
+        """Note that the stream has sent its last event, so that none of its rows will follow."""
+        ...
+
+
 @dataclass(eq=False)
 class Stream:
     """An open request: each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
@@ -100,25 +106,17 @@ class Stream:
     on_event: EventSink
     stop: StopStrings
     """The request's stop strings, shared by all of its choices."""
-    on_filled: FilledSink = lambda filled: None
+    hook: RowEndHook | None = None
+    """Receiver of its rows that have ended. None: their slots are freed at once."""
     rows: "list[Row]" = field(default_factory=list)
     """Rows of the choices that run, once the stream has its slots."""
-    saving: "dict[Row, Answer]" = field(default_factory=dict)
-    """Rows of choices that have ended, and hold their slots until their KV is stored."""
-    filled: Filled = field(default_factory=Filled)
-    """Blocks stored so far of the ended choices."""
     has_rows: bool = False
     """Whether the stream has, or had, its slots."""
 
     @property
     def is_over(self) -> bool:
-        """Return whether no row of the stream is left, running or being stored. Meaningful once it had rows."""
-        return not (self.rows or self.saving)
-
-    def add_filled(self, filled: Filled) -> None:
-        """Add the blocks that were stored of one choice."""
-        stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
-        self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
+        """Return whether no row of the stream is left. Meaningful once it had rows."""
+        return not self.rows
 
     def open_choices(self) -> list[tuple[int, int]]:
         """Return `(choice, output tokens so far)` of each choice that has not ended."""

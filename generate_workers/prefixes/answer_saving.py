@@ -1,12 +1,13 @@
 """Saving answers: when a row has ended, its KV is copied from its slot to the node's prefix store, for later prompts.
 
-`engine.core` calls it when a choice has ended. Whole blocks of prompt and output that the store lacks are copied, by a
-reader that the slot counts, on a thread of its own; the row holds its slot until then. The last token of an output has
-no KV, because no step ran it. Output tokens' KV comes from decode steps, which do not round as a prefill does: in bf16
-a later prompt's tokens may differ from those of a cold start, as they may after a preemption.
+`engine.core` hands over each row of a stream that has ended, by the stream's RowEndHook, and knows nothing of it any
+more: the saver holds the row's slot and releases it. Whole blocks of prompt and output that the store lacks are copied,
+by a reader that the slot counts, on a thread of its own. The last token of an output has no KV, because no step ran it.
+Output tokens' KV comes from decode steps, which do not round as a prefill does: in bf16 a later prompt's tokens may
+differ from those of a cold start, as they may after a preemption.
 
-An answer is given up at once when its row is released meanwhile (its stream was cancelled, the engine closes or needs
-the memory), when the store has no room, or when too many others wait. Half-written blocks are then dropped.
+An answer is given up at once when its stream is cancelled, when the engine needs the memory or closes, when the store
+has no room, or when too many others wait. Half-written blocks are then dropped.
 
 Answers that go on to disk do so on another thread, which holds no slot.
 """
@@ -20,8 +21,10 @@ from dataclasses import dataclass
 
 from baton.errors import BatonError
 from baton.prefix_blocks import BlockNaming, PromptBlocks
-from baton.types import TokenRange
+from baton.types import LeaseRef, TokenRange
+from generate_workers.engine.rows import Row
 from generate_workers.slots.access import SlotReader
+from generate_workers.slots.table import SlotTable
 from modeling.prefix_store.store import Filled, PrefixStore, Room
 
 logger = logging.getLogger(__name__)
@@ -33,25 +36,64 @@ _MAX_SINKING = 64
 
 
 @dataclass(frozen=True, eq=False)
-class Answer:
-    """A row's tokens whose KV is in its slot, and the naming of their blocks."""
+class _Answer:
+    """A row that has ended: its slot is held until its KV is stored or given up."""
 
+    ref: LeaseRef
     reader: SlotReader
     token_ids: tuple[int, ...]
-    naming: BlockNaming
-    on_saved: Callable[[Filled], None]
+    """Tokens whose KV is in the slot."""
+    stream: "StreamAnswers"
+
+
+class StreamAnswers:
+    """The answers of one stream: a RowEndHook that saves them. Made by `AnswerSaver.open`, whose lock guards it."""
+
+    def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
+        self.naming = naming
+        self.num_held = 0
+        """Slots of ended rows that are held until their KV is stored."""
+        self.filled = Filled()
+        """Blocks stored so far."""
+        self.is_over = False
+        """Whether no further row of the stream will end."""
+        self.on_filled = on_filled
+        self._saver = saver
+        self._is_cancelled = False
+
+    def take_row(self, row: Row) -> bool:
+        """Take over an ended row's slot to save its answer; return False when it is not worth the slot."""
+        return not self._is_cancelled and self._saver.save(row, self)
+
+    def stream_ended(self) -> None:
+        """Report what was stored as soon as every answer taken is stored or given up."""
+        self._saver.end(self)
+
+    def cancel(self) -> None:
+        """Give up the answers that are not stored yet, and take no more. Any thread; idempotent."""
+        self._is_cancelled = True
+        self._saver.give_up(self)
+
+    def add(self, filled: Filled) -> None:
+        """Add the blocks that were stored of one answer."""
+        stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
+        self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
 
 
 class AnswerSaver:
-    """Saves the answers of one group. `save` and `give_up` are called on the engine's thread, `close` after its end."""
+    """Saves the answers of one group. Any thread may call it; `close` after the engine's end."""
 
-    def __init__(self, store: PrefixStore) -> None:
+    def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes = 0
         """Bytes copied from slots so far."""
+        self._slots = slots
         self._store = store
         self._changed = threading.Condition()
-        """Guards `_waiting` and `_is_closed`."""
-        self._waiting: deque[Answer] = deque()
+        """Guards `_held`, `_waiting`, `_is_closed` and all StreamAnswers. Never held while the slots' lock is taken."""
+        self._held: dict[_Answer, None] = {}
+        """Answers whose slots are held; a thread that removes one releases its slot."""
+        self._waiting: deque[_Answer] = deque()
+        """Held answers that the thread has not begun to store."""
         self._is_closed = False
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
@@ -64,32 +106,72 @@ class AnswerSaver:
         ended."""
         return len(self._waiting) >= _MAX_WAITING or not self._thread.is_alive()
 
-    def save(self, answer: Answer) -> None:
-        """Queue an answer. `answer.on_saved` is called once, on the saver's thread, after the reader has left the
-        slot."""
+    def open(self, naming: BlockNaming, on_filled: Callable[[Filled], None]) -> StreamAnswers:
+        """Return the hook for a stream whose answers are to be saved. `on_filled` is called once, on any thread, with
+        the blocks stored, when the stream has ended and none of its slots is held; it must neither block nor raise."""
+        return StreamAnswers(self, naming, on_filled)
+
+    def save(self, row: Row, stream: StreamAnswers) -> bool:
+        """Take over the slot of an ended row of `stream` and queue its answer; return False when the saver is busy. On
+        the engine's thread."""
+        if self.is_busy:
+            return False
+        token_ids = tuple(row.token_ids[:-1])  # the last token has no KV
+        answer = _Answer(row.ref, self._slots.open_read(row.ref), token_ids, stream)
         with self._changed:
+            stream.num_held += 1
+            self._held[answer] = None
             self._waiting.append(answer)
             self._changed.notify()
+        return True
 
-    def give_up(self, answer: Answer) -> None:
-        """Give up an answer whose row is about to be released. If it still waits, its reader leaves now and `on_saved`
-        is not called; if its copy runs, the copy ends as soon as the row is released."""
+    def end(self, stream: StreamAnswers) -> None:
+        """Note that a stream has ended, and report what was stored if none of its slots is held."""
         with self._changed:
-            if answer not in self._waiting:
-                return
-            self._waiting.remove(answer)
-        answer.reader.close()
+            stream.is_over = True
+            is_complete = not stream.num_held
+        if is_complete:
+            stream.on_filled(stream.filled)
+
+    def give_up(self, stream: StreamAnswers | None = None) -> bool:
+        """Release the slots of the answers that are not stored yet, of one stream or of all; return whether there were
+        any. The copy that runs ends as soon as it notices, and its slot is free then."""
+        with self._changed:
+            given_up = [each for each in self._held if stream in (None, each.stream)]
+            waiting = [each for each in given_up if each in self._waiting]
+            for answer in waiting:
+                self._waiting.remove(answer)
+        for answer in waiting:
+            answer.reader.close()
+        for answer in given_up:
+            self._release(answer, Filled())
+        return bool(given_up)
 
     def close(self) -> None:
-        """Return when every answer that was queued is finished, which is at once for rows that have been released.
-        Answers that wait for the disk do not go there. Idempotent."""
+        """Give up all answers and end the thread. Answers that wait for the disk do not go there. Idempotent."""
         with self._changed:
             self._is_closed = True
             self._changed.notify()
+        self.give_up()
         self._thread.join()
         self._sinker.shutdown(cancel_futures=True)
 
-    def _next(self) -> Answer | None:
+    def _release(self, answer: _Answer, filled: Filled) -> None:
+        """Release an answer's slot, unless another thread has given it up, and report what was stored of its stream if
+        that was the stream's last slot."""
+        stream = answer.stream
+        with self._changed:
+            if answer not in self._held:
+                return
+            del self._held[answer]
+            stream.num_held -= 1
+            stream.add(filled)
+            is_complete = stream.is_over and not stream.num_held
+        self._slots.release(answer.ref)
+        if is_complete:
+            stream.on_filled(stream.filled)
+
+    def _next(self) -> _Answer | None:
         """Wait for the next answer; return None once closed and none waits."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._is_closed)
@@ -99,7 +181,7 @@ class AnswerSaver:
         while (answer := self._next()) is not None:
             filled = Filled()
             try:
-                filled = self._save(answer)
+                filled = self._copy(answer)
             except (BatonError, OSError) as error:  # the row was released, or the folder is gone
                 logger.info("an answer is not kept: %s", error)
             except Exception:
@@ -108,13 +190,13 @@ class AnswerSaver:
                 answer.reader.close()
             except Exception:
                 logger.exception("the reader of an answer cannot leave its slot")
-            answer.on_saved(filled)
+            self._release(answer, filled)
             if self._store.below is not None and filled.stored and self._may_sink.acquire(blocking=False):
-                self._sinker.submit(self._sink, filled, answer.naming.block_tokens)
+                self._sinker.submit(self._sink, filled, answer.stream.naming.block_tokens)
 
-    def _save(self, answer: Answer) -> Filled:
+    def _copy(self, answer: _Answer) -> Filled:
         answer.reader.check()
-        naming, layout = answer.naming, self._store.layout
+        naming, layout = answer.stream.naming, self._store.layout
         blocks = PromptBlocks.of(answer.token_ids, naming.block_tokens, layout.fingerprint, naming.salt)
         if not blocks.names:
             return Filled()

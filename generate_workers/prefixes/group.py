@@ -15,8 +15,7 @@ from modeling.prefix_store.node import DiskPlace, NodeStore
 
 
 class GroupPrefixes:
-    """Prefix store, loader and saver of one table of slots. Used on the loop. The engine owns the saver and closes
-    it."""
+    """Prefix store, loader and saver of one table of slots. Used on the loop."""
 
     def __init__(
         self, folder: Path, slots: SlotTable, *, bound_bytes: int, clock: Clock, disk: DiskPlace | None = None
@@ -25,9 +24,11 @@ class GroupPrefixes:
         self._node = NodeStore(folder, slots.layout, bound_bytes=bound_bytes, clock=clock, disk=disk)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
-        self.saver = AnswerSaver(self.store)
+        self.saver = AnswerSaver(slots, self.store)
 
     async def close(self) -> None:
-        """Wait for running loads, then let go of the store's folders. Call once, after the engine has ended."""
+        """Wait for running loads and give up what is being saved, then let go of the store's folders. Call once, after
+        the engine has ended."""
         await self.loader.close()
+        await asyncio.to_thread(self.saver.close)
         await asyncio.to_thread(self._node.close)

@@ -1,21 +1,23 @@
 """Streams as their readers see them: a log of events that outlives a lost call, and may be taken over by another.
 
-`engine.core` writes the events, one call of `servicer` reads them. When the call is lost, as it is when the
+`engine.core` writes the events, the `shared_reader` of one call reads them. When the call is lost, as it is when the
 orchestrator dies, the stream runs on for `keep_s` seconds, so that the next orchestrator finds it. When the
 orchestrator gives a request up, it sends `Cancel`, and the stream ends at once. Runs on the asyncio loop.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from baton.errors import NotFoundError
 from baton.ids import RequestId, StreamNumber
+from baton.prefix_blocks import BlockNaming
 from baton.types import FinishReason, TokenEvent
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.prefixes.answer_saving import AnswerSaver, StreamAnswers
 from modeling.prefix_store.store import Filled
 
 
@@ -31,27 +33,46 @@ class OpenStream:
     events: list[TokenEvent] = field(default_factory=list)
     num_open: int = 0
     """Choices that have not ended."""
+    answers: StreamAnswers | None = None
+    """Its answers, if they are to be stored."""
     filled: Filled | None = None
-    """Blocks stored of the answers: the engine's last message, if the request's answers are to be stored."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    """Blocks stored of the answers: the stream's last message, if they are to be stored."""
     expiry: asyncio.TimerHandle | None = None
     """Timer that ends the stream; runs while no call reads it."""
+    on_message: Callable[[], None] | None = None
+    """Called after each message that came; set by the call that reads the stream."""
+    _num_known: Sequence[int] = field(init=False)
+    """Tokens of each choice that the reader had before it began."""
+    _num_read: int = field(default=0, init=False)
+    """Events that the reader has been given or did not need."""
+
+    def __post_init__(self) -> None:
+        self._num_known = [0] * self.request.params.n
 
     def append(self, event: TokenEvent) -> None:
         """Add the engine's next event to the log."""
         self.events.append(event)
         self.num_open -= event.finish is not None
-        self.changed.set()
+        self._tell()
 
     def fill(self, filled: Filled) -> None:
-        """Take the engine's last message: which blocks of the answers were stored."""
+        """Take the stream's last message: which blocks of the answers were stored."""
         self.filled = filled
-        self.changed.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.on_message is not None:
+            self.on_message()
 
     @property
     def is_over(self) -> bool:
-        """Return whether the engine has no more messages for this stream."""
-        return not self.num_open and (self.filled is not None or self.request.naming is None)
+        """Return whether no more messages come for this stream."""
+        return not self.num_open and (self.filled is not None or self.answers is None)
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many slots it holds, or will: of choices that run, and of answers that are not stored yet."""
+        return self.num_open + (self.answers.num_held if self.answers is not None else 0)
 
     def is_about(self, request: GenerationRequest, outputs: Sequence[Sequence[int]]) -> bool:
         """Return whether this stream serves `request` and each choice's output began with its item of `outputs`."""
@@ -65,39 +86,46 @@ class OpenStream:
         pairs = zip(known, outputs, strict=False)
         return len(outputs) == len(known) and all(ids[: len(output)] == list(output) for ids, output in pairs)
 
-    async def follow(self, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """Yield all events after the first `num_done` tokens of each choice, in order; return when the stream is
-        over."""
-        position = 0
-        while position < len(self.events) or not self.is_over:
-            if position == len(self.events):
-                self.changed.clear()
-                await self.changed.wait()
-                continue
-            event = self.events[position]
-            position += 1
-            if event.token is None or event.index >= num_done[event.choice]:
+    def rewind(self, num_known: Sequence[int]) -> None:
+        """Begin anew for a reader that has the first `num_known` tokens of each choice."""
+        self._num_known, self._num_read = num_known, 0
+
+    def unread(self) -> Iterator[TokenEvent | Filled]:
+        """Yield what the reader has not been given yet: events, in order, and at the end what was stored."""
+        while self._num_read < len(self.events):
+            event = self.events[self._num_read]
+            self._num_read += 1
+            if event.token is None or event.index >= self._num_known[event.choice]:
                 yield event
             elif event.finish is not None:  # the reader has this token, but perhaps not the finish reason
                 yield replace(event, index=event.index + 1, token=None, text="", prompt=())
+        if self.is_over and self.filled is not None:
+            yield self.filled
 
 
 class OpenStreams:
     """All streams of one engine. Used on the loop that it is made on."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, saver: AnswerSaver | None = None) -> None:
+        """`saver` stores answers. None: they are not stored."""
         self._engine = engine
+        self._saver = saver
         self._loop = asyncio.get_running_loop()
         self._streams: set[OpenStream] = set()
         self._delivered: deque[tuple[OpenStream, TokenEvent | Filled]] = deque()
-        """Events on their way from the engine's thread to the loop."""
+        """Messages on their way from other threads to the loop."""
         self._wake_due = False
 
-    def open(self, request: GenerationRequest, number: StreamNumber, keep_s: float) -> OpenStream:
-        """Submit a request to the engine and open its stream. Raises what `GenerationEngine.submit` raises."""
+    def open(
+        self, request: GenerationRequest, number: StreamNumber, keep_s: float, naming: BlockNaming | None = None
+    ) -> OpenStream:
+        """Submit a request to the engine and open its stream; `naming` names the blocks of its answers, if they are to
+        be stored. Raises what `GenerationEngine.submit` raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
         deliver = partial(self._deliver, stream)
-        stream.ticket = self._engine.submit(request, deliver, deliver)
+        if naming is not None and self._saver is not None:
+            stream.answers = self._saver.open(naming, deliver)
+        stream.ticket = self._engine.submit(request, deliver, stream.answers)
         self._streams.add(stream)
         return stream
 
@@ -110,29 +138,41 @@ class OpenStreams:
             if stream.expiry is not None and stream.is_about(request, outputs):
                 stream.expiry.cancel()
                 stream.expiry, stream.number = None, number
+                stream.rewind([len(output) for output in outputs])
                 return stream
         raise NotFoundError(f"request {request.request_id} has no stream here that could be taken over")
-
-    async def read(self, stream: OpenStream, num_done: Sequence[int]) -> AsyncGenerator[TokenEvent, None]:
-        """Yield the stream's events after the first `num_done` tokens of each choice. One reader at a time. The stream
-        is forgotten after its last event; when the reader leaves earlier, it is kept for `keep_s` seconds or ended."""
-        try:
-            async for event in stream.follow(num_done):
-                yield event
-        except BaseException:
-            self._lose(stream)
-            raise
-        self._forget(stream)
 
     def cancel(self, number: StreamNumber) -> None:
         """End the stream of that number, if there is one."""
         for stream in [each for each in self._streams if each.number == number]:
-            self._end(stream)
+            self.end(stream)
+
+    def end(self, stream: OpenStream) -> None:
+        """Forget a stream, end it in the engine and give up what is not stored yet. Idempotent."""
+        self.forget(stream)
+        self._engine.cancel(stream.ticket)
+        if stream.answers is not None:
+            stream.answers.cancel()
+
+    def lose(self, stream: OpenStream) -> None:
+        """Keep a stream whose reader has gone for `keep_s` seconds if it has run and goes on; else end it."""
+        has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
+        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
+            stream.expiry = self._loop.call_later(stream.keep_s, self.end, stream)
+        else:
+            self.end(stream)
+
+    def forget(self, stream: OpenStream) -> None:
+        """Drop a stream whose reader has all of it. Idempotent."""
+        if stream.expiry is not None:
+            stream.expiry.cancel()
+            stream.expiry = None
+        self._streams.discard(stream)
 
     def kept(self) -> list[tuple[RequestId, int]]:
         """Return `(request, slots held)` of each stream that no call reads."""
         kept = [each for each in self._streams if each.expiry is not None]
-        return [(each.request.request_id, each.num_open + self._engine.num_saving(each.ticket)) for each in kept]
+        return [(each.request.request_id, each.num_slots) for each in kept]
 
     def close(self) -> None:
         """Stop all timers. The engine ends the streams."""
@@ -141,8 +181,8 @@ class OpenStreams:
                 stream.expiry.cancel()
 
     def _deliver(self, stream: OpenStream, event: TokenEvent | Filled) -> None:
-        """Hand over an event on the engine's thread. A step's events share one wake-up of the loop, which takes a
-        system call."""
+        """Hand over a message; any thread. A step's events share one wake-up of the loop, which takes a system
+        call."""
         self._delivered.append((stream, event))
         if not self._wake_due:
             self._wake_due = True
@@ -156,21 +196,3 @@ class OpenStreams:
                 stream.fill(event)
             else:
                 stream.append(event)
-
-    def _lose(self, stream: OpenStream) -> None:
-        """Keep a stream that lost its reader for `keep_s` seconds if it has run and goes on; else end it."""
-        has_run = any(event.finish is not FinishReason.ERROR for event in stream.events)
-        if stream in self._streams and stream.keep_s and has_run and stream.num_open:
-            stream.expiry = self._loop.call_later(stream.keep_s, self._end, stream)
-        else:
-            self._end(stream)
-
-    def _end(self, stream: OpenStream) -> None:
-        self._forget(stream)
-        self._engine.cancel(stream.ticket)
-
-    def _forget(self, stream: OpenStream) -> None:
-        if stream.expiry is not None:
-            stream.expiry.cancel()
-            stream.expiry = None
-        self._streams.discard(stream)

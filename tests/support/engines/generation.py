@@ -96,6 +96,7 @@ class Harness:
     slots: SlotTable
     engine: GenerationEngine
     clock: Clock
+    saver: AnswerSaver | None = None
     streams: list[Collector] = dataclasses.field(default_factory=list)
     numbers: "itertools.count[int]" = dataclasses.field(default_factory=itertools.count)
 
@@ -177,9 +178,10 @@ def harness(
     config = EngineConfig(
         num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting, max_step_stretch=max_step_stretch
     )
-    saver = AnswerSaver(store) if store is not None else None
-    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, saver=saver)
-    made = Harness(decoder, slots, engine, clock)
+    saver = AnswerSaver(slots, store) if store is not None else None
+    reclaim = saver.give_up if saver is not None else None
+    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, reclaim=reclaim)
+    made = Harness(decoder, slots, engine, clock, saver)
     try:
         with ends_empty(slots):
             yield made
@@ -187,6 +189,8 @@ def harness(
             collector.check()
     finally:
         engine.close()
+        if saver is not None:
+            saver.close()
     assert "generate-engine" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -5,7 +5,7 @@ from baton.errors import ResourceExhaustedError
 from baton.ids import StreamNumber
 from baton.v1 import generate_pb2
 from generate_workers.servicer import messages_of
-from generate_workers.streams.shared_call import Said
+from generate_workers.streams.shared_reader import Said
 
 Events = list[Said[generate_pb2.TokenEvent]]
 

@@ -15,6 +15,7 @@ from baton.prefix_blocks import BlockNaming, PromptBlocks
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenRange
 from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.prefixes.answer_saving import StreamAnswers
 from generate_workers.slots.memory import MemoryLimits
 from modeling.kv.memory import PAGE_BYTES
 from modeling.prefix_store.store import Filled, PrefixStore
@@ -43,7 +44,14 @@ class Saved:
     made: Harness
     ticket: Ticket
     events: Collector
+    answers: StreamAnswers
     filled: list[Filled] = field(default_factory=list)
+
+    def cancel(self) -> None:
+        """As `OpenStreams.end` does, and the next step."""
+        self.made.engine.cancel(self.ticket)
+        self.answers.cancel()
+        self.made.engine.step()
 
     def until_told(self) -> Filled:
         """Steps until the engine has said what was stored."""
@@ -59,10 +67,11 @@ class Saved:
 
 def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NAMING) -> Saved:
     events, filled = Collector(num_choices=params.n), list[Filled]()
-    request = GenerationRequest(RequestId("r"), ASKED, (), params, naming=naming)
-    ticket = made.engine.submit(request, events, filled.append)
+    assert made.saver is not None
+    answers = made.saver.open(naming, filled.append)
+    ticket = made.engine.submit(GenerationRequest(RequestId("r"), ASKED, (), params), events, answers)
     made.streams.append(events)
-    return Saved(made, ticket, events, filled)
+    return Saved(made, ticket, events, answers, filled)
 
 
 @contextmanager
@@ -113,10 +122,10 @@ def test_a_slot_is_held_while_its_answer_is_stored(folder: Path) -> None:
             made.engine.step()
             ledger = made.slots.ledger()
             assert (ledger.num_active, ledger.num_quarantined, ledger.imbalance) == (1, 0, "")
-            assert (asked.filled, made.engine.status().num_streams) == ([], 1)
+            assert (asked.filled, asked.answers.num_held) == ([], 1)
+            assert made.engine.status().num_streams == 0  # the engine is done with it
         assert len(asked.until_told().stored) == 3
-        assert is_empty(made.slots.ledger())
-        assert made.engine.status().num_streams == 0
+        assert (is_empty(made.slots.ledger()), asked.answers.num_held) == (True, 0)
 
 
 def test_others_run_while_an_answer_is_stored(folder: Path) -> None:
@@ -133,8 +142,7 @@ def test_a_cancelled_stream_stores_nothing(folder: Path) -> None:
         with store.locked():
             asked = ask(made)
             made.run(asked.events)
-            made.engine.cancel(asked.ticket)
-            made.engine.step()
+            asked.cancel()
             ledger = made.slots.ledger()
             assert (ledger.num_active, ledger.imbalance) == (0, "")
             assert ledger.num_quarantined <= 1  # for as long as what was begun looks into its slot
@@ -153,12 +161,11 @@ def test_an_answer_that_waits_for_others_frees_its_slot_when_it_is_cancelled(fol
             second = ask(made)
             made.run(second.events)
             assert (made.slots.ledger().num_active, waiting(made)) == (2, 1)
-            assert made.engine.num_saving(second.ticket) == 1
-            made.engine.cancel(second.ticket)
-            made.engine.step()
+            assert second.answers.num_held == 1
+            second.cancel()
             ledger = made.slots.ledger()
             assert (ledger.num_active, ledger.num_quarantined, waiting(made)) == (1, 0, 0)
-            assert (second.filled, made.engine.num_saving(second.ticket)) == ([Filled()], 0)
+            assert (second.filled, second.answers.num_held) == ([Filled()], 0)
         assert len(first.until_told().stored) == 3
 
 
@@ -177,7 +184,7 @@ def test_a_saver_outlives_what_nobody_expects(folder: Path, tmp_path: Path, monk
         for _ in range(2):
             assert len(ask(made).until_told().stored) == 3
         assert reached.wait(5)
-        assert made.engine._saver is not None and not made.engine._saver.is_busy
+        assert made.saver is not None and not made.saver.is_busy
 
 
 def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,8 +202,8 @@ def test_the_disk_delays_no_slot(folder: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_a_saver_whose_thread_is_gone_takes_nothing(folder: Path) -> None:
     with storing(folder) as (made, _):
-        assert made.engine._saver is not None
-        made.engine._saver.close()
+        assert made.saver is not None
+        made.saver.close()
         assert ask(made).until_told() == Filled()
 
 
@@ -218,8 +225,8 @@ def test_what_is_stored_gives_way_before_a_row_that_runs(folder: Path) -> None:
 
 def waiting(made: Harness) -> int:
     """Answers that nobody has begun to store."""
-    assert made.engine._saver is not None
-    return len(made.engine._saver._waiting)
+    assert made.saver is not None
+    return len(made.saver._waiting)
 
 
 def test_a_store_without_room_keeps_nothing(folder: Path) -> None:
@@ -252,21 +259,33 @@ def test_who_ends_otherwise_stores_nothing(folder: Path) -> None:
         asked = ask(made, SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(4):
             made.engine.step()
-        made.engine.cancel(asked.ticket)
+        asked.cancel()
         assert asked.until_told() == Filled()
         assert not blocks_in(folder)
 
 
-def test_an_engine_that_closes_gives_up_what_is_being_stored(folder: Path) -> None:
+def test_a_saver_that_closes_gives_up_what_is_being_stored(folder: Path) -> None:
     with storing(folder) as (made, store):
+        assert made.saver is not None
         with store.locked():
             asked = ask(made)
             made.run(asked.events)
-            made.engine._book.close("enough")
-            made.engine._end_all()
-            assert asked.filled == [Filled()]
-        made.engine.close()
+            closing = threading.Thread(target=made.saver.close)
+            closing.start()
+            until(lambda: bool(asked.filled), 5.0)
+        closing.join()
+        assert asked.filled == [Filled()]
         assert is_empty(made.slots.ledger())
+        assert not blocks_in(folder)
+
+
+def test_a_cancelled_stream_hands_over_no_further_row(folder: Path) -> None:
+    with storing(folder) as (made, _):
+        asked = ask(made)
+        made.engine.step()
+        asked.answers.cancel()  # the engine has not heard of it when the row gets its last token
+        made.run(asked.events)
+        assert (asked.filled, is_empty(made.slots.ledger())) == ([Filled()], True)
         assert not blocks_in(folder)
 
 

@@ -1,0 +1,128 @@
+"""Many streams on one call: what their logs hold when the call can send leaves together, in one batch.
+
+`servicer` makes one for each Streams call, on the asyncio loop, and owns it. Rows of a batch get their tokens together,
+and one message per step costs its reader less than one per token. Events wait in the logs of their streams
+(`open_streams`) and nowhere else: a call that is slow to send is given more at a time. When it is lost, all its streams
+lose their reader.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, TypeVar
+
+from baton.errors import BatonError, InvalidArgumentError
+from baton.ids import StreamNumber
+from baton.types import TokenEvent
+from generate_workers.streams.open_streams import OpenStream, OpenStreams
+from modeling.prefix_store.store import Filled
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Said(Generic[T]):
+    """A stream's next message, or its end."""
+
+    number: StreamNumber
+    message: T | None
+    """Payload of the message. None: the stream of this number has ended."""
+    error: BatonError | None = None
+    """Error that the stream ended with, if it failed."""
+
+
+class SharedReader(Generic[T]):
+    """The reader of all streams of one call."""
+
+    def __init__(self, streams: OpenStreams, encode: Callable[[TokenEvent | Filled], T]) -> None:
+        """`encode` turns an event into a message. When it raises, the event's stream ends with that error."""
+        self._streams = streams
+        self._encode = encode
+        self._reading: dict[StreamNumber, OpenStream] = {}
+        self._ready: dict[StreamNumber, None] = {}
+        """Numbers of the streams whose logs may hold something unread, in the order in which it came."""
+        self._refused: list[Said[T]] = []
+        self._changed = asyncio.Event()
+        self._is_complete = False
+
+    def add(self, number: StreamNumber, open_stream: Callable[[], OpenStream]) -> None:
+        """Read the stream that `open_stream` returns until it ends, is left, or the call is lost. A number in use, and
+        whatever `open_stream` raises, is the end of the stream."""
+        try:
+            if number in self._reading:
+                raise InvalidArgumentError(f"number {number} is taken: number streams anew")
+            stream = self._reading[number] = open_stream()
+        except Exception as failure:  # noqa: BLE001 - logged where it is a bug
+            self._refused.append(Said(number, None, _known(number, failure)))
+            self._changed.set()
+            return
+        stream.on_message = partial(self._note, number)
+        self._note(number)
+
+    def leave(self, number: StreamNumber) -> None:
+        """Stop reading a stream whose client has gone. Without effect when the stream has ended."""
+        if number in self._reading:
+            self._streams.lose(self._drop(number))
+            self._changed.set()
+
+    def complete(self) -> None:
+        """Note that no further stream will be added."""
+        self._is_complete = True
+        self._changed.set()
+
+    async def batches(self) -> AsyncGenerator[list[Said[T]], None]:
+        """Yield what has come since the last batch; return when all streams have ended and no more will be added."""
+        while self._reading or self._refused or not self._is_complete:
+            if batch := self._read():
+                yield batch
+            else:
+                self._changed.clear()
+                await self._changed.wait()
+
+    def close(self) -> None:
+        """Stop reading all streams that have not ended, since their call is over. Idempotent."""
+        for number in list(self._reading):
+            self.leave(number)
+
+    def _note(self, number: StreamNumber) -> None:
+        self._ready[number] = None
+        self._changed.set()
+
+    def _read(self) -> list[Said[T]]:
+        batch, self._refused = self._refused, []
+        ready, self._ready = self._ready, {}
+        for number in ready:
+            self._read_stream(number, batch)
+        return batch
+
+    def _read_stream(self, number: StreamNumber, batch: list[Said[T]]) -> None:
+        """Add what a stream's log holds unread to the batch, and the stream's end if that is all."""
+        stream, error = self._reading[number], None
+        try:
+            batch.extend(Said(number, self._encode(event)) for event in stream.unread())
+            if not stream.is_over:
+                return
+            self._streams.forget(stream)
+        except Exception as failure:  # noqa: BLE001 - logged where it is a bug
+            error = _known(number, failure)
+            self._streams.end(stream)
+        self._drop(number)
+        batch.append(Said(number, None, error))
+
+    def _drop(self, number: StreamNumber) -> OpenStream:
+        self._ready.pop(number, None)
+        stream = self._reading.pop(number)
+        stream.on_message = None
+        return stream
+
+
+def _known(number: StreamNumber, failure: Exception) -> BatonError:
+    """Return the error to tell a stream's client: the failure itself, or for a bug where to look for it."""
+    if isinstance(failure, BatonError):
+        return failure.with_traceback(None)  # it outlives what its frames hold
+    logger.error("stream %d failed", number, exc_info=failure)
+    return BatonError(f"stream {number} failed in the generation group: its log has the traceback")

@@ -1,0 +1,196 @@
+"""Streams that share a call: what is said together leaves together, each ends by itself, a lost call loses all."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from baton.errors import InvalidArgumentError, NotFoundError
+from baton.ids import RequestId, StreamNumber
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason, SampledToken, TokenEvent
+from generate_workers.engine.core import GenerationEngine
+from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
+from generate_workers.streams.open_streams import OpenStream, OpenStreams
+from generate_workers.streams.shared_reader import Said, SharedReader
+from modeling.prefix_store.store import Filled
+
+ONE, TWO = StreamNumber(1), StreamNumber(2)
+KEEP_S = 60.0
+
+
+def event(text: str, index: int, finish: FinishReason | None) -> TokenEvent:
+    return TokenEvent(index, SampledToken(index), text, 0, finish)
+
+
+def encoded(message: TokenEvent | Filled) -> str:
+    """The text of an event; the marked ones cannot be sent."""
+    assert isinstance(message, TokenEvent)
+    if message.text == "large":
+        raise InvalidArgumentError("too large")
+    if message.text == "bug":
+        raise ZeroDivisionError("oops")
+    return message.text
+
+
+class Engine:
+    """An engine whose test says what it says."""
+
+    def __init__(self) -> None:
+        self.cancelled: list[Ticket] = []
+        self._sinks: list[EventSink] = []
+        self._num_said = Counter[int]()
+
+    def submit(self, _: GenerationRequest, on_event: EventSink, *_rest: Any) -> Ticket:
+        self._sinks.append(on_event)
+        return Ticket(len(self._sinks))
+
+    def cancel(self, ticket: Ticket) -> None:
+        self.cancelled.append(ticket)
+
+    def say(self, ticket: int, *words: str, end: str | None = None) -> None:
+        said = [(word, None) for word in words] + ([(end, FinishReason.LENGTH)] if end is not None else [])
+        for text, finish in said:
+            self._sinks[ticket - 1](event(text, self._num_said[ticket], finish))
+            self._num_said[ticket] += 1
+
+
+class Call:
+    """A call's reader, and the streams that it opens."""
+
+    def __init__(self) -> None:
+        self.engine = Engine()
+        self.streams = OpenStreams(cast(GenerationEngine, self.engine))
+        self.reader = SharedReader(self.streams, encoded)
+
+    def opening(self, number: StreamNumber) -> Callable[[], OpenStream]:
+        request = GenerationRequest(RequestId(f"r{number}"), (1,), (), SamplingParams(max_tokens=4))
+        return lambda: self.streams.open(request, number, KEEP_S)
+
+    def open(self, *numbers: StreamNumber) -> None:
+        for number in numbers:
+            self.reader.add(number, self.opening(number))
+
+    async def rest(self) -> list[Said[str]]:
+        """What the call says from now on, if nothing more is opened."""
+        self.reader.complete()
+        return [said async for batch in self.reader.batches() for said in batch]
+
+
+@pytest.fixture
+async def call() -> Call:
+    return Call()
+
+
+async def settled() -> None:
+    """Whatever can run has."""
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_is_said_together_is_one_batch(call: Call) -> None:
+    call.open(ONE, TWO)
+    call.engine.say(1, "a")
+    call.engine.say(2, "a")
+    batches = call.reader.batches()
+    assert await anext(batches) == [Said(ONE, "a"), Said(TWO, "a")]
+    for ticket in (1, 2):
+        call.engine.say(ticket, end="b")
+    call.reader.complete()
+    assert await anext(batches) == [Said(ONE, "b"), Said(ONE, None), Said(TWO, "b"), Said(TWO, None)]
+    assert [batch async for batch in batches] == []
+
+
+async def test_what_comes_while_the_call_sends_waits_in_the_logs(call: Call) -> None:
+    call.open(ONE, TWO)
+    call.engine.say(1, "a")
+    batches = call.reader.batches()
+    assert await anext(batches) == [Said(ONE, "a")]
+    for word in "bc":  # two steps
+        call.engine.say(2, word)
+        call.engine.say(1, word)
+        await settled()
+    assert await anext(batches) == [Said(TWO, "b"), Said(TWO, "c"), Said(ONE, "b"), Said(ONE, "c")]
+    call.reader.close()
+
+
+async def test_a_stream_that_cannot_be_opened_is_an_end_of_it_only(call: Call) -> None:
+    failure = NotFoundError("not kept here")
+
+    def refuse() -> OpenStream:
+        raise failure
+
+    call.reader.add(ONE, refuse)
+    call.open(TWO)
+    call.engine.say(1, end="a")
+    assert await call.rest() == [Said(ONE, None, failure), Said(TWO, "a"), Said(TWO, None)]
+
+
+async def test_an_event_that_cannot_be_sent_ends_its_stream_only(call: Call) -> None:
+    call.open(ONE, TWO)
+    call.engine.say(1, "a", "large", "b")
+    first, failed = await anext(call.reader.batches())
+    assert (first, failed.number, failed.message, str(failed.error)) == (Said(ONE, "a"), ONE, None, "too large")
+    call.engine.say(1, end="c")  # before it hears that it is cancelled
+    call.engine.say(2, "a", end="b")
+    assert await call.rest() == [Said(TWO, "a"), Said(TWO, "b"), Said(TWO, None)]
+    assert call.engine.cancelled == [Ticket(1)]
+
+
+async def test_a_bug_is_an_error_of_its_stream(call: Call) -> None:
+    call.open(ONE)
+    call.engine.say(1, "bug")
+    [said] = await call.rest()
+    assert said.message is None and "log has the traceback" in str(said.error)
+
+
+async def test_a_stream_that_is_left_is_lost_and_says_no_more(call: Call) -> None:
+    call.open(ONE)
+    call.engine.say(1, "a")
+    await settled()
+    call.reader.leave(ONE)
+    call.reader.leave(ONE)
+    assert await call.rest() == []
+    assert [request_id for request_id, _ in call.streams.kept()] == ["r1"]
+    call.streams.close()
+
+
+async def test_a_stream_that_is_left_before_its_first_token_ends(call: Call) -> None:
+    call.open(ONE)
+    call.reader.leave(ONE)
+    assert await call.rest() == []
+    assert (call.engine.cancelled, call.streams.kept()) == ([Ticket(1)], [])
+
+
+async def test_a_number_is_one_stream_s(call: Call) -> None:
+    call.open(ONE, ONE)
+    [said] = await anext(call.reader.batches())
+    assert isinstance(said.error, InvalidArgumentError)
+    call.reader.close()
+    assert call.engine.cancelled == [Ticket(1)]
+
+
+async def test_a_lost_call_loses_all(call: Call) -> None:
+    call.open(ONE, TWO)
+    for ticket in (1, 2):
+        call.engine.say(ticket, "a")
+    await settled()
+    call.reader.close()
+    assert sorted(request_id for request_id, _ in call.streams.kept()) == ["r1", "r2"]
+    call.streams.close()
+
+
+async def test_another_call_reads_on_from_the_log(call: Call) -> None:
+    call.open(ONE)
+    call.engine.say(1, "a", "b", "c")
+    await settled()
+    call.reader.close()
+    request = GenerationRequest(RequestId("r1"), (1,), (), SamplingParams(max_tokens=4))
+    second = SharedReader(call.streams, encoded)
+    second.add(TWO, lambda: call.streams.take_over(request, TWO, [(0,)]))
+    assert await anext(second.batches()) == [Said(TWO, "b"), Said(TWO, "c")]
+    call.engine.say(1, end="d")
+    second.complete()
+    assert [said async for batch in second.batches() for said in batch] == [Said(TWO, "d"), Said(TWO, None)]
