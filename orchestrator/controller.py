@@ -8,8 +8,8 @@ the deadline holds all the same. On the loop.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +23,8 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from baton.ids import RequestId
 from baton.results import ClusterState
-from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Priority, TokenEvent
+from baton.types import FinishReason, TokenEvent
 from orchestrator.admission.forecast import ChainForecast
 from orchestrator.admission.gate import Admission, Demand, Entry
 from orchestrator.dispatch.attempt import Dispatcher
@@ -37,7 +35,7 @@ from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
-from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.requests.request import Request
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients, StepSample
 from planning.planner import ChainPlanner
@@ -45,32 +43,6 @@ from planning.planner import ChainPlanner
 logger = logging.getLogger(__name__)
 
 _CLOSING = "the orchestrator is shutting down: try again"
-
-
-@dataclass(frozen=True)
-class GenerateSpec:
-    """One request for generation, whose fields the caller has checked against the model's limits."""
-
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the client has from an earlier stream, one tuple per choice; this stream continues after them. Empty
-    for a new request."""
-    ended: tuple[FinishReason | None, ...] = ()
-    """For each of `outputs`, the reason why that choice has ended; None where it continues."""
-    deadline_s: float | None = None
-    """Time at which the request ends by itself, on the controller's Clock.now_s(); None for no deadline."""
-    echo: str = ""
-    """Text with which the text of each choice begins."""
-    priority: Priority = Priority.STANDARD
-    tenant: Tenant = DEFAULT_TENANT
-    """The tenant that sent the request."""
-    by_chain: bool = False
-    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
-    faster."""
-    exact: bool = False
-    """Whether only generation groups that attend to all tokens may serve the request."""
 
 
 class Controller:
@@ -129,7 +101,7 @@ class Controller:
         await self._dispatcher.close()
         await self._clients.prune(())
 
-    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
 
         Before Started, raises InvalidArgumentError for more choices than any group has slots and for exactness where
@@ -138,22 +110,19 @@ class Controller:
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
-        self._check_choices(spec.params.n)
-        exact = self._check_exact(spec.exact)
-        record = RequestRecord.of(
-            spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
-        )
-        record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
-        record.by_chain, record.exact, record.tenant = spec.by_chain, exact, spec.tenant
-        started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed, exact)
-        ends = self._known_ends(record, spec.ended)
+        self._check_choices(request.num_slots)
+        salt = request.tenant.name if self._config.prefix_isolation else ""
+        request = replace(request, exact=self._check_exact(request.exact), prefix_salt=salt)
+        record = RequestRecord.of(request, self._clock.unix_ns())
+        started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
+        ends = self._known_ends(record)
         if record.is_complete:
             known: tuple[Event, ...] = (started, *ends, record.finish(self._clock.unix_ns()))
             for event in known:
                 yield event
             return
         try:
-            entry = self._join(record, spec)
+            entry = self._join(record)
         except BatonError as error:
             self.metrics.refused(error)
             raise
@@ -162,8 +131,8 @@ class Controller:
         events.put_nowait(started)
         for end in ends:
             events.put_nowait(end)
-        emit = partial(self._emit, record, events, spec.echo)
-        task = asyncio.create_task(self._complete(record, entry, spec.deadline_s, emit))
+        emit = partial(self._emit, record, events)
+        task = asyncio.create_task(self._complete(record, entry, emit))
         self._tasks.add(task)
         task.add_done_callback(partial(self._settle, record, entry, events))
         try:
@@ -179,10 +148,11 @@ class Controller:
         """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
         return await self.overview.state()
 
-    def _join(self, record: RequestRecord, spec: GenerateSpec) -> Entry:
+    def _join(self, record: RequestRecord) -> Entry:
         """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
-        demand = Demand(record.num_tokens, record.num_slots, spec.tenant, spec.priority, spec.deadline_s)
-        chain_s = None if record.resumed else partial(self._forecast.chain_s, record)
+        request = record.request
+        demand = Demand(request.num_tokens, request.num_slots, request.tenant, request.priority, request.deadline_s)
+        chain_s = None if request.is_resumed else partial(self._forecast.chain_s, record)
         return self._admission.join(demand, chain_s)
 
     def _check_choices(self, num_choices: int) -> None:
@@ -191,7 +161,8 @@ class Controller:
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
 
-    def _emit(self, record: RequestRecord, events: "asyncio.Queue[Event]", echo: str, event: TokenEvent) -> None:
+    def _emit(self, record: RequestRecord, events: "asyncio.Queue[Event]", event: TokenEvent) -> None:
+        echo = record.request.echo
         if event.token is not None:
             record.first_seen_ns = record.first_seen_ns or self._clock.unix_ns()
         if echo and event.index == 0 and event.token is not None:
@@ -214,10 +185,10 @@ class Controller:
             )
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
-    def _known_ends(self, record: RequestRecord, ended: Sequence[FinishReason | None]) -> list[TokenEvent]:
+    def _known_ends(self, record: RequestRecord) -> list[TokenEvent]:
         """Return an event for each choice that had already ended when the client resumed the stream."""
         now_ns = self._clock.unix_ns()
-        pairs = zip(record.choices, ended, strict=False)
+        pairs = zip(record.choices, record.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
     def _resize(self) -> None:
@@ -231,13 +202,14 @@ class Controller:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
-    async def _complete(self, record: RequestRecord, entry: Entry, deadline_s: float | None, emit: Emit) -> Finished:
+    async def _complete(self, record: RequestRecord, entry: Entry, emit: Emit) -> Finished:
+        deadline_s = record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
         try:
             async with asyncio.timeout(left_s):
                 await entry.admitted()
                 record.admit(self._clock.unix_ns())
-                await self._attempts(record, emit)
+                await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
             if record.is_complete:  # all tokens are there; only timings came late
                 return record.finish(self._clock.unix_ns())
@@ -281,12 +253,12 @@ class Controller:
         gone = RequestCancelledError(f"request {record.request_id} was cancelled")
         return record.finish(self._clock.unix_ns(), FinishReason.CANCELLED, gone)
 
-    async def _attempts(self, record: RequestRecord, emit: Emit) -> None:
+    async def _attempts(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Make attempts, each continuing after the tokens of the earlier ones; raise the last attempt's error.
 
-        A LeaseError is retried too, because every attempt gets a lease of its own.
+        `may_be_kept`: whether a generation group may have kept the stream of an earlier orchestrator. A LeaseError
+        is retried too, because every attempt gets a lease of its own.
         """
-        may_be_kept, record.resumed = record.resumed, False
         if may_be_kept and await self._taken_over(record, emit):
             return
         while True:
@@ -332,10 +304,10 @@ class Controller:
         if self._on_failure is not None:
             self._on_failure()
 
-    async def _branch(self, record: RequestRecord, emit: Emit, resumed: bool) -> None:
+    async def _branch(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Retry each choice that has not ended by itself, in a task of its own."""
-        branches = [replace(each, resumed=resumed) for each in record.branches()]
-        tasks = [asyncio.create_task(self._attempts(branch, emit)) for branch in branches]
+        branches = record.branches()
+        tasks = [asyncio.create_task(self._attempts(branch, emit, may_be_kept)) for branch in branches]
         for branch, task in zip(branches, tasks, strict=True):
             task.add_done_callback(partial(_end, branch))
         try:

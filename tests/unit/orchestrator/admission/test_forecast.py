@@ -14,6 +14,7 @@ from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
 from tests.support.clusters.planners import deciding_planner, linear_planner
 from tests.support.manual_clock import ManualClock
 
@@ -118,7 +119,8 @@ def settled_factor(measured_s: float) -> float:
 
 
 def request(num_tokens: int, **params: int) -> RequestRecord:
-    return RequestRecord.of(RequestId("r"), tuple(range(num_tokens)), SamplingParams(**params), 0)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return RequestRecord.of(Request(RequestId("r"), tuple(range(num_tokens)), sampling), 0)
 
 
 @dataclass
@@ -157,10 +159,10 @@ def test_a_short_prompt_overtakes_where_the_ranks_serve_elastically() -> None:
 def test_what_is_cached_need_not_be_computed() -> None:
     cluster = Cluster()
     record = request(200)
-    blocks = PromptBlocks.of(record.prompt_ids, 32, "layout", record.prefix_salt)
+    blocks = PromptBlocks.of(record.request.prompt_ids, 32, "layout", record.request.prefix_salt)
     cluster.chooser.prefixes.use(GROUP.prefix_store, blocks.names)
     assert cluster.chain_s(record) < 0.01  # 8 of 200 tokens are left
-    assert cluster.chain_s(replace(record, prefix_salt="another")) > 0.08
+    assert cluster.chain_s(replace(record, request=replace(record.request, prefix_salt="another"))) > 0.08
 
 
 @pytest.mark.parametrize("prefill", [(), (replace(GROUP, ready=False),)])
@@ -175,7 +177,7 @@ def test_the_best_group_that_could_take_it_counts() -> None:
     cluster.chooser = Chooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
     cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
     for group in (away, full):
-        names = PromptBlocks.of(record.prompt_ids, 32, group.layout_fingerprint, record.prefix_salt).names
+        names = PromptBlocks.of(record.request.prompt_ids, 32, group.layout_fingerprint, "").names
         cluster.chooser.prefixes.use(group.prefix_store, names)
     assert cluster.chain_s(record) > 0.08  # nothing is cached at the one group with room
     cluster.members.update(ClusterView((), (away, full)))
