@@ -9,7 +9,7 @@ the deadline holds all the same. On the loop.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -25,8 +25,9 @@ from baton.errors import (
 )
 from baton.results import ClusterState
 from baton.types import FinishReason, TokenEvent
-from orchestrator.admission.forecast import ChainForecast
-from orchestrator.admission.gate import Admission, Demand, Entry
+from orchestrator.admission.fair_queue import FairQueue
+from orchestrator.admission.forecast import ChainForecast, Forecast
+from orchestrator.admission.gate import Admission, Entry
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
@@ -43,6 +44,19 @@ from planning.planner import ChainPlanner
 logger = logging.getLogger(__name__)
 
 _CLOSING = "the orchestrator is shutting down: try again"
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One accepted request, until its end."""
+
+    record: RequestRecord
+    entry: Entry
+    """Its place in the queue, or among the running requests."""
+    forecast: Forecast | None
+    """The forecast of its first token, made when it came; None for a resumed stream."""
+    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    """Events for its stream: at most `max_tokens` per choice, and two more."""
 
 
 class Controller:
@@ -66,10 +80,10 @@ class Controller:
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
         self._members = members
-        self._admission = Admission(self._config, clock)
+        self._admission = Admission(self._config, clock, FairQueue())
         self._clients = Clients()
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
-        self._forecast = ChainForecast(members, self._dispatcher.chooser)
+        self._forecast = ChainForecast(self._dispatcher.chooser)
         self._planner = planner
         lease_ttl_s = self._config.lease_ttl_s
         self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=lease_ttl_s)
@@ -115,30 +129,21 @@ class Controller:
         request = replace(request, exact=self._check_exact(request.exact), prefix_salt=salt)
         record = RequestRecord.of(request, self._clock.unix_ns())
         started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
-        ends = self._known_ends(record)
+        first: tuple[Event, ...] = (started, *self._known_ends(record))
         if record.is_complete:
-            known: tuple[Event, ...] = (started, *ends, record.finish(self._clock.unix_ns()))
-            for event in known:
+            for event in (*first, record.finish(self._clock.unix_ns())):
                 yield event
             return
-        try:
-            entry = self._join(record)
-        except BatonError as error:
-            self.metrics.refused(error)
-            raise
-        self._budget.earn()
-        events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events per choice, and two more
-        events.put_nowait(started)
-        for end in ends:
-            events.put_nowait(end)
-        emit = partial(self._emit, record, events)
-        task = asyncio.create_task(self._complete(record, entry, emit))
+        run = self._join(record)
+        for event in first:
+            run.events.put_nowait(event)
+        task = asyncio.create_task(self._complete(run))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._settle, record, entry, events))
+        task.add_done_callback(partial(self._settle, run))
         try:
             finished = False
             while not finished:
-                event = await events.get()
+                event = await run.events.get()
                 finished = isinstance(event, Finished)
                 yield event
         finally:
@@ -148,12 +153,16 @@ class Controller:
         """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
         return await self.overview.state()
 
-    def _join(self, record: RequestRecord) -> Entry:
+    def _join(self, record: RequestRecord) -> _Run:
         """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
-        request = record.request
-        demand = Demand(request.num_tokens, request.num_slots, request.tenant, request.priority, request.deadline_s)
-        chain_s = None if request.is_resumed else partial(self._forecast.chain_s, record)
-        return self._admission.join(demand, chain_s)
+        forecast = None if record.request.is_resumed else self._forecast.of(record)
+        try:
+            entry = self._admission.join(record.request, None if forecast is None else forecast.cautious_s)
+        except BatonError as error:
+            self.metrics.refused(error)
+            raise
+        self._budget.earn()
+        return _Run(record, entry, forecast)
 
     def _check_choices(self, num_choices: int) -> None:
         """Refuse more choices than any generation group has slots, because a request's choices share a group."""
@@ -161,13 +170,13 @@ class Controller:
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
 
-    def _emit(self, record: RequestRecord, events: "asyncio.Queue[Event]", event: TokenEvent) -> None:
-        echo = record.request.echo
+    def _emit(self, run: _Run, event: TokenEvent) -> None:
+        echo = run.record.request.echo
         if event.token is not None:
-            record.first_seen_ns = record.first_seen_ns or self._clock.unix_ns()
-        if echo and event.index == 0 and event.token is not None:
-            event = replace(event, text=echo + event.text)
-        events.put_nowait(event)
+            run.record.see_token(self._clock.unix_ns())
+            if echo and event.index == 0:
+                event = replace(event, text=echo + event.text)
+        run.events.put_nowait(event)
 
     def _check_exact(self, wanted: bool) -> bool:
         """Return whether all of the request's tokens will be exact.
@@ -202,12 +211,12 @@ class Controller:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
-    async def _complete(self, record: RequestRecord, entry: Entry, emit: Emit) -> Finished:
-        deadline_s = record.request.deadline_s
+    async def _complete(self, run: _Run) -> Finished:
+        record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
         try:
             async with asyncio.timeout(left_s):
-                await entry.admitted()
+                await run.entry.admitted()
                 record.admit(self._clock.unix_ns())
                 await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
@@ -229,19 +238,19 @@ class Controller:
             return record.finish(self._clock.unix_ns(), FinishReason.ERROR, bug)
         return record.finish(self._clock.unix_ns())
 
-    def _settle(
-        self, record: RequestRecord, entry: Entry, events: "asyncio.Queue[Event]", task: asyncio.Task[Finished]
-    ) -> None:
+    def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
         """Give up the request's place and emit Finished as its last event.
 
         Runs however the request's task ended, even if it was cancelled before it began.
         """
+        record = run.record
         self._tasks.discard(task)
-        self._admission.leave(entry)
+        self._admission.leave(run.entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
-        events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
+        run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
         _log(record, finished)
-        self._forecast.ended(record, finished.timings.finished_ns)
+        if run.forecast is not None:
+            self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
         self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:

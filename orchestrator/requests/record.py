@@ -130,9 +130,6 @@ class RequestRecord:
     request: Request
     choices: tuple[Choice, ...]
     received_ns: int
-    forecast_s: float = 0.0
-    """Seconds from leaving the queue to the first token, as predicted when the request came; 0 when there was no
-    prediction."""
     first_seen_ns: int = 0
     """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
     admitted_ns: int = 0
@@ -249,6 +246,10 @@ class RequestRecord:
             self.last_token_ns = event.unix_ns
         choice.finish = event.finish
         return event if event.choice == choice.index else replace(event, choice=choice.index)
+
+    def see_token(self, now_ns: int) -> None:
+        """Record that a token is passed on now, by the orchestrator's own clock."""
+        self.first_seen_ns = self.first_seen_ns or now_ns
 
     def branches(self) -> "list[RequestRecord]":
         """Return a record for each choice that has not ended; from now on each is retried by itself."""
