@@ -34,9 +34,10 @@ from benchmarks.support.rates import runnable
 from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 from planning.calibration import Calibration
 from planning.planner import ChainPlanner
 
@@ -69,9 +70,7 @@ async def serve(controller: Controller, arrival: Arrival) -> Served:
     params = SamplingParams(max_tokens=1, ignore_eos=True)
     prompt = random_prompt(arrival.num_tokens, arrival.seed)
     start_s = clock.now_s()
-    async with contextlib.aclosing(
-        controller.generate(GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params))
-    ) as events:
+    async with contextlib.aclosing(controller.generate(Request(RequestId(uuid.uuid4().hex), prompt, params))) as events:
         async for event in events:
             if isinstance(event, TokenEvent):
                 first_s = first_s or clock.now_s()

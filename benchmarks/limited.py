@@ -34,8 +34,9 @@ from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from modeling.checkpoints.weights import load_decoder
 from modeling.sparse.selection_file import save_prepared
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 
 NUM_STREAMS, NUM_TOKENS, OUTPUT_TOKENS = 8, 7500, 96
 QUICK_STREAMS, QUICK_TOKENS, QUICK_OUTPUT = 2, 512, 24
@@ -87,7 +88,7 @@ async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: in
     """Follow one request to its end and return its times. Raises the error that ended it, if any."""
     asked_ns, first_ns, token_ns = time_ns(), 0, []
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params)
+    spec = Request(RequestId(uuid.uuid4().hex), prompt, params)
     async with contextlib.aclosing(controller.generate(spec)) as events:
         async for event in events:
             if isinstance(event, TokenEvent) and event.token is not None:

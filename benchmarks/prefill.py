@@ -19,7 +19,8 @@ from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case
 from deploy.commands.local_relay import running_controller
 from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
+from orchestrator.requests.request import Request
 
 LENGTHS = "512,2048,6000"
 QUICK_LENGTHS = "512"
@@ -28,7 +29,7 @@ QUICK_LENGTHS = "512"
 async def ttft_s(controller: Controller, num_tokens: int, seed: int) -> float:
     """Send a random prompt that asks for one token; return the seconds until the token arrives."""
     clock = SystemClock()
-    spec = GenerateSpec(
+    spec = Request(
         RequestId(uuid.uuid4().hex), random_prompt(num_tokens, seed), SamplingParams(max_tokens=1, ignore_eos=True)
     )
     start = clock.now_s()

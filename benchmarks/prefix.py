@@ -34,9 +34,10 @@ from benchmarks.support.harness import (
 from deploy.commands.local_relay import running_controller
 from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 
 SHARED_TOKENS = 4000
 QUICK_SHARED_TOKENS = 512
@@ -62,7 +63,7 @@ class Asked:
 async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: int = 1) -> Asked:
     """Send a prompt for `num_tokens` tokens. Raises the error that ended the request, if any."""
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    spec = GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, params)
+    spec = Request(RequestId(uuid.uuid4().hex), prompt_ids, params)
     finished: Finished | None = None
     known_ids = prompt_ids
     async with contextlib.aclosing(controller.generate(spec)) as events:

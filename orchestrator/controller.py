@@ -8,8 +8,8 @@ the deadline holds all the same. On the loop.
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +23,11 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from baton.ids import RequestId
 from baton.results import ClusterState
-from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Priority, TokenEvent
-from orchestrator.admission.forecast import ChainForecast
-from orchestrator.admission.gate import Admission, Demand, Entry
+from baton.types import FinishReason, TokenEvent
+from orchestrator.admission.fair_queue import FairQueue
+from orchestrator.admission.forecast import ChainForecast, Forecast
+from orchestrator.admission.gate import Admission, Entry
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
@@ -37,7 +36,7 @@ from orchestrator.observability.metrics import Metrics
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
-from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.requests.request import Request
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients, StepSample
 from planning.planner import ChainPlanner
@@ -48,29 +47,16 @@ _CLOSING = "the orchestrator is shutting down: try again"
 
 
 @dataclass(frozen=True)
-class GenerateSpec:
-    """One request for generation, whose fields the caller has checked against the model's limits."""
+class _Run:
+    """One accepted request, until its end."""
 
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    outputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the client has from an earlier stream, one tuple per choice; this stream continues after them. Empty
-    for a new request."""
-    ended: tuple[FinishReason | None, ...] = ()
-    """For each of `outputs`, the reason why that choice has ended; None where it continues."""
-    deadline_s: float | None = None
-    """Time at which the request ends by itself, on the controller's Clock.now_s(); None for no deadline."""
-    echo: str = ""
-    """Text with which the text of each choice begins."""
-    priority: Priority = Priority.STANDARD
-    tenant: Tenant = DEFAULT_TENANT
-    """The tenant that sent the request."""
-    by_chain: bool = False
-    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
-    faster."""
-    exact: bool = False
-    """Whether only generation groups that attend to all tokens may serve the request."""
+    record: RequestRecord
+    entry: Entry
+    """Its place in the queue, or among the running requests."""
+    forecast: Forecast | None
+    """The forecast of its first token, made when it came; None for a resumed stream."""
+    events: "asyncio.Queue[Event]" = field(default_factory=asyncio.Queue)
+    """Events for its stream: at most `max_tokens` per choice, and two more."""
 
 
 class Controller:
@@ -94,10 +80,10 @@ class Controller:
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
         self._members = members
-        self._admission = Admission(self._config, clock)
+        self._admission = Admission(self._config, clock, FairQueue())
         self._clients = Clients()
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
-        self._forecast = ChainForecast(members, self._dispatcher.chooser)
+        self._forecast = ChainForecast(self._dispatcher.chooser)
         self._planner = planner
         lease_ttl_s = self._config.lease_ttl_s
         self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=lease_ttl_s)
@@ -129,7 +115,7 @@ class Controller:
         await self._dispatcher.close()
         await self._clients.prune(())
 
-    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Event, None]:
+    async def generate(self, request: Request) -> AsyncGenerator[Event, None]:
         """Yield one request's stream: Started, tokens, Finished. Closing the generator cancels the request everywhere.
 
         Before Started, raises InvalidArgumentError for more choices than any group has slots and for exactness where
@@ -138,38 +124,26 @@ class Controller:
         """
         if self._closing:
             raise UnavailableError(_CLOSING)
-        self._check_choices(spec.params.n)
-        exact = self._check_exact(spec.exact)
-        record = RequestRecord.of(
-            spec.request_id, spec.prompt_ids, spec.params, self._clock.unix_ns(), outputs=spec.outputs
-        )
-        record.prefix_salt = spec.tenant.name if self._config.prefix_isolation else ""
-        record.by_chain, record.exact, record.tenant = spec.by_chain, exact, spec.tenant
-        started = Started(spec.request_id, len(spec.prompt_ids), spec.params.seed, exact)
-        ends = self._known_ends(record, spec.ended)
+        self._check_choices(request.num_slots)
+        salt = request.tenant.name if self._config.prefix_isolation else ""
+        request = replace(request, exact=self._check_exact(request.exact), prefix_salt=salt)
+        record = RequestRecord.of(request, self._clock.unix_ns())
+        started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
+        first: tuple[Event, ...] = (started, *self._known_ends(record))
         if record.is_complete:
-            known: tuple[Event, ...] = (started, *ends, record.finish(self._clock.unix_ns()))
-            for event in known:
+            for event in (*first, record.finish(self._clock.unix_ns())):
                 yield event
             return
-        try:
-            entry = self._join(record, spec)
-        except BatonError as error:
-            self.metrics.refused(error)
-            raise
-        self._budget.earn()
-        events: asyncio.Queue[Event] = asyncio.Queue()  # holds at most max_tokens events per choice, and two more
-        events.put_nowait(started)
-        for end in ends:
-            events.put_nowait(end)
-        emit = partial(self._emit, record, events, spec.echo)
-        task = asyncio.create_task(self._complete(record, entry, spec.deadline_s, emit))
+        run = self._join(record)
+        for event in first:
+            run.events.put_nowait(event)
+        task = asyncio.create_task(self._complete(run))
         self._tasks.add(task)
-        task.add_done_callback(partial(self._settle, record, entry, events))
+        task.add_done_callback(partial(self._settle, run))
         try:
             finished = False
             while not finished:
-                event = await events.get()
+                event = await run.events.get()
                 finished = isinstance(event, Finished)
                 yield event
         finally:
@@ -179,11 +153,16 @@ class Controller:
         """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
         return await self.overview.state()
 
-    def _join(self, record: RequestRecord, spec: GenerateSpec) -> Entry:
+    def _join(self, record: RequestRecord) -> _Run:
         """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
-        demand = Demand(record.num_tokens, record.num_slots, spec.tenant, spec.priority, spec.deadline_s)
-        chain_s = None if record.resumed else partial(self._forecast.chain_s, record)
-        return self._admission.join(demand, chain_s)
+        forecast = None if record.request.is_resumed else self._forecast.of(record)
+        try:
+            entry = self._admission.join(record.request, None if forecast is None else forecast.cautious_s)
+        except BatonError as error:
+            self.metrics.refused(error)
+            raise
+        self._budget.earn()
+        return _Run(record, entry, forecast)
 
     def _check_choices(self, num_choices: int) -> None:
         """Refuse more choices than any generation group has slots, because a request's choices share a group."""
@@ -191,12 +170,13 @@ class Controller:
         if num_choices > most:
             raise InvalidArgumentError(f"sampling.n = {num_choices} is out of range: a group here has {most} slots")
 
-    def _emit(self, record: RequestRecord, events: "asyncio.Queue[Event]", echo: str, event: TokenEvent) -> None:
+    def _emit(self, run: _Run, event: TokenEvent) -> None:
+        echo = run.record.request.echo
         if event.token is not None:
-            record.first_seen_ns = record.first_seen_ns or self._clock.unix_ns()
-        if echo and event.index == 0 and event.token is not None:
-            event = replace(event, text=echo + event.text)
-        events.put_nowait(event)
+            run.record.see_token(self._clock.unix_ns())
+            if echo and event.index == 0:
+                event = replace(event, text=echo + event.text)
+        run.events.put_nowait(event)
 
     def _check_exact(self, wanted: bool) -> bool:
         """Return whether all of the request's tokens will be exact.
@@ -214,10 +194,10 @@ class Controller:
             )
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
-    def _known_ends(self, record: RequestRecord, ended: Sequence[FinishReason | None]) -> list[TokenEvent]:
+    def _known_ends(self, record: RequestRecord) -> list[TokenEvent]:
         """Return an event for each choice that had already ended when the client resumed the stream."""
         now_ns = self._clock.unix_ns()
-        pairs = zip(record.choices, ended, strict=False)
+        pairs = zip(record.choices, record.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
     def _resize(self) -> None:
@@ -231,13 +211,14 @@ class Controller:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
-    async def _complete(self, record: RequestRecord, entry: Entry, deadline_s: float | None, emit: Emit) -> Finished:
+    async def _complete(self, run: _Run) -> Finished:
+        record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
         try:
             async with asyncio.timeout(left_s):
-                await entry.admitted()
+                await run.entry.admitted()
                 record.admit(self._clock.unix_ns())
-                await self._attempts(record, emit)
+                await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
             if record.is_complete:  # all tokens are there; only timings came late
                 return record.finish(self._clock.unix_ns())
@@ -257,19 +238,19 @@ class Controller:
             return record.finish(self._clock.unix_ns(), FinishReason.ERROR, bug)
         return record.finish(self._clock.unix_ns())
 
-    def _settle(
-        self, record: RequestRecord, entry: Entry, events: "asyncio.Queue[Event]", task: asyncio.Task[Finished]
-    ) -> None:
+    def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
         """Give up the request's place and emit Finished as its last event.
 
         Runs however the request's task ended, even if it was cancelled before it began.
         """
+        record = run.record
         self._tasks.discard(task)
-        self._admission.leave(entry)
+        self._admission.leave(run.entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
-        events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
+        run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
         _log(record, finished)
-        self._forecast.ended(record, finished.timings.finished_ns)
+        if run.forecast is not None:
+            self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
         self.metrics.ended(record, finished)
 
     def _interrupted(self, record: RequestRecord) -> Finished:
@@ -281,12 +262,12 @@ class Controller:
         gone = RequestCancelledError(f"request {record.request_id} was cancelled")
         return record.finish(self._clock.unix_ns(), FinishReason.CANCELLED, gone)
 
-    async def _attempts(self, record: RequestRecord, emit: Emit) -> None:
+    async def _attempts(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Make attempts, each continuing after the tokens of the earlier ones; raise the last attempt's error.
 
-        A LeaseError is retried too, because every attempt gets a lease of its own.
+        `may_be_kept`: whether a generation group may have kept the stream of an earlier orchestrator. A LeaseError
+        is retried too, because every attempt gets a lease of its own.
         """
-        may_be_kept, record.resumed = record.resumed, False
         if may_be_kept and await self._taken_over(record, emit):
             return
         while True:
@@ -332,10 +313,10 @@ class Controller:
         if self._on_failure is not None:
             self._on_failure()
 
-    async def _branch(self, record: RequestRecord, emit: Emit, resumed: bool) -> None:
+    async def _branch(self, record: RequestRecord, emit: Emit, may_be_kept: bool) -> None:
         """Retry each choice that has not ended by itself, in a task of its own."""
-        branches = [replace(each, resumed=resumed) for each in record.branches()]
-        tasks = [asyncio.create_task(self._attempts(branch, emit)) for branch in branches]
+        branches = record.branches()
+        tasks = [asyncio.create_task(self._attempts(branch, emit, may_be_kept)) for branch in branches]
         for branch, task in zip(branches, tasks, strict=True):
             task.add_done_callback(partial(_end, branch))
         try:

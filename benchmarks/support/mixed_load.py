@@ -21,9 +21,10 @@ from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import random_prompt
 from benchmarks.support.open_loop import percentile
 from deploy.groups.cluster import LocalCluster
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 from planning.planner import ChainPlanner
 
 STREAM_TOKENS = 192
@@ -141,9 +142,9 @@ def p99(values: Sequence[float]) -> float:
     return percentile(values, 99)
 
 
-def _spec(prompt: tuple[int, ...], max_tokens: int) -> GenerateSpec:
+def _spec(prompt: tuple[int, ...], max_tokens: int) -> Request:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return GenerateSpec(RequestId(uuid.uuid4().hex), prompt, params)
+    return Request(RequestId(uuid.uuid4().hex), prompt, params)
 
 
 def _timings(finished: Finished) -> Timings:

@@ -18,8 +18,9 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.harness import random_prompt
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished
+from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 _NUM_PROMPTS = 64
@@ -106,12 +107,12 @@ class Source:
             tasks.append(asyncio.create_task(self.one(ask, start_s)))
         return list(await asyncio.gather(*tasks))
 
-    def _spec(self, ask: Ask) -> GenerateSpec:
+    def _spec(self, ask: Ask) -> Request:
         prompts = self._prompts.setdefault(ask.num_tokens, [])
         if len(prompts) < _NUM_PROMPTS:
             prompts.append(random_prompt(ask.num_tokens, len(prompts)))
         self._num_asked += 1
-        return GenerateSpec(
+        return Request(
             RequestId(uuid.uuid4().hex),
             prompts[self._num_asked % len(prompts)],
             SamplingParams(max_tokens=ask.max_tokens, ignore_eos=True),

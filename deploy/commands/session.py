@@ -21,8 +21,8 @@ from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
-from orchestrator.controller import GenerateSpec
 from orchestrator.requests.record import Finished, Started
+from orchestrator.requests.request import Request
 from text.tokenizer import Tokenizer
 
 
@@ -41,7 +41,7 @@ def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     )
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)
-    spec = GenerateSpec(RequestId(uuid.uuid4().hex), tuple(ids), params)
+    spec = Request(RequestId(uuid.uuid4().hex), tuple(ids), params)
     _check_length(spec, tokens_of_slot(folder, config.max_slot_tokens))
     finished, token_ns = asyncio.run(_answer(config, spec, console))
     if not args.no_timeline:
@@ -51,7 +51,7 @@ def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     return 0
 
 
-async def _answer(config: LocalConfig, spec: GenerateSpec, console: Console) -> tuple[Finished, list[int]]:
+async def _answer(config: LocalConfig, spec: Request, console: Console) -> tuple[Finished, list[int]]:
     """Stream the answer to standard output. Return the stream's end, and when each token was made (unix ns)."""
     clock = SystemClock()
     token_ns: list[int] = []
@@ -79,7 +79,7 @@ async def _answer(config: LocalConfig, spec: GenerateSpec, console: Console) -> 
     return finished, token_ns
 
 
-def _check_length(spec: GenerateSpec, max_tokens: int) -> None:
+def _check_length(spec: Request, max_tokens: int) -> None:
     total = len(spec.prompt_ids) + spec.params.max_tokens
     if total > max_tokens:
         raise InvalidArgumentError(

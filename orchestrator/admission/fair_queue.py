@@ -12,142 +12,95 @@ again until one fits, rounds in which no request could be served are counted and
 waiting requests keeps no credit: unused turns cannot be saved up.
 
 Joining and leaving cost O(log n) of the requests that a tenant has waiting in a class; to find the next one costs O(1)
-as long as its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. Owned by `orchestrator.admission.gate`.
+as long as its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. A `QueuePolicy`
+(`orchestrator.admission.queue_policy`), owned by `orchestrator.admission.gate`.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic
 
 from sortedcontainers import SortedKeyList
 
 from baton.types import Priority
-from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.admission.queue_policy import Before, Totals, Waiter, WaiterT
+from orchestrator.requests.tenants import Tenant
 
 QUANTUM_TOKENS = 128
 """Prompt tokens that one turn of a tenant of weight 1 serves."""
 
 
-@dataclass(eq=False)
-class Ticket:
-    """One request's place in the queue."""
-
-    num_tokens: int
-    """Tokens of the request's prompt (>= 1), with which its tenant pays."""
-    num_slots: int = 1
-    tenant: Tenant = DEFAULT_TENANT
-    priority: Priority = Priority.STANDARD
-    due_s: float = 0.0
-    """Due time on any clock: of a tenant's requests in a class, the one due first is served first."""
-    number: int = field(default=0, init=False)
-    """Number in the order of arrival, from 1; given by the queue."""
-
-    @property
-    def turn(self) -> tuple[float, int]:
-        """Return the sort key by which a tenant's requests of a class are served."""
-        return self.due_s, self.number
-
-
-TicketT = TypeVar("TicketT", bound=Ticket)
-
-
-@dataclass
-class Load:
-    """Totals over a set of tickets."""
-
-    num_requests: int = 0
-    num_tokens: int = 0
-    num_slots: int = 0
-
-    def add(self, ticket: Ticket, sign: int = 1) -> None:
-        """Count a ticket in; with `sign` -1, count it out."""
-        self.num_requests += sign
-        self.num_tokens += sign * ticket.num_tokens
-        self.num_slots += sign * ticket.num_slots
-
-
-@dataclass(frozen=True)
-class Before:
-    """Slots of the requests that are served before a given one."""
-
-    num_slots: float
-    """Slots over all tenants; not a whole number, because other tenants' share of it is a mean."""
-    num_own_slots: int
-    """Slots of the given request's own tenant."""
-
-
-class _Flow(Generic[TicketT]):
+class _Flow(Generic[WaiterT]):
     """One tenant's waiting requests in one class, and the credit left of its turn."""
 
     def __init__(self, tenant: Tenant) -> None:
-        self.load = Load()
+        self.totals = Totals()
         self.quantum = _quantum(tenant)
         self.deficit = self.quantum
         """Tokens that may be served before the tenant's turn is over. A turn's credit is given when the turn before it
         ends, so that the order of turns needs no further state."""
         self._waiting: SortedKeyList = SortedKeyList(key=_turn_of)
 
-    def __iter__(self) -> Iterator[TicketT]:
-        """Iterate over the tickets in the order in which they are served."""
-        waiting: Iterator[TicketT] = iter(self._waiting)
+    def __iter__(self) -> Iterator[WaiterT]:
+        """Iterate over the requests in the order in which they are served."""
+        waiting: Iterator[WaiterT] = iter(self._waiting)
         return waiting
 
     @property
-    def head(self) -> TicketT:
-        head: TicketT = self._waiting[0]
+    def head(self) -> WaiterT:
+        head: WaiterT = self._waiting[0]
         return head
 
     @property
-    def last(self) -> TicketT:
-        last: TicketT = self._waiting[-1]
+    def last(self) -> WaiterT:
+        last: WaiterT = self._waiting[-1]
         return last
 
     @property
     def share(self) -> float:
         """Return how many of the tenant's turns its waiting tokens are worth."""
-        return self.load.num_tokens / self.quantum
+        return self.totals.num_tokens / self.quantum
 
     @property
     def num_rounds(self) -> int:
-        """Return the number of further turns that the tenant needs before its first ticket may be served."""
+        """Return the number of further turns that the tenant needs before its first request may be served."""
         return max(0, -(-(self.head.num_tokens - self.deficit) // self.quantum))
 
-    def add(self, ticket: TicketT) -> None:
-        self._waiting.add(ticket)
-        self.load.add(ticket)
+    def add(self, waiter: WaiterT) -> None:
+        self._waiting.add(waiter)
+        self.totals.add(waiter)
 
-    def remove(self, ticket: TicketT) -> None:
-        self._waiting.remove(ticket)
-        self.load.add(ticket, -1)
+    def remove(self, waiter: WaiterT) -> None:
+        self._waiting.remove(waiter)
+        self.totals.add(waiter, -1)
 
 
-class _Ring(Generic[TicketT]):
+class _Ring(Generic[WaiterT]):
     """One class: the tenants that have requests waiting in it, the one whose turn it is first."""
 
     def __init__(self) -> None:
-        self.load = Load()
-        self.flows: OrderedDict[str, _Flow[TicketT]] = OrderedDict()
+        self.totals = Totals()
+        self.flows: OrderedDict[str, _Flow[WaiterT]] = OrderedDict()
         """Waiting requests by tenant; a tenant joins at the end."""
 
-    def add(self, ticket: TicketT) -> None:
-        self.load.add(ticket)
-        flow = self.flows.get(ticket.tenant.name)
+    def add(self, waiter: WaiterT) -> None:
+        self.totals.add(waiter)
+        flow = self.flows.get(waiter.tenant.name)
         if flow is None:
-            flow = self.flows[ticket.tenant.name] = _Flow(ticket.tenant)
-        flow.add(ticket)
+            flow = self.flows[waiter.tenant.name] = _Flow(waiter.tenant)
+        flow.add(waiter)
 
-    def remove(self, ticket: TicketT) -> None:
-        flow = self.flows[ticket.tenant.name]
-        flow.remove(ticket)
-        self.load.add(ticket, -1)
-        if not flow.load.num_requests:
-            del self.flows[ticket.tenant.name]
+    def remove(self, waiter: WaiterT) -> None:
+        flow = self.flows[waiter.tenant.name]
+        flow.remove(waiter)
+        self.totals.add(waiter, -1)
+        if not flow.totals.num_requests:
+            del self.flows[waiter.tenant.name]
 
-    def head(self, may_run: Callable[[TicketT], bool], blocked: Collection[str]) -> TicketT | None:
-        """Pass turns on until a tenant's first ticket may be served, and return that ticket; None when no ticket may.
+    def head(self, may_run: Callable[[WaiterT], bool], blocked: Collection[str]) -> WaiterT | None:
+        """Pass turns on until a tenant's first request may be served, and return it; None when no request may.
 
-        Tenants that are blocked, or whose first ticket may not run, keep their place and their credit.
+        Tenants that are blocked, or whose first request may not run, keep their place and their credit.
         """
         if not self.flows:
             return None
@@ -162,7 +115,7 @@ class _Ring(Generic[TicketT]):
         self._pass_on(flows, num_rounds, chosen)
         return flows[chosen].head
 
-    def _pass_on(self, flows: dict[str, _Flow[TicketT]], num_rounds: int, chosen: str) -> None:
+    def _pass_on(self, flows: dict[str, _Flow[WaiterT]], num_rounds: int, chosen: str) -> None:
         """End `num_rounds` turns of each of `flows`, and one more turn of each that comes before the chosen one."""
         before = list(self.flows)
         before = before[: before.index(chosen)]
@@ -173,71 +126,60 @@ class _Ring(Generic[TicketT]):
                 flows[name].deficit += flows[name].quantum
             self.flows.move_to_end(name)
 
-    def last(self, newcomer: TicketT) -> TicketT:
-        """Return the last ticket of the tenant with most tokens waiting for its weight; of equals, the newcomer's
+    def last(self, newcomer: WaiterT) -> WaiterT:
+        """Return the last request of the tenant with most tokens waiting for its weight; of equals, the newcomer's
         tenant."""
         own = self.flows.get(newcomer.tenant.name)
         return max(self.flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
-    def before(self, ticket: TicketT) -> Before:
-        """Return the slots that are served before a ticket within this class, as `FairQueue.before` counts them."""
-        own, mine = self.flows.get(ticket.tenant.name), Load()
+    def before(self, waiter: WaiterT) -> Before:
+        """Return the slots that are served before a request within this class, as `FairQueue.before` counts them."""
+        own, mine = self.flows.get(waiter.tenant.name), Totals()
         for each in own or ():
-            if each.due_s > ticket.due_s:
+            if each.due_s > waiter.due_s:
                 break
             mine.add(each)
-        turns = (mine.num_tokens + ticket.num_tokens) / _quantum(ticket.tenant)
+        turns = (mine.num_tokens + waiter.num_tokens) / _quantum(waiter.tenant)
         others = [flow for flow in self.flows.values() if flow is not own]
-        theirs = sum(flow.load.num_slots * min(1.0, turns / flow.share) for flow in others)
+        theirs = sum(flow.totals.num_slots * min(1.0, turns / flow.share) for flow in others)
         return Before(mine.num_slots + theirs, mine.num_slots)
 
 
-class FairQueue(Generic[TicketT]):
-    """Waiting tickets in the order in which they are to be served. The caller bounds their number."""
+class FairQueue(Generic[WaiterT]):
+    """The fair policy: waiting requests by class, tenant and due time. Implements `QueuePolicy`."""
 
     def __init__(self) -> None:
-        self.load = Load()
-        """Totals over all waiting tickets."""
-        self._rings: dict[Priority, _Ring[TicketT]] = {priority: _Ring() for priority in Priority}
-        self._of_tenant: dict[str, Load] = {}
-        self._waiting: set[TicketT] = set()
+        self._rings: dict[Priority, _Ring[WaiterT]] = {priority: _Ring() for priority in Priority}
+        self._waiting: set[WaiterT] = set()
         self._num_issued = 0
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def __contains__(self, ticket: TicketT) -> bool:
-        return ticket in self._waiting
-
-    def load_of(self, tenant: str) -> Load:
-        """Return a tenant's totals over all classes. The result must not be changed."""
-        return self._of_tenant.get(tenant, Load())
-
-    def add(self, ticket: TicketT) -> None:
-        """Queue a ticket; one that is added again after leaving returns to its old place among its tenant's tickets."""
-        assert ticket not in self._waiting, "a ticket is added twice"
-        if not ticket.number:
+    def add(self, waiter: WaiterT) -> None:
+        """Queue a request; one that is added again after leaving returns to its old place among its tenant's
+        requests."""
+        assert waiter not in self._waiting, "a request is added twice"
+        if not waiter.number:
             self._num_issued += 1
-            ticket.number = self._num_issued
-        self._waiting.add(ticket)
-        self._rings[ticket.priority].add(ticket)
-        self._of_tenant.setdefault(ticket.tenant.name, Load()).add(ticket)
-        self.load.add(ticket)
+            waiter.number = self._num_issued
+        self._waiting.add(waiter)
+        self._rings[waiter.priority].add(waiter)
 
-    def remove(self, ticket: TicketT) -> None:
-        """Take a waiting ticket out, at no cost to its tenant. Raises KeyError when it does not wait."""
-        self._waiting.remove(ticket)
-        self._rings[ticket.priority].remove(ticket)
-        self.load.add(ticket, -1)
-        left = self._of_tenant[ticket.tenant.name]
-        left.add(ticket, -1)
-        if not left.num_requests:
-            del self._of_tenant[ticket.tenant.name]
+    def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
+        """Take a waiting request out; its tokens are charged to its tenant if `is_served`.
 
-    def head(self, may_run: Callable[[TicketT], bool]) -> TicketT | None:
-        """Return the next ticket of those that `may_run` now; None when there is none.
+        Raises KeyError when it does not wait.
+        """
+        self._waiting.remove(waiter)
+        ring = self._rings[waiter.priority]
+        if is_served:
+            flow = ring.flows[waiter.tenant.name]
+            assert waiter is flow.head and not flow.num_rounds, "a request is served before its turn"
+            flow.deficit -= waiter.num_tokens
+        ring.remove(waiter)
 
-        A second call returns the same ticket unless something has changed. A tenant whose more urgent request may not
+    def head(self, may_run: Callable[[WaiterT], bool]) -> WaiterT | None:
+        """Return the next request of those that `may_run` now; None when there is none.
+
+        A second call returns the same request unless something has changed. A tenant whose more urgent request may not
         run gets no less urgent one served: that would take the slots for which the urgent one waits.
         """
         blocked: set[str] = set()
@@ -248,15 +190,8 @@ class FairQueue(Generic[TicketT]):
             blocked |= ring.flows.keys()
         return None
 
-    def take(self, ticket: TicketT) -> None:
-        """Remove the ticket that `head` returned because it is served, and charge its tokens to its tenant."""
-        flow = self._rings[ticket.priority].flows[ticket.tenant.name]
-        assert ticket is flow.head and not flow.num_rounds, "a ticket is taken before its turn"
-        flow.deficit -= ticket.num_tokens
-        self.remove(ticket)
-
-    def last(self, newcomer: TicketT) -> TicketT:
-        """Return the ticket to give up when not all can wait, after `newcomer` was added.
+    def last(self, newcomer: WaiterT) -> WaiterT:
+        """Return the request to give up when not all can wait, after `newcomer` was added.
 
         It is of the least urgent class, of the tenant that has most tokens waiting there for its weight, the one due
         last. Of tenants that have equally much waiting it is the newcomer's; otherwise two tenants would push each
@@ -265,20 +200,20 @@ class FairQueue(Generic[TicketT]):
         ring = next(ring for ring in reversed(self._rings.values()) if ring.flows)
         return ring.last(newcomer)
 
-    def before(self, ticket: TicketT) -> Before:
-        """Return the slots that are served before a ticket that does not wait yet, if no other request comes.
+    def before(self, waiter: WaiterT) -> Before:
+        """Return the slots that are served before a request that does not wait yet, if no other request comes.
 
         Counts all requests of more urgent classes, those of its own tenant that are due before it, and of each other
         tenant, at its mean number of slots per token, as much as its weight allows in the meantime. O(n) of its
         tenant's requests.
         """
-        alike = self._rings[ticket.priority].before(ticket)
+        alike = self._rings[waiter.priority].before(waiter)
         num_slots, num_own_slots = alike.num_slots, alike.num_own_slots
         for priority in self._rings:
-            if priority < ticket.priority:
-                num_slots += self._rings[priority].load.num_slots
-                own = self._rings[priority].flows.get(ticket.tenant.name)
-                num_own_slots += own.load.num_slots if own is not None else 0
+            if priority < waiter.priority:
+                num_slots += self._rings[priority].totals.num_slots
+                own = self._rings[priority].flows.get(waiter.tenant.name)
+                num_own_slots += own.totals.num_slots if own is not None else 0
         return Before(num_slots, num_own_slots)
 
 
@@ -286,5 +221,5 @@ def _quantum(tenant: Tenant) -> int:
     return max(1, round(QUANTUM_TOKENS * tenant.weight))
 
 
-def _turn_of(ticket: Ticket) -> tuple[float, int]:
-    return ticket.turn
+def _turn_of(waiter: Waiter) -> tuple[float, int]:
+    return waiter.turn

@@ -19,8 +19,8 @@ allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.cont
 """
 
 import math
+from dataclasses import dataclass
 
-from orchestrator.membership.members import Members
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.record import RequestRecord
 
@@ -113,32 +113,37 @@ def predict_wait_s(num_free: int, num_before: float, num_needed: int, slot_s: fl
     return 0.0 if num_missing <= 0 or slot_s is None else num_missing * slot_s
 
 
+@dataclass(frozen=True)
+class Forecast:
+    """The predicted seconds from a request's slots to its first token, as predicted when it came."""
+
+    predicted_s: float
+    """The prediction, not corrected; 0 where nothing is known about the workers that would prefill."""
+    cautious_s: float
+    """Seconds within which 39 of 40 such requests have their first token."""
+
+
 class ChainForecast:
     """Predicts the prefill time of a request that is placed now. Asks the planner: some tenths of a millisecond per
     call."""
 
-    def __init__(self, members: Members, chooser: Chooser) -> None:
-        self._members = members
+    def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser
         self._correction = Correction()
 
-    def chain_s(self, request: RequestRecord) -> float:
-        """Return the seconds, from getting its slots, within which 39 of 40 such requests have their first token.
+    def of(self, record: RequestRecord) -> Forecast:
+        """Return the forecast of a request for the present state, cached prefixes included."""
+        predicted_s = self._chooser.predict_s(record)
+        return Forecast(predicted_s, predicted_s * self._correction.cautious_factor)
 
-        Predicts for the present state, cached prefixes included; 0 where nothing is known about the workers that would
-        prefill. Stores the uncorrected prediction in the request's record.
-        """
-        request.forecast_s = self._chooser.predict_s(request)
-        return request.forecast_s * self._correction.cautious_factor
-
-    def ended(self, request: RequestRecord, finished_ns: int) -> None:
-        """Correct later predictions by a request that has ended.
+    def ended(self, record: RequestRecord, forecast: Forecast, finished_ns: int) -> None:
+        """Correct later predictions by a request that has ended, and for which this was the forecast.
 
         Counts only a request that was predicted, got its slots and had one attempt. One that ended without a token
         would have taken longer, so it counts only if it had already taken longer than predicted.
         """
-        if not request.forecast_s or not request.leased_ns or request.attempt > 1:
+        if not forecast.predicted_s or not record.leased_ns or record.attempt > 1:
             return
-        took_s = ((request.first_seen_ns or finished_ns) - request.admitted_ns) / 1e9
-        if request.first_seen_ns or took_s > request.forecast_s * self._correction.factor:
-            self._correction.observe(request.forecast_s, took_s)
+        took_s = ((record.first_seen_ns or finished_ns) - record.admitted_ns) / 1e9
+        if record.first_seen_ns or took_s > forecast.predicted_s * self._correction.factor:
+            self._correction.observe(forecast.predicted_s, took_s)

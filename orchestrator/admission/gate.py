@@ -1,9 +1,9 @@
 """Decides which requests run, which wait, and which are refused.
 
-Called by `orchestrator.controller`. `orchestrator.admission.fair_queue` says which request is next; this module counts
-the slots in use, and refuses at once a request that has no place or no chance: when the queue is full, in all or for
-its tenant, and when its deadline would pass before the first token (`orchestrator.admission.forecast`). A refusal
-carries a time after which to retry.
+Called by `orchestrator.controller`, which passes in the policy that says which request is next
+(`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once a request that has no
+place or no chance: when the queue is full, in all or for its tenant, and when its deadline would pass before the first
+token (`orchestrator.admission.forecast`). A refusal carries a time after which to retry.
 
 A full queue gives a place to the request with the better claim: a request of a more urgent class, or of a tenant that
 has less waiting for its weight, takes the place of the request with the worst claim, which is then refused. So a tenant
@@ -21,16 +21,13 @@ loop.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
 
 from baton.clock import Clock
 from baton.errors import ResourceExhaustedError
-from baton.types import Priority
-from orchestrator.admission.fair_queue import FairQueue, Ticket
 from orchestrator.admission.forecast import Turnover, predict_wait_s
+from orchestrator.admission.queue_policy import QueuePolicy, Totals, Waiter
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.requests.request import Request
 
 _SMOOTHING = 0.2
 """Weight of the newest request in the mean time for which requests run."""
@@ -47,26 +44,12 @@ _PATIENCE_S = 60.0
 have deadlines cannot put it off for ever."""
 
 
-@dataclass(frozen=True)
-class Demand:
-    """A request's claim on the queue: its size, its tenant, its class and its deadline."""
-
-    num_tokens: int
-    """Tokens of the request's prompt."""
-    num_slots: int = 1
-    """Slots that the request needs, one per choice."""
-    tenant: Tenant = DEFAULT_TENANT
-    priority: Priority = Priority.STANDARD
-    deadline_s: float | None = None
-    """Time at which the request ends by itself, on the clock's now_s; None for no deadline."""
-
-
-class Entry(Ticket):
+class Entry(Waiter):
     """One request's place, in the queue or among the running requests."""
 
-    def __init__(self, demand: Demand, now_s: float) -> None:
-        due_s = now_s + _PATIENCE_S if demand.deadline_s is None else demand.deadline_s
-        super().__init__(demand.num_tokens, demand.num_slots, demand.tenant, demand.priority, due_s)
+    def __init__(self, request: Request, now_s: float) -> None:
+        due_s = now_s + _PATIENCE_S if request.deadline_s is None else request.deadline_s
+        super().__init__(request.num_tokens, request.num_slots, request.tenant, request.priority, due_s)
         self.started_s: float | None = None
         """Time when the request left the queue to run; None while it waits."""
         self._turn = asyncio.Event()
@@ -95,11 +78,17 @@ class Entry(Ticket):
 class Admission:
     """The queue, and the counts of running requests. Used on the loop."""
 
-    def __init__(self, config: OrchestratorConfig, clock: Clock) -> None:
+    def __init__(self, config: OrchestratorConfig, clock: Clock, queue: QueuePolicy[Entry]) -> None:
+        """`queue` says which request is next; it is empty, and the gate alone uses it."""
         self._config = config
         self._clock = clock
         self._limit = config.max_running
-        self._queue: FairQueue[Entry] = FairQueue()
+        self._queue = queue
+        self._waiting: set[Entry] = set()
+        self._totals = Totals()
+        """Totals over all waiting requests."""
+        self._totals_of: dict[str, Totals] = {}
+        """Totals over the waiting requests of each tenant; tenants without any are absent."""
         self._running: set[Entry] = set()
         self._num_taken = 0
         """Slots of all running requests."""
@@ -112,12 +101,12 @@ class Admission:
     @property
     def num_queued(self) -> int:
         """Return the number of requests that wait."""
-        return len(self._queue)
+        return len(self._waiting)
 
     @property
     def num_queued_tokens(self) -> int:
         """Return the number of prompt tokens over all waiting requests."""
-        return self._queue.load.num_tokens
+        return self._totals.num_tokens
 
     @property
     def num_running(self) -> int:
@@ -132,30 +121,29 @@ class Admission:
         self._limit = min(num_slots or self._config.max_running, self._config.max_running)
         self._admit()
 
-    def join(self, demand: Demand, chain_s: Callable[[], float] | None = None) -> Entry:
-        """Queue a request, which may run at once, and return its place; `chain_s` predicts its prefill, in seconds.
+    def join(self, request: Request, chain_s: float | None = None) -> Entry:
+        """Queue a request, which may run at once, and return its place; `chain_s` are the predicted seconds of its
+        prefill, None without a prediction.
 
-        `chain_s` is called for every request: the time that its prefill really takes corrects later predictions. Raises
-        ResourceExhaustedError with a retry delay for a request that would have to wait and has no place in the queue,
-        and for one whose first token would come after its deadline. The latter only while other requests run or wait: a
-        request that is alone is always admitted, or wrong predictions would never be corrected.
+        Raises ResourceExhaustedError with a retry delay for a request that would have to wait and has no place in the
+        queue, and for one whose first token would come after its deadline. The latter only while other requests run or
+        wait: a request that is alone is always admitted, or wrong predictions would never be corrected.
         """
-        entry = Entry(demand, self._clock.now_s())
-        predicted_s = None if chain_s is None else chain_s()
-        if demand.deadline_s is not None and predicted_s is not None and (self._running or self._queue):
-            self._check_deadline(entry, demand.deadline_s, predicted_s)
-        self._queue.add(entry)
+        entry = Entry(request, self._clock.now_s())
+        if request.deadline_s is not None and chain_s is not None and (self._running or self._waiting):
+            self._check_deadline(entry, request.deadline_s, chain_s)
+        self._add(entry)
         self._admit()
         if entry.started_s is None and (why := self._why_tenant_full(entry) or self._make_room(entry)):
-            self._queue.remove(entry)
+            self._remove(entry)
             self._admit()  # entries behind the removed one need not wait for it
             raise self._full(entry, why)
         return entry
 
     def leave(self, entry: Entry) -> None:
         """Give up a request's place, whether it waits or runs, and admit the next; idempotent."""
-        if entry in self._queue:
-            self._queue.remove(entry)
+        if entry in self._waiting:
+            self._remove(entry)
         elif entry in self._running:
             self._running.remove(entry)
             self._count(entry, -1)
@@ -166,9 +154,24 @@ class Admission:
             self._hold_s = held_s if self._hold_s is None else self._hold_s + _SMOOTHING * (held_s - self._hold_s)
         self._admit()
 
+    def _add(self, entry: Entry) -> None:
+        self._queue.add(entry)
+        self._waiting.add(entry)
+        self._totals.add(entry)
+        self._totals_of.setdefault(entry.tenant.name, Totals()).add(entry)
+
+    def _remove(self, entry: Entry, *, is_served: bool = False) -> None:
+        self._queue.remove(entry, is_served=is_served)
+        self._waiting.remove(entry)
+        self._totals.add(entry, -1)
+        left = self._totals_of[entry.tenant.name]
+        left.add(entry, -1)
+        if not left.num_requests:
+            del self._totals_of[entry.tenant.name]
+
     def _admit(self) -> None:
         while (entry := self._queue.head(self._may_run)) is not None and self._has_room(entry):
-            self._queue.take(entry)
+            self._remove(entry, is_served=True)
             self._running.add(entry)
             self._count(entry, 1)
             entry.start(self._clock.now_s())
@@ -204,10 +207,11 @@ class Admission:
 
     def _why_tenant_full(self, entry: Entry) -> str:
         """Return why the tenant has too much waiting, this entry included; empty when it has not."""
-        tenant, load = entry.tenant, self._queue.load_of(entry.tenant.name)
+        tenant = entry.tenant
+        totals = self._totals_of.get(tenant.name, Totals())
         for bound, num_waiting, what in (
-            (tenant.max_queued, load.num_requests, "requests"),
-            (tenant.max_queued_tokens, load.num_tokens, "prompt tokens"),
+            (tenant.max_queued, totals.num_requests, "requests"),
+            (tenant.max_queued_tokens, totals.num_tokens, "prompt tokens"),
         ):
             if bound and num_waiting > bound:
                 return f"tenant {tenant.name} may have {bound} {what} waiting, this makes {num_waiting}"
@@ -223,9 +227,9 @@ class Admission:
             last = self._queue.last(entry)
             if (last.tenant.name, last.priority) == (entry.tenant.name, entry.priority):
                 for each in displaced:  # a tenant's requests do not displace each other: the earlier ones waited
-                    self._queue.add(each)
+                    self._add(each)
                 return why
-            self._queue.remove(last)
+            self._remove(last)
             displaced.append(last)
         for each in displaced:
             each.refuse(self._full(each, "the queue is full, and a request with a better claim got this place in it"))
@@ -233,12 +237,12 @@ class Admission:
 
     def _why_full(self, entry: Entry) -> str:
         """Return why the queue holds too much with this entry included; empty when it does not."""
-        config, load = self._config, self._queue.load
-        if load.num_requests > config.max_queued:
-            return f"{load.num_requests - 1} requests wait already: the queue holds {config.max_queued}"
-        if load.num_tokens > config.max_queued_tokens:
+        config, totals = self._config, self._totals
+        if totals.num_requests > config.max_queued:
+            return f"{totals.num_requests - 1} requests wait already: the queue holds {config.max_queued}"
+        if totals.num_tokens > config.max_queued_tokens:
             return (
-                f"{load.num_tokens - entry.num_tokens} prompt tokens wait already: with {entry.num_tokens} more they "
+                f"{totals.num_tokens - entry.num_tokens} prompt tokens wait already: with {entry.num_tokens} more they "
                 f"would exceed the queue's {config.max_queued_tokens}"
             )
         return ""

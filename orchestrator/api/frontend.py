@@ -7,11 +7,8 @@ interceptor that `transport.channel.make_server` installs.
 """
 
 import asyncio
-import secrets
-import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -24,13 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from baton.clock import Clock
 from baton.endless import Pauses, repeat
 from baton.errors import DeadlineExceededError
-from baton.ids import RequestId
-from baton.proto_types import (
-    cluster_state_to_proto,
-    event_to_proto,
-    priority_from_proto,
-    timings_to_proto,
-)
+from baton.proto_types import cluster_state_to_proto, event_to_proto, timings_to_proto
 from baton.requests import BY_CHAIN
 from baton.results import ModelInfo
 from baton.types import TokenEvent
@@ -43,13 +34,13 @@ from orchestrator.api.admin import AdminServicer
 from orchestrator.api.checks import Intake
 from orchestrator.api.planning import PlanningServicer
 from orchestrator.api.reading import RequestReader, deadline_s
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.membership.members import Members
 from orchestrator.observability.metrics_server import MetricsServer
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, Started
-from orchestrator.requests.tenants import Tenant, Tenants
+from orchestrator.requests.tenants import Tenants
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
@@ -81,11 +72,15 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateEvent]:
         """Stream a request's events up to its one end: Finished, or the status of its error; both at a deadline."""
         metadata = context.invocation_metadata() or ()
-        tenant = self._tenants.of(metadata)
-        end_s = deadline_s(request, context, self._clock)
-        spec = await self._reader.off_the_loop(request, partial(self._spec, request, end_s, tenant))
-        spec = replace(spec, by_chain=BY_CHAIN in metadata)
-        async with aclosing(self._controller.generate(spec)) as events:
+        read = partial(
+            self._reader.read,
+            request,
+            tenant=self._tenants.of(metadata),
+            end_s=deadline_s(request, context, self._clock),
+            by_chain=BY_CHAIN in metadata,
+        )
+        asked = await self._reader.off_the_loop(request, read)
+        async with aclosing(self._controller.generate(asked)) as events:
             async for event in events:
                 error = event.error if isinstance(event, Finished) else None
                 if error is None or isinstance(error, DeadlineExceededError):
@@ -109,23 +104,6 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
         return cluster_state_to_proto(await self._controller.state())
-
-    def _spec(self, request: pb.GenerateRequest, end_s: float | None, tenant: Tenant) -> GenerateSpec:
-        """Return the request as a spec for the controller, checked and tokenized. Blocks for long prompts."""
-        asked = self._reader.read(request)
-        params = asked.params
-        return GenerateSpec(
-            request_id=RequestId(request.request_id or uuid.uuid4().hex),
-            prompt_ids=asked.prompt_ids,
-            params=params if asked.is_seeded else replace(params, seed=secrets.randbits(64)),
-            outputs=asked.outputs,
-            ended=tuple(self._intake.end_of(output, params) for output in asked.outputs),
-            deadline_s=end_s,
-            echo=asked.echo,
-            priority=priority_from_proto(request.priority),
-            tenant=tenant,
-            exact=request.exact,
-        )
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:

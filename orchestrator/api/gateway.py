@@ -9,7 +9,6 @@ in threads.
 
 import asyncio
 import logging
-import uuid
 from collections.abc import AsyncIterator, Iterable
 from functools import partial
 from typing import Any, Self
@@ -132,14 +131,14 @@ class GatewayServicer:
 
     def _read(self, request: pb.GenerateRequest) -> tuple[pb.GenerateRequest, str]:
         """Return the request to send to the orchestrator, and the text with which the text of each choice begins."""
-        asked = self._reader.read(request)
+        read = self._reader.read(request)
         passed = pb.GenerateRequest()
         passed.CopyFrom(request)
-        passed.token_ids.ids[:] = asked.prompt_ids  # in place of prompt or chat
-        passed.request_id = request.request_id or uuid.uuid4().hex
+        passed.token_ids.ids[:] = read.prompt_ids  # in place of prompt or chat
+        passed.request_id = read.request_id
         passed.model = self._model  # token ids mean nothing to another model
         passed.echo = False  # decoding the ids does not always give the exact text
-        return passed, asked.echo
+        return passed, read.echo
 
     async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
         metadata = _passed_on(context.invocation_metadata() or ())

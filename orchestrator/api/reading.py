@@ -1,4 +1,4 @@
-"""Reads a client's request: checks every field, and turns the prompt into token ids.
+"""Reads a client's message into a `Request`: checks every field, and turns the prompt into token ids.
 
 Used by `orchestrator.api.frontend` and `orchestrator.api.gateway`; `orchestrator.api.checks` has the checks. Tokenizing
 a long prompt takes a while, so long requests are read in threads (`off_the_loop`), and the bytes that wait for these
@@ -6,9 +6,11 @@ threads are bounded.
 """
 
 import asyncio
+import secrets
 import threading
+import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -16,11 +18,14 @@ import grpc
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, RequestCancelledError, ResourceExhaustedError
+from baton.ids import RequestId
 from baton.process.memory import free_bytes
-from baton.proto_types import params_from_proto
+from baton.proto_types import params_from_proto, priority_from_proto
 from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
 from orchestrator.api.checks import Intake
+from orchestrator.requests.request import Request
+from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 
 Context = grpc.aio.ServicerContext[Any, Any]
 T = TypeVar("T")
@@ -42,20 +47,6 @@ _MARGIN_S = 0.1
 arrives."""
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A client's request for generation, checked against the model's limits."""
-
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    is_seeded: bool
-    """Whether the client has set the parameters' seed; if not, the server draws one."""
-    outputs: tuple[tuple[int, ...], ...]
-    """Tokens that the client of a resumed stream has, one tuple per choice; empty for a new request."""
-    echo: str
-    """Text with which the text of each choice begins."""
-
-
 class RequestReader:
     """Reads requests for one model. `read` may be called in any thread; `off_the_loop` belongs to one loop."""
 
@@ -66,31 +57,51 @@ class RequestReader:
         self._max_bytes = reading_bytes(free_bytes()) if max_bytes is None else max_bytes
         self._num_bytes = 0  # of requests that are being read off the loop
 
-    def read(self, request: pb.GenerateRequest) -> Asked:
-        """Return the request, checked and tokenized. Blocks for long prompts.
+    def read(
+        self,
+        message: pb.GenerateRequest,
+        *,
+        tenant: Tenant = DEFAULT_TENANT,
+        end_s: float | None = None,
+        by_chain: bool = False,
+    ) -> Request:
+        """Return the request, checked and tokenized, with an id and a seed where the client set none. Blocks for long
+        prompts.
 
-        Raises InvalidArgumentError that names the field, the value and the limit.
+        The tenant, the deadline `end_s` and `by_chain` are properties of the call. Raises InvalidArgumentError that
+        names the field, the value and the limit.
         """
         intake = self._intake
-        intake.check_names(request.request_id, request.model)
-        if request.echo and request.HasField("chat"):
+        intake.check_names(message.request_id, message.model)
+        if message.echo and message.HasField("chat"):
             raise InvalidArgumentError("echo with chat: an answer does not go on from a chat's text, leave it out")
-        params = params_from_proto(request.sampling) if request.HasField("sampling") else SamplingParams()
-        is_seeded = request.seeded or params.seed != 0
-        intake.check_num_outputs(len(request.outputs), params)
-        outputs = [output.token_ids for output in request.outputs]
-        intake.check_resumption(outputs, params, is_seeded)
-        prompt_ids = self._prompt_ids(request)
+        params = params_from_proto(message.sampling) if message.HasField("sampling") else SamplingParams()
+        is_seeded = message.seeded or params.seed != 0
+        intake.check_num_outputs(len(message.outputs), params)
+        intake.check_resumption([output.token_ids for output in message.outputs], params, is_seeded)
+        prompt_ids = self._prompt_ids(message)
         intake.check_sampling(params, len(prompt_ids))
-        echo = self._prompt_text(request, prompt_ids) if request.echo else ""
-        return Asked(prompt_ids, params, is_seeded, tuple(tuple(ids) for ids in outputs), echo)
+        outputs = tuple(tuple(output.token_ids) for output in message.outputs)
+        return Request(
+            request_id=RequestId(message.request_id or uuid.uuid4().hex),
+            prompt_ids=prompt_ids,
+            params=params if is_seeded else replace(params, seed=secrets.randbits(64)),
+            outputs=outputs,
+            ended=tuple(intake.end_of(output, params) for output in outputs),
+            deadline_s=end_s,
+            echo=self._prompt_text(message, prompt_ids) if message.echo else "",
+            priority=priority_from_proto(message.priority),
+            tenant=tenant,
+            by_chain=by_chain,
+            exact=message.exact,
+        )
 
-    async def off_the_loop(self, request: pb.GenerateRequest, read: Callable[[], T]) -> T:
+    async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
         """Return the result of `read`, which is called in a thread unless the request is short.
 
         Raises ResourceExhaustedError at once when too many bytes are being read, and any error of `read`.
         """
-        num_bytes = request.ByteSize()
+        num_bytes = message.ByteSize()
         if num_bytes <= _SHORT_BYTES:
             return read()
         self._take(num_bytes)
@@ -118,20 +129,20 @@ class RequestReader:
         if not reading.cancelled():
             reading.exception()  # else asyncio logs an error whose call has gone
 
-    def _prompt_ids(self, request: pb.GenerateRequest) -> tuple[int, ...]:
-        match request.WhichOneof("input"):
+    def _prompt_ids(self, message: pb.GenerateRequest) -> tuple[int, ...]:
+        match message.WhichOneof("input"):
             case "prompt":
-                return self._intake.encode_text(request.prompt)
+                return self._intake.encode_text(message.prompt)
             case "chat":
-                self._intake.check_num_messages(len(request.chat.messages))
-                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
+                self._intake.check_num_messages(len(message.chat.messages))
+                messages = [{"role": each.role, "content": each.content} for each in message.chat.messages]
                 return self._intake.encode_chat(messages)
             case "token_ids":
-                return self._intake.check_prompt_ids(request.token_ids.ids)
+                return self._intake.check_prompt_ids(message.token_ids.ids)
         raise InvalidArgumentError("input is not set: send prompt, chat or token_ids")
 
-    def _prompt_text(self, request: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
-        return request.prompt.decode() if request.HasField("prompt") else self._intake.decode(prompt_ids)
+    def _prompt_text(self, message: pb.GenerateRequest, prompt_ids: tuple[int, ...]) -> str:
+        return message.prompt.decode() if message.HasField("prompt") else self._intake.decode(prompt_ids)
 
 
 def reading_bytes(num_bytes_free: int) -> int:
@@ -145,10 +156,10 @@ def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:
     return read()
 
 
-def deadline_s(request: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
-    """Return the earlier of the request's deadline and, with a margin, the call's, on the clock's now_s(); None without
+def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
+    """Return the earlier of the message's deadline and, with a margin, the call's, on the clock's now_s(); None without
     any."""
-    left_s = [request.deadline_ms / 1000] if request.deadline_ms else []
+    left_s = [message.deadline_ms / 1000] if message.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))
     return clock.now_s() + min(left_s) if left_s else None

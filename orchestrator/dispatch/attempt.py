@@ -166,7 +166,7 @@ class Dispatcher:
 
     async def _find_kept(self, record: RequestRecord) -> GenerationGroup:
         present = self._members.present.generation  # drained groups too
-        groups = [each for each in present if each.ready and each.may_serve(exact=record.exact)]
+        groups = [each for each in present if each.ready and each.may_serve(exact=record.request.exact)]
         answers = await asyncio.gather(*(self._keeps(group, record.request_id) for group in groups))
         found = next((group for group, keeps in zip(groups, answers, strict=True) if keeps), None)
         if found is None:
@@ -295,7 +295,7 @@ class Dispatcher:
             request_id=record.request_id,
             attempt=record.attempt,
             num_tokens=record.num_tokens,
-            capacity_tokens=record.capacity_tokens,
+            capacity_tokens=record.request.capacity_tokens,
             ttl_s=self._config.lease_ttl_s,
             num_choices=record.num_slots,
             prefix_blocks=names,

@@ -70,7 +70,7 @@ class Metrics:
         for reason in finished.reasons:
             self._choices.labels(reason.value).inc()
         self._tokens.labels("input").inc(usage.num_prompt_tokens)
-        self._tokens.labels("output").inc(usage.num_output_tokens - record.num_given)
+        self._tokens.labels("output").inc(usage.num_output_tokens - record.request.num_given)
         self._cached.inc(usage.num_cached_tokens)
         self._attempts.inc(usage.num_attempts)
         self._request.observe(max(timings.finished_ns - timings.received_ns, 0) / 1e9)
@@ -78,11 +78,11 @@ class Metrics:
             self._first_token.observe(first_token_s)
         for stage, seconds in stages(timings):
             self._stages.labels(stage).observe(seconds)
-        num_between = usage.num_output_tokens - record.num_given - record.num_slots
+        num_between = usage.num_output_tokens - record.request.num_given - record.num_slots
         if num_between > 0:
             span_s = (record.last_token_ns - record.first_token_ns) / 1e9
             self._token.observe(max(span_s, 0.0) * record.num_slots / num_between)
-        if timings.placement is not None and timings.leased_ns and not record.num_given:
+        if timings.placement is not None and timings.leased_ns and not record.request.num_given:
             self._decisions.labels(timings.placement.reason).inc()
         self._prefilled(timings)
         if usage.num_attempts == 1:

@@ -55,9 +55,9 @@ class Chooser:
         """
         found = await self._find(self.generation(record), record, self._config.generation_wait_s)
         if found is None:
-            kind = "exact generation group" if record.exact else "generation group"
+            kind = "exact generation group" if record.request.exact else "generation group"
             raise NoGroupError(
-                f"no {kind} had a free slot of {record.capacity_tokens} tokens within "
+                f"no {kind} had a free slot of {record.request.capacity_tokens} tokens within "
                 f"{self._config.generation_wait_s:g} s: see the workers' state, or try again later"
             )
         return found
@@ -77,8 +77,8 @@ class Chooser:
 
     def blocks(self, record: RequestRecord, layout_fingerprint: str) -> PromptBlocks:
         """Return the blocks of all tokens whose KV an attempt has to make."""
-        token_ids = (*record.prompt_ids, *record.output_ids)
-        return PromptBlocks.of(token_ids, self._config.block_tokens, layout_fingerprint, record.prefix_salt)
+        token_ids = (*record.request.prompt_ids, *record.output_ids)
+        return PromptBlocks.of(token_ids, self._config.block_tokens, layout_fingerprint, record.request.prefix_salt)
 
     async def find_prefill(
         self, generation: GenerationGroup, record: RequestRecord, blocks: PromptBlocks, uses_cached: bool
@@ -146,7 +146,9 @@ class Chooser:
         groups = [
             group
             for group in self._members.view.generation
-            if group.ready and group.may_serve(exact=record.exact) and group.max_slot_tokens >= record.capacity_tokens
+            if group.ready
+            and group.may_serve(exact=record.request.exact)
+            and group.max_slot_tokens >= record.request.capacity_tokens
         ]
         load = self._members.load
         roomy = [group for group in groups if load(group.name).num_slots + record.num_slots <= group.num_slots]
@@ -221,4 +223,4 @@ class Chooser:
 
 
 def _way(record: RequestRecord, config: OrchestratorConfig) -> Disaggregation:
-    return "always" if record.by_chain else config.disaggregation
+    return "always" if record.request.by_chain else config.disaggregation

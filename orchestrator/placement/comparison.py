@@ -35,7 +35,7 @@ _ALIKE_S = 1e-3
 def choose_generation(
     view: ClusterView,
     load_of: LoadOf,
-    request: RequestRecord,
+    record: RequestRecord,
     avoid: Collection[object],
     cost_of: CostOf = lambda group: 0.0,
 ) -> GenerationGroup | None:
@@ -49,9 +49,9 @@ def choose_generation(
         for group in view.generation
         if group.ready
         and group.life not in avoid
-        and group.may_serve(exact=request.exact)
-        and group.max_slot_tokens >= request.capacity_tokens
-        and load_of(group.name).num_slots + request.num_slots <= group.num_slots
+        and group.may_serve(exact=record.request.exact)
+        and group.max_slot_tokens >= record.request.capacity_tokens
+        and load_of(group.name).num_slots + record.num_slots <= group.num_slots
     ]
     if len(groups) < 2:
         return groups[0] if groups else None

@@ -57,7 +57,7 @@ class Prospects:
         outlook, start = self._outlook, self._cached_tokens(group.prefix_store)
         if start not in self._chains:
             tokens = TokenRange(start, self._record.num_tokens)
-            self._chains[start] = outlook.policy.chains(tokens, self._record.tenant)
+            self._chains[start] = outlook.policy.chains(tokens, self._record.request.tenant)
         pending = outlook.members.backlogs.pending(group.life, now_s)
         plan = self._chains[start].plan(len(group.endpoints), pending, now_s)
         own_s = plan.choice.predicted_s or 0.0

@@ -19,7 +19,7 @@ from baton.ids import RequestId
 from baton.results import Placement, RankTiming, Timings, Usage, WidthChoice
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
-from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
+from orchestrator.requests.request import Request
 
 
 class RequestState(Enum):
@@ -127,19 +127,9 @@ class RequestRecord:
     retried choice by choice, as `branches`.
     """
 
-    request_id: RequestId
-    prompt_ids: tuple[int, ...]
-    params: SamplingParams
-    """Sampling parameters of the whole request."""
+    request: Request
     choices: tuple[Choice, ...]
     received_ns: int
-    resumed: bool = False
-    """Whether the client resumes a stream of an earlier orchestrator, which a generation group may still run."""
-    num_given: int = 0
-    """Number of output tokens, over all choices, that the client had when the request came."""
-    forecast_s: float = 0.0
-    """Seconds from leaving the queue to the first token, as predicted when the request came; 0 when there was no
-    prediction."""
     first_seen_ns: int = 0
     """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
     admitted_ns: int = 0
@@ -152,19 +142,8 @@ class RequestRecord:
     """The choice of this attempt's number of prefill ranks; None when the generation group prefills by itself."""
     placement: Placement | None = None
     """Which workers prefill in this attempt, and why; None before that is decided."""
-    by_chain: bool = False
-    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
-    faster."""
-    exact: bool = False
-    """Whether only generation groups that attend to all tokens may serve the request: its client asked for that, or was
-    told that it is so."""
     residency: str = ""
     """Name of the residency policy of this attempt's generation group; empty before the attempt has a group."""
-    tenant: Tenant = DEFAULT_TENANT
-    """The tenant that sent the request."""
-    prefix_salt: str = ""
-    """Salt in the names of the prompt's blocks: the request shares cached prefixes only with requests of the same
-    salt."""
     num_cached_tokens: int = 0
     """Number of first tokens whose KV was cached, so that this attempt's prefill begins behind them."""
     attempt: int = 1
@@ -173,20 +152,16 @@ class RequestRecord:
     """Lives of groups that failed this request."""
 
     @classmethod
-    def of(
-        cls,
-        request_id: RequestId,
-        prompt_ids: tuple[int, ...],
-        params: SamplingParams,
-        received_ns: int,
-        *,
-        outputs: Sequence[Sequence[int]] = (),
-    ) -> Self:
-        """Return the record of a request whose client has `outputs`, one list per choice; empty for a new request."""
-        lists = outputs or [()] * params.n
-        choices = tuple(Choice(index, params.of_choice(index), list(ids)) for index, ids in enumerate(lists))
-        num_given = sum(len(ids) for ids in lists)
-        return cls(request_id, prompt_ids, params, choices, received_ns, resumed=bool(outputs), num_given=num_given)
+    def of(cls, request: Request, received_ns: int) -> Self:
+        """Return the record of a request that has just come; its choices go on after the tokens that the client has."""
+        lists = request.outputs or [()] * request.params.n
+        choices = [Choice(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
+        return cls(request, tuple(choices), received_ns)
+
+    @property
+    def request_id(self) -> RequestId:
+        """Return the request's id."""
+        return self.request.request_id
 
     @property
     def output_ids(self) -> list[int]:
@@ -201,7 +176,7 @@ class RequestRecord:
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens whose KV an attempt that starts now has to make."""
-        return len(self.prompt_ids) + len(self.output_ids)
+        return len(self.request.prompt_ids) + len(self.output_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -209,14 +184,9 @@ class RequestRecord:
         return sum(len(choice.output_ids) for choice in self.choices)
 
     @property
-    def capacity_tokens(self) -> int:
-        """Return the number of tokens that each of the request's slots must hold at its end."""
-        return len(self.prompt_ids) + self.params.max_tokens
-
-    @property
     def wants_prompt_scores(self) -> bool:
         """Return whether the prefill must also score the prompt's tokens; the scores come with the first token."""
-        return self.params.prompt_logprobs is not None and not self.choices[0].output_ids
+        return self.request.params.prompt_logprobs is not None and not self.choices[0].output_ids
 
     @property
     def is_complete(self) -> bool:
@@ -277,13 +247,16 @@ class RequestRecord:
         choice.finish = event.finish
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
+    def see_token(self, now_ns: int) -> None:
+        """Record that a token is passed on now, by the orchestrator's own clock."""
+        self.first_seen_ns = self.first_seen_ns or now_ns
+
     def branches(self) -> "list[RequestRecord]":
         """Return a record for each choice that has not ended; from now on each is retried by itself."""
         return [
             replace(
                 self,
-                request_id=RequestId(f"{self.request_id}/{choice.index}"),
-                params=choice.params,
+                request=self.request.of_choice(choice.index, choice.params),
                 choices=(choice,),
                 avoid=Blamed(self.avoid),
             )
@@ -306,8 +279,8 @@ class RequestRecord:
         `reason` is the end of choices that have not ended by themselves, and `error` the failure that ended them.
         """
         self.advance(RequestMove.FINISH)
-        num_cached = min(self.num_cached_tokens, len(self.prompt_ids))
-        usage = Usage(len(self.prompt_ids), self.num_output_tokens, self.attempt, num_cached)
+        num_cached = min(self.num_cached_tokens, len(self.request.prompt_ids))
+        usage = Usage(len(self.request.prompt_ids), self.num_output_tokens, self.attempt, num_cached)
         timings = Timings(
             received_ns=self.received_ns,
             admitted_ns=self.admitted_ns,

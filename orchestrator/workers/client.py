@@ -66,7 +66,7 @@ class PrefillPlan:
             attempt=record.attempt,
             ranks=chain.ranks,
             chunks=[range_to_proto(chunk) for chunk in chain.chunks],
-            history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+            history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
             lease=lease_to_proto(self.lease),
             due_s=chain.job.due_s,
             layer_s=chain.layer_s,
@@ -322,11 +322,11 @@ def stream_request(
     """Return the message that asks a generation group for an attempt's stream."""
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
-        history=history_to_proto(record.prompt_ids, record.output_ids, record.params),
+        history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
         lease=None if lease is None else lease_ref_to_proto(lease.ref),
         keep_s=config.lease_ttl_s,
         number=number,
-        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.prefix_salt),
+        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.request.prefix_salt),
     )
 
 
@@ -335,7 +335,7 @@ def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb
     outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
     return generate_pb2.StreamRequest(
         request_id=record.request_id,
-        history=history_to_proto(record.prompt_ids, (), record.params),
+        history=history_to_proto(record.request.prompt_ids, (), record.request.params),
         number=number,
         takeover=generate_pb2.Takeover(outputs=outputs),
     )

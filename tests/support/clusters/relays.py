@@ -17,8 +17,9 @@ from baton.v1 import generate_pb2, prefill_pb2
 from deploy.commands.local_relay import running_controller
 from deploy.config.worker import LocalConfig
 from deploy.groups.cluster import LocalCluster
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished
+from orchestrator.requests.request import Request
 
 CLOCK = SystemClock()
 
@@ -90,7 +91,7 @@ async def ask(
 
 def open_stream(relay: Relay, prompt_ids: tuple[int, ...], params: SamplingParams) -> AsyncGenerator[Event, None]:
     """A request's events as they come."""
-    return relay.controller.generate(GenerateSpec(RequestId(uuid.uuid4().hex), prompt_ids, params))
+    return relay.controller.generate(Request(RequestId(uuid.uuid4().hex), prompt_ids, params))
 
 
 async def slots_in_use(relay: Relay) -> tuple[int, int]:

@@ -11,13 +11,14 @@ from baton.errors import DeadlineExceededError, ResourceExhaustedError, Unavaila
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
-from orchestrator.controller import Controller, GenerateSpec
+from orchestrator.controller import Controller
 from orchestrator.requests.record import Event, Finished, Started
+from orchestrator.requests.request import Request
 from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
 
-SPEC = GenerateSpec(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
+SPEC = Request(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
 LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
 
 
@@ -28,7 +29,7 @@ async def running() -> AsyncIterator[Relay]:
         await made.until_empty()
 
 
-async def events_of(controller: Controller, spec: GenerateSpec) -> list[Event]:
+async def events_of(controller: Controller, spec: Request) -> list[Event]:
     return [event async for event in controller.generate(spec)]
 
 

@@ -14,6 +14,7 @@ from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
 from tests.support.clusters.planners import deciding_planner, linear_planner
 from tests.support.manual_clock import ManualClock
 
@@ -118,7 +119,8 @@ def settled_factor(measured_s: float) -> float:
 
 
 def request(num_tokens: int, **params: int) -> RequestRecord:
-    return RequestRecord.of(RequestId("r"), tuple(range(num_tokens)), SamplingParams(**params), 0)  # type: ignore[arg-type]
+    sampling = SamplingParams(**params)  # type: ignore[arg-type]
+    return RequestRecord.of(Request(RequestId("r"), tuple(range(num_tokens)), sampling), 0)
 
 
 @dataclass
@@ -134,7 +136,7 @@ class Cluster:
         self.chooser = Chooser(self.members, linear_planner(), ManualClock(100.0), self.config)
 
     def chain_s(self, record: RequestRecord) -> float:
-        return ChainForecast(self.members, self.chooser).chain_s(record)
+        return ChainForecast(self.chooser).of(record).cautious_s
 
     def book(self, job: Pending) -> None:
         self.members.backlogs.add(GROUP.life, JobId(1), job, 100.0)
@@ -157,10 +159,10 @@ def test_a_short_prompt_overtakes_where_the_ranks_serve_elastically() -> None:
 def test_what_is_cached_need_not_be_computed() -> None:
     cluster = Cluster()
     record = request(200)
-    blocks = PromptBlocks.of(record.prompt_ids, 32, "layout", record.prefix_salt)
+    blocks = PromptBlocks.of(record.request.prompt_ids, 32, "layout", record.request.prefix_salt)
     cluster.chooser.prefixes.use(GROUP.prefix_store, blocks.names)
     assert cluster.chain_s(record) < 0.01  # 8 of 200 tokens are left
-    assert cluster.chain_s(replace(record, prefix_salt="another")) > 0.08
+    assert cluster.chain_s(replace(record, request=replace(record.request, prefix_salt="another"))) > 0.08
 
 
 @pytest.mark.parametrize("prefill", [(), (replace(GROUP, ready=False),)])
@@ -175,7 +177,7 @@ def test_the_best_group_that_could_take_it_counts() -> None:
     cluster.chooser = Chooser(cluster.members, deciding_planner(speed=2.0), ManualClock(100.0), STATIC)
     cluster.members.update(ClusterView((), (away, full, *cluster.members.view.generation)))
     for group in (away, full):
-        names = PromptBlocks.of(record.prompt_ids, 32, group.layout_fingerprint, record.prefix_salt).names
+        names = PromptBlocks.of(record.request.prompt_ids, 32, group.layout_fingerprint, "").names
         cluster.chooser.prefixes.use(group.prefix_store, names)
     assert cluster.chain_s(record) > 0.08  # nothing is cached at the one group with room
     cluster.members.update(ClusterView((), (away, full)))
@@ -195,10 +197,11 @@ def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> Re
 
 def test_predictions_are_corrected_by_what_requests_took() -> None:
     cluster, record = Cluster(), request(200)
-    forecast = ChainForecast(cluster.members, cluster.chooser)
-    alone_s = forecast.chain_s(record)
-    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), int(9e9))
-    assert forecast.chain_s(request(200)) == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
+    forecast = ChainForecast(cluster.chooser)
+    made = forecast.of(record)
+    alone_s = made.predicted_s
+    forecast.ended(ended(record, 5.0, 5.0 + 3 * alone_s), made, int(9e9))
+    assert forecast.of(request(200)).cautious_s == pytest.approx(factor_after(alone_s, 3 * alone_s) * alone_s, rel=1e-6)
 
 
 def factor_after(predicted_s: float, measured_s: float) -> float:
@@ -210,17 +213,26 @@ def factor_after(predicted_s: float, measured_s: float) -> float:
 @pytest.mark.parametrize("waited", [0.5, 4.0])
 def test_a_request_without_a_token_tells_that_it_takes_longer(waited: float) -> None:
     cluster, record = Cluster(), request(200)
-    forecast = ChainForecast(cluster.members, cluster.chooser)
-    alone_s = forecast.chain_s(record)
-    forecast.ended(ended(record, 5.0, None), int((5.0 + waited * alone_s) * 1e9))
+    forecast = ChainForecast(cluster.chooser)
+    made = forecast.of(record)
+    alone_s = made.predicted_s
+    forecast.ended(ended(record, 5.0, None), made, int((5.0 + waited * alone_s) * 1e9))
     factor = factor_after(alone_s, waited * alone_s) if waited > 1 else 1.0
-    assert forecast.chain_s(request(200)) == pytest.approx(factor * alone_s, rel=1e-6)
+    assert forecast.of(request(200)).cautious_s == pytest.approx(factor * alone_s, rel=1e-6)
 
 
-@pytest.mark.parametrize("spoilt", [{"attempt": 2}, {"forecast_s": 0.0}, {"leased_ns": 0}])
-def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: dict[str, int]) -> None:
+@pytest.mark.parametrize("spoilt", ["retried", "not predicted", "not placed"])
+def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: str) -> None:
     cluster, record = Cluster(), request(200)
-    forecast = ChainForecast(cluster.members, cluster.chooser)
-    alone_s = forecast.chain_s(record)
-    forecast.ended(replace(ended(record, 5.0, 50.0), **spoilt), int(60e9))  # type: ignore[arg-type]
-    assert forecast.chain_s(request(200)) == pytest.approx(alone_s)
+    forecast = ChainForecast(cluster.chooser)
+    made = forecast.of(record)
+    alone_s = made.predicted_s
+    ended(record, 5.0, 50.0)
+    if spoilt == "retried":
+        record.attempt = 2
+    elif spoilt == "not placed":
+        record.leased_ns = 0
+    else:
+        made = replace(made, predicted_s=0.0)
+    forecast.ended(record, made, int(60e9))
+    assert forecast.of(request(200)).cautious_s == pytest.approx(alone_s)

@@ -12,9 +12,11 @@ from statistics import mean
 import pytest
 
 from baton.errors import ResourceExhaustedError
-from orchestrator.admission.gate import Admission, Demand, Entry
+from orchestrator.admission.fair_queue import FairQueue
+from orchestrator.admission.gate import Admission, Entry
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
+from tests.support.clusters.asked import asking
 from tests.support.manual_clock import ManualClock
 
 NUM_SLOTS = 8
@@ -58,7 +60,7 @@ class Server:
     """By tenant; those among them whose place in the queue was given away."""
 
     def __post_init__(self) -> None:
-        self.admission = Admission(self.config, self.clock)
+        self.admission = Admission(self.config, self.clock, FairQueue())
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._waiting: list[Asked] = []
@@ -90,7 +92,7 @@ class Server:
         now_s = self.clock.now_s()
         deadline_s = None if patience_s is None else now_s + patience_s
         try:
-            entry = self.admission.join(Demand(100, tenant=tenant, deadline_s=deadline_s), lambda: SERVICE_S)
+            entry = self.admission.join(asking(100, tenant=tenant, deadline_s=deadline_s), SERVICE_S)
         except ResourceExhaustedError:
             self.refused[tenant.name] += 1
             return

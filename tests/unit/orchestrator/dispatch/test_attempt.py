@@ -18,12 +18,12 @@ from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
-from orchestrator.controller import GenerateSpec
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished, RequestRecord
+from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from orchestrator.workers.client import Clients
 from planning.cost_model import CostModel
@@ -89,7 +89,7 @@ async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(recei
     group = GenerationGroup("g", endpoint, "layout", num_slots=1, max_slot_tokens=100)
     members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
     dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
-    record = RequestRecord.of(RequestId("r"), (1, 2, 3), PARAMS, received_ns=0)
+    record = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), PARAMS), received_ns=0)
     record.admit(1)
     attempt = asyncio.create_task(dispatcher.attempt(record, ignore))
     await held.asked.wait()
@@ -207,7 +207,7 @@ async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank()
     async with relay(num_ranks=1, planner=SLOW) as made:
 
         async def ask(number: int, tenant: str) -> Finished:
-            spec = GenerateSpec(RequestId(f"{number}"), prompt(40, number), PARAMS, tenant=Tenant(tenant))
+            spec = Request(RequestId(f"{number}"), prompt(40, number), PARAMS, tenant=Tenant(tenant))
             events = [event async for event in made.server.controller.generate(spec)]
             ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
             assert ids == reference_ids(made.decoder, prompt(40, number), PARAMS)

@@ -11,16 +11,16 @@ from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from generate_workers.residency.traits import POLICIES
-from orchestrator.controller import GenerateSpec
 from orchestrator.membership.members import ClusterView, GenerationGroup, Load, NoGroupError
 from orchestrator.placement.comparison import choose_generation
 from orchestrator.requests.record import Finished, RequestRecord, Started
+from orchestrator.requests.request import Request
 from tests.support.clusters.orchestrators import HASTY, Relay, relay
 from tests.support.engines.generation import prompt
 from tests.support.engines.prefixes import blocks_in, prefix_folder
 
 PARAMS = SamplingParams(max_tokens=6, seed=4, ignore_eos=True)
-SPEC = GenerateSpec(RequestId("r"), prompt(20), PARAMS)
+SPEC = Request(RequestId("r"), prompt(20), PARAMS)
 EXACT = GenerationGroup("e", "h:1", "layout", num_slots=4, max_slot_tokens=100, residency="device")
 APPROXIMATE = replace(EXACT, name="a", endpoint="h:2", residency="infinigen", is_approximate=True)
 
@@ -42,8 +42,7 @@ def say(running: Relay, *approximate: int) -> None:
 
 
 def chosen(*groups: GenerationGroup, exact: bool) -> GenerationGroup | None:
-    record = RequestRecord.of(RequestId("r"), (1, 2, 3), PARAMS, received_ns=0)
-    record.exact = exact
+    record = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), PARAMS, exact=exact), received_ns=0)
     return choose_generation(ClusterView(generation=groups), lambda name: Load(), record, ())
 
 

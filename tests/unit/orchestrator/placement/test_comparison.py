@@ -12,6 +12,7 @@ from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import Chain, LoadOf, choose_generation, choose_prefill, compare
 from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
 from tests.support.clusters.planners import linear_planner
 
 A = GenerationGroup("a", "h:1", "layout", num_slots=2, max_slot_tokens=100)
@@ -19,7 +20,7 @@ B = replace(A, name="b", endpoint="h:2", num_slots=4)
 P = PrefillGroup("p", ("h:3",), Epoch(1))
 Q = PrefillGroup("q", ("h:4",), Epoch(1))
 WIDE = PrefillGroup("w", ("h:5", "h:6"), Epoch(1))
-REQUEST = RequestRecord.of(RequestId("r"), tuple(range(90)), SamplingParams(max_tokens=10), received_ns=0)
+REQUEST = RequestRecord.of(Request(RequestId("r"), tuple(range(90)), SamplingParams(max_tokens=10)), received_ns=0)
 
 
 def terms(
@@ -56,7 +57,7 @@ def test_the_most_free_slots_win() -> None:
 
 
 def test_choices_need_as_many_slots() -> None:
-    three = RequestRecord.of(RequestId("r"), (1,), SamplingParams(max_tokens=10, n=3), received_ns=0)
+    three = RequestRecord.of(Request(RequestId("r"), (1,), SamplingParams(max_tokens=10, n=3)), received_ns=0)
     view = ClusterView(generation=(A, B))
     assert choose_generation(view, loads({}), three, ()) == B
     assert choose_generation(view, loads({"b": Load(num_slots=2)}), three, ()) is None

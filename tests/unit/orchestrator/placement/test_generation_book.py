@@ -8,6 +8,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenEvent
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.requests.record import RequestMove, RequestRecord
+from orchestrator.requests.request import Request
 from tests.support.clusters.planners import linear_planner
 
 NOW_S = 1000.0
@@ -16,7 +17,7 @@ TERMS = PlacementTerms(queue_s=0.0, prefill_s=2.0, steps_s=0.0, transfer_s=0.0, 
 
 def record(num_choices: int = 1) -> RequestRecord:
     """Admitted, and placed now."""
-    made = RequestRecord.of(RequestId("r"), (1, 2, 3), SamplingParams(n=num_choices), int(NOW_S * 1e9))
+    made = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), SamplingParams(n=num_choices)), int(NOW_S * 1e9))
     made.admit(int(NOW_S * 1e9))
     made.place(int(NOW_S * 1e9))
     return made

@@ -19,6 +19,7 @@ from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
 from planning.cost_model import CostModel
 from planning.local_prefill import LocalPrefill
 from planning.planner import ChainPlanner
@@ -37,7 +38,8 @@ def alone_s(num_tokens: int) -> float:
 
 
 def request(num_tokens: int, params: SamplingParams = PARAMS, first: int = 0) -> RequestRecord:
-    record = RequestRecord.of(RequestId(f"r{first}"), tuple(range(first, first + num_tokens)), params, received_ns=0)
+    asked = Request(RequestId(f"r{first}"), tuple(range(first, first + num_tokens)), params)
+    record = RequestRecord.of(asked, received_ns=0)
     record.admit(1)
     return record
 

@@ -15,9 +15,9 @@ from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent, TokenRange
 from modeling.prefix_store.node import DiskPlace
-from orchestrator.controller import GenerateSpec
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.orchestrators import Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
@@ -185,7 +185,7 @@ async def test_isolated_tenants_share_no_answers(folder: Path, isolated: bool, n
     cached: list[int] = []
     async with keeping(folder if num_ranks else None, folder, config=config, num_ranks=num_ranks) as made:
         for tenant in ("a", "b", "a"):
-            spec = GenerateSpec(RequestId(f"{len(cached)}"), FIRST, PARAMS, tenant=Tenant(tenant))
+            spec = Request(RequestId(f"{len(cached)}"), FIRST, PARAMS, tenant=Tenant(tenant))
             events = [event async for event in made.server.controller.generate(spec)]
             ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
             assert ids == reference_ids(made.decoder, FIRST, PARAMS)
@@ -260,7 +260,7 @@ async def test_a_deadline_that_passes_while_an_answer_is_stored_is_nobody_s(fold
         assert store is not None
         deadline_s = made.server.controller._clock.now_s() + 0.9
         with store.locked():
-            spec = GenerateSpec(RequestId("r"), FIRST, SHORT, deadline_s=deadline_s)
+            spec = Request(RequestId("r"), FIRST, SHORT, deadline_s=deadline_s)
             *_, finished = [event async for event in made.server.controller.generate(spec)]
         assert isinstance(finished, Finished)
         assert (finished.error, [reason.value for reason in finished.reasons]) == (None, ["length"])

@@ -13,9 +13,9 @@ from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent, TokenRange
-from orchestrator.controller import GenerateSpec
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
+from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
 from tests.support.clusters.orchestrators import Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
@@ -115,7 +115,7 @@ async def test_isolated_tenants_share_nothing(folder: Path, isolated: bool) -> N
     cached: list[int] = []
     async with relay(config=config, prefix_folder=folder) as made:
         for tenant in ("a", "b", "b", "a"):
-            spec = GenerateSpec(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
+            spec = Request(RequestId(f"{len(cached)}"), SHARED, PARAMS, tenant=Tenant(tenant))
             events = [event async for event in made.server.controller.generate(spec)]
             ids = [event.token.token_id for event in events if isinstance(event, TokenEvent) and event.token]
             assert ids == reference_ids(made.decoder, SHARED, PARAMS)

@@ -10,11 +10,12 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
 from orchestrator.requests.record import TRANSITIONS, RequestMove, RequestRecord, RequestState
+from orchestrator.requests.request import Request
 
 
 def record(output_ids: tuple[int, ...] = ()) -> RequestRecord:
     outputs = (output_ids,) if output_ids else ()
-    return RequestRecord.of(RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=9), 5, outputs=outputs)
+    return RequestRecord.of(Request(RequestId("r"), (1, 2, 3), SamplingParams(max_tokens=9), outputs), 5)
 
 
 def token(index: int, unix_ns: int = 50) -> TokenEvent:
@@ -91,7 +92,7 @@ def test_a_second_end_is_a_bug() -> None:
 def test_a_retry_goes_on_after_the_tokens_that_were_sent() -> None:
     made = streaming()
     made.retry()
-    assert (made.state, made.attempt, made.num_tokens, made.capacity_tokens) == (RequestState.PLACING, 2, 4, 12)
+    assert (made.state, made.attempt, made.num_tokens, made.request.capacity_tokens) == (RequestState.PLACING, 2, 4, 12)
     made.place(80)
     made.accept(token(1, unix_ns=90))
     assert made.output_ids == [40, 41]
@@ -108,7 +109,7 @@ def test_a_token_twice_or_missing_is_refused(index: int) -> None:
 
 def of_choices(n: int, outputs: tuple[tuple[int, ...], ...] = ()) -> RequestRecord:
     params = SamplingParams(max_tokens=9, n=n, seed=7)
-    made = RequestRecord.of(RequestId("r"), (1, 2, 3), params, 5, outputs=outputs)
+    made = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), params, outputs), 5)
     made.admit(10)
     made.place(20)
     return made
@@ -144,7 +145,7 @@ def test_a_failed_attempt_of_several_choices_goes_on_choice_by_choice() -> None:
     made.retry()
     first, second = made.branches()
     assert [branch.request_id for branch in (first, second)] == ["r/0", "r/1"]
-    assert [branch.params.seed for branch in (first, second)] == [7, 8]
+    assert [branch.request.params.seed for branch in (first, second)] == [7, 8]
     assert [branch.num_tokens for branch in (first, second)] == [3, 4]
     for branch in (first, second):
         branch.place(30)
@@ -162,4 +163,4 @@ def test_an_end_with_choices_that_have_not_ended_is_a_bug() -> None:
 
 def test_a_resumed_request_goes_on_after_each_choice_s_tokens() -> None:
     made = of_choices(2, outputs=((40,), ()))
-    assert (made.resumed, made.is_apart, made.num_output_tokens) == (True, True, 1)
+    assert (made.request.is_resumed, made.is_apart, made.num_output_tokens) == (True, True, 1)

@@ -12,10 +12,11 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
+from orchestrator.requests.request import Request
 from orchestrator.workers.client import Clients
 from transport.channel import bind, make_server
 
-RECORD = RequestRecord.of(RequestId("r"), (1, 2), SamplingParams(), received_ns=0)
+RECORD = RequestRecord.of(Request(RequestId("r"), (1, 2), SamplingParams()), received_ns=0)
 NUMBER = StreamNumber(1)
 
 

@@ -87,7 +87,7 @@ def test_what_is_accepted_fits_into_a_command(
         read = READER.read(request)
     except InvalidArgumentError:
         return
-    record = RequestRecord.of(RequestId(request_id), read.prompt_ids, read.params, 0, outputs=read.outputs)
+    record = RequestRecord.of(read, 0)
     records = [record, *record.branches()]
     commands = [stream_request(each, NUMBER, CONFIG, LEASE) for each in records]
     commands.append(takeover_request(record, NUMBER))
