@@ -39,14 +39,14 @@ def test_every_row_is_compared_with_the_other_checkouts(
 
 
 @pytest.mark.parametrize(
-    ("here_ms", "there_ms", "metric", "status"),
-    [(10.0, 9.6, "step_ms", 0), (10.0, 9.4, "step_ms", 1), (9.4, 10.0, "tokens_s", 1), (9.4, 10.0, "step_ms", 0)],
+    ("values", "metric", "status"),
+    [((10, 9.6), "step_ms", 0), ((10, 9.4), "step_ms", 1), ((9.4, 10), "tokens_s", 1), ((9.4, 10), "step_ms", 0)],
 )
 def test_the_bar_is_a_ratio_that_knows_what_is_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, here_ms: float, there_ms: float, metric: str, status: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: tuple[float, float], metric: str, status: int
 ) -> None:
-    here = checkout(tmp_path / "here", here_ms, metric=metric)
-    there = checkout(tmp_path / "there", there_ms, metric=metric)
+    here = checkout(tmp_path / "here", values[0], metric=metric)
+    there = checkout(tmp_path / "there", values[1], metric=metric)
     assert compare(here, "--bars", "--pairs", "1", str(there), "one", monkeypatch=monkeypatch) == status
 
 
