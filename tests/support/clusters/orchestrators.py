@@ -170,6 +170,8 @@ class Relay:
     """Where the generation groups do, up to as much; the same one for those of the same node."""
     prefix_disk: DiskPlace | None = None
     """Of all of them."""
+    residency: str = "device"
+    """Policy of the generation groups."""
     fronts: dict[int, str] = field(default_factory=dict)
     """By a worker's port, what the orchestrator is told instead of it: host:port of what stands before it."""
     metadata: tuple[tuple[str, str], ...] = ()
@@ -194,7 +196,10 @@ class Relay:
 
     async def add_group(self) -> None:
         decoder, gate = self._gated()
-        config = EngineConfig(num_slots=self.num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=self.num_slots)
+        num_slots = self.num_slots
+        config = EngineConfig(
+            num_slots=num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=num_slots, residency=self.residency
+        )
         server = await GenerationServer.start(
             decoder,
             letter_tokenizer(),
@@ -355,13 +360,14 @@ async def relay(
     prefix_bytes: int = 1 << 30,
     group_folder: Path | None = None,
     prefix_disk: DiskPlace | None = None,
+    residency: str = "device",
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
-    made.prefix_disk = prefix_disk
+    made.prefix_disk, made.residency = prefix_disk, residency
     try:
         for _ in range(num_ranks):
             await made.add_rank()

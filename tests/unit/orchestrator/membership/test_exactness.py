@@ -10,7 +10,6 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
-from generate_workers.residency.traits import POLICIES
 from orchestrator.membership.members import ClusterView, GenerationGroup, Load, NoGroupError
 from orchestrator.placement.comparison import choose_generation
 from orchestrator.requests.record import Finished, RequestRecord, Started
@@ -96,15 +95,15 @@ async def test_what_was_said_at_the_start_binds_later_attempts(running: Relay) -
     running.members.update(running.view())
 
 
-@pytest.mark.parametrize("approximate", [False, True])
-async def test_what_an_approximate_group_has_made_is_not_stored_for_others(approximate: bool) -> None:
+@pytest.mark.parametrize("residency", ["device", "int4"])
+async def test_what_an_approximate_group_has_made_is_not_stored_for_others(residency: str) -> None:
     """Who shares a prefix may have asked for exact tokens."""
     with prefix_folder() as folder:
-        async with relay(num_ranks=0, config=replace(HASTY, block_tokens=16), group_folder=folder) as made:
-            made.groups[0].slots.memory.residency.traits = POLICIES["int4" if approximate else "device"]  # type: ignore[misc]
+        config = replace(HASTY, block_tokens=16)
+        async with relay(num_ranks=0, config=config, group_folder=folder, residency=residency) as made:
             await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
             await made.until_empty(within_s=5.0)  # what is to be stored is by then
-            assert bool(blocks_in(folder)) != approximate
+            assert bool(blocks_in(folder)) == (residency == "device")
 
 
 async def test_metrics_and_state_name_each_group_s_policy(running: Relay) -> None:
