@@ -123,11 +123,9 @@ class _Rollout:
 
     def _groups(self) -> "tuple[GroupState, ...]":
         from baton.proto_types import cluster_state_from_proto
-        from baton.status import translate_rpc_errors
         from baton.v1 import orchestrator_pb2
 
-        with translate_rpc_errors():
-            state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
+        state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
         return cluster_state_from_proto(state).groups
 
     def _is_last_to_generate(self, name: str) -> bool:
