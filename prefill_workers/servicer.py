@@ -39,17 +39,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class PushOutlet:
-    """Implements KvOutlet by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store.
-
-    The slot has the first `num_present` tokens already: only later tokens are pushed. Called on the engine's thread;
-    `firsts` is read once the job is computed.
-    """
+    """Implements KvOutlet by a push session and, on a rank that keeps the prompt's KV, by filling the prefix store."""
 
     def __init__(self, session: PushSession, num_present: int, filling: PrefixFilling | None = None) -> None:
-        self.firsts: tuple[SampledToken, ...] = ()
-        self._session = session
         self.num_present = num_present
-        self._filling = filling
+        self.firsts: tuple[SampledToken, ...] = ()
+        """Each choice's next token, on the last rank once the job is computed."""
+        self._session, self._filling = session, filling
 
     def push(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Offer the rows that the slot lacks to the push session, and hold all rows for the prefix store."""
@@ -75,15 +71,11 @@ class PushOutlet:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine.
-
-    `host` is the address of the interface that the links use. `prefixes` is the node's prefix store; None: it keeps
-    none.
-    """
+    """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `prefixes`
+    the node's prefix store, if it keeps one."""
 
     def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
-        self._engine = engine
-        self._host = host
+        self._engine, self._host = engine, host
         self.prefixes = prefixes
         self._channels = ChannelCache(make_channel)
         self._blocks = BlockThreads()
@@ -178,20 +170,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
                 self._engine.cancel(job.number)
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
-        """Return the job's cached blocks, mapped for as long as the job or its push needs them.
-
-        Raises StalePrefixError without a prefix store, and what PrefixStore.open raises.
-        """
+        """Return the job's cached blocks, mapped for as long as the job or its push needs them. Raises StalePrefixError
+        without a prefix store, and what PrefixStore.open raises."""
         if not request.prefix_blocks:
             return ()
         if self.prefixes is None:
             raise StalePrefixError("prefix_blocks: this rank has no prefix store: prefill without them")
-        names, block_tokens = tuple(request.prefix_blocks), _block_tokens(request)
-        return await self._blocks.run(partial(self.prefixes.open, names, block_tokens))
+        return await self._blocks.run(partial(self.prefixes.open, tuple(request.prefix_blocks), _block_tokens(request)))
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
-        """Return where the job's blocks are stored; None on all ranks but the last, and where no block is to be
-        kept."""
+        """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""
         if self.prefixes is None or not request.keep_blocks or self._engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
@@ -213,16 +201,10 @@ class PrefillServer:
         port: int,
         store: NodeStore | None = None,
     ) -> None:
-        self.engine = engine
-        self.port = port
-        self._server = server
-        self._servicer = servicer
-        self._store = store
-
-    @property
-    def prefixes(self) -> PrefixStore | None:
-        """Return the node's prefix store; None if this rank keeps no prefixes."""
-        return self._servicer.prefixes
+        self.engine, self.port = engine, port
+        self.prefixes = servicer.prefixes
+        """The node's prefix store; None if this rank keeps no prefixes."""
+        self._server, self._servicer, self._store = server, servicer, store
 
     @classmethod
     async def start(
@@ -237,12 +219,10 @@ class PrefillServer:
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
-        """Serve on host:port, with links over `host`; port 0 takes any free one.
-
-        Jobs may begin behind the prefixes in `prefix_folder`, which is made if need be and removed by its last user; up
-        to `prefix_bytes` are kept there, and more in `prefix_disk`, if one is given. Raises ConfigError when the server
-        cannot listen there, or the folder cannot be made.
-        """
+        """Serve on host:port, with links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
+        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there, and
+        more in `prefix_disk`, if one is given. Raises ConfigError when the server cannot listen there, or the folder
+        cannot be made."""
         server = make_server()
         bound = bind(server, host, port)
         store = None
@@ -266,15 +246,10 @@ class PrefillServer:
 
 
 def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Meeting:
-    """Return the meeting that a message describes.
-
-    Raises InvalidArgumentError for an epoch beyond all bounds, a rank that is not in the group, no time to meet, or a
-    malformed store address.
-    """
-    if message.epoch > MAX_EPOCH:
-        raise InvalidArgumentError(
-            f"epoch = {message.epoch} is out of range: use at most {MAX_EPOCH}, one after another"
-        )
+    """Return the meeting that a message describes. Raises InvalidArgumentError for an epoch beyond all bounds, a rank
+    that is not in the group, no time to meet, or a malformed store address."""
+    if (epoch := message.epoch) > MAX_EPOCH:
+        raise InvalidArgumentError(f"epoch = {epoch} is out of range: use at most {MAX_EPOCH}, one after another")
     if not message.rank < message.num_ranks:
         raise InvalidArgumentError(f"rank = {message.rank} is out of range: num_ranks is {message.num_ranks}")
     if not message.timeout_s > 0:
@@ -292,10 +267,8 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
-    """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names.
-
-    Raises InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together.
-    """
+    """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names. Raises
+    InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together."""
     history = history_from_proto(message.history)
     return Job(
         number=JobId(message.job),

@@ -1,4 +1,4 @@
-"""`baton calibrate --generate`: measures generation steps on a running cluster, and hands the times over to it.
+"""The work of `baton calibrate --generate`: measures generation steps on a running cluster.
 
 deploy.calibration.steps says how they are measured; planning.step_times describes the table, and how it is
 interpolated.
@@ -20,24 +20,22 @@ if TYPE_CHECKING:
 _ANSWER_S = 10.0
 
 
-def calibrate_generate(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> None:
-    """Measure step times, show them, and hand them over, unless --dry-run is given. Assumes that the cluster is
-    idle."""
-    from planning.step_times import save, tabulate
+def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
+    """Measure step times, show them, and return the text of their file. Assumes that the cluster is idle."""
+    from random import Random
+
+    from baton.v1 import planning_pb2 as pb
+    from deploy.calibration.steps import measure_steps
+    from deploy.options.screen import progress
+    from planning.step_times import dumps, loads, tabulate
 
     grid = _grid(args, client)
-    origin = _in_force(stub)
-    seconds = _measure(args, client, grid, console)
+    origin = loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
+    with progress(console, "measuring", sum(map(grid.work, grid.cells)) * args.repeats) as done:
+        seconds = measure_steps(client, grid, repeats=args.repeats, rng=Random(), done=done)
     times, residual = tabulate(origin, grid.batches, grid.contexts, seconds)
     _show(origin, times, residual, console)
-    if args.output is not None:
-        save(times, args.output)
-        console.print(f"written to {args.output}")
-    if args.dry_run:
-        console.print("the cluster keeps the times it had (--dry-run)")
-    else:
-        path = _hand_over(stub, times, force=args.force)
-        console.print(f"the cluster answers with them from now on, and keeps them in {path}")
+    return dumps(times)
 
 
 def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
@@ -51,46 +49,6 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
     if args.contexts is None:
         return Grid(batches, default_contexts(max_tokens))
     return Grid(batches, option_values.counts("--contexts", args.contexts, longest_context(max_tokens), LEAST_CONTEXT))
-
-
-def _in_force(stub: "PlanningStub") -> "StepTimes":
-    """Return the step times that the cluster predicts by."""
-    from baton.status import translate_rpc_errors
-    from baton.v1 import planning_pb2 as pb
-    from planning.step_times import loads
-
-    with translate_rpc_errors():
-        return loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
-
-
-def _hand_over(stub: "PlanningStub", times: "StepTimes", *, force: bool) -> str:
-    """Hand the times over to the cluster; return the path where the orchestrator keeps them."""
-    from baton.status import translate_rpc_errors
-    from baton.v1 import planning_pb2 as pb
-    from planning.step_times import dumps
-
-    with translate_rpc_errors():
-        reply = stub.UseStepTimes(pb.UseStepTimesRequest(step_times=dumps(times), force=force), timeout=_ANSWER_S)
-    return reply.path or "no file"
-
-
-def _measure(args: argparse.Namespace, client: "Client", grid: "Grid", console: "Console") -> list[list[float]]:
-    from random import Random
-
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    from deploy.calibration.steps import measure_steps
-
-    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(map(grid.work, grid.cells)) * args.repeats)
-        return measure_steps(
-            client,
-            grid,
-            repeats=args.repeats,
-            rng=Random(),
-            done=lambda work: progress.advance(task, work),
-        )
 
 
 def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Console") -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
 from deploy.options import numbers as option_values
+from deploy.options.command import add_command
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.calibration.chains import Outcome
-    from planning.calibration import Calibration
 
 _ANSWER_S = 10.0
 _USE_S = 120.0
@@ -37,12 +37,8 @@ row. The cluster keeps it, and decides by it which prompts their generation grou
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `calibrate` command to the command line."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure what prefill costs on a running cluster, for its predictions",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "measure what prefill costs on a running cluster, for its predictions"
+    parser = add_command(commands, "calibrate", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
     parser.add_argument(
@@ -50,18 +46,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="store_true",
         help="measure generation steps instead: seconds by rows in the batch and tokens a row",
     )
-    parser.add_argument(
-        "--batches", metavar="N,N,...", help="with --generate: rows (default: 1, 4, 16, 64 and all slots)"
-    )
-    parser.add_argument(
-        "--contexts", metavar="N,N,...", help="with --generate: tokens a row (default: 192, 1024, 4096, as fit)"
-    )
-    parser.add_argument(
-        "--lengths", metavar="N,N,...", help="prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"
-    )
-    parser.add_argument(
-        "--checks", metavar="N,N,...", help="prompt tokens to hold predictions against (default: between those)"
-    )
+    for name, text in (
+        ("--batches", "with --generate: rows (default: 1, 4, 16, 64 and all slots)"),
+        ("--contexts", "with --generate: tokens a row (default: 192, 1024, 4096, as fit)"),
+        ("--lengths", "prompt tokens to fit to (default: six, up to 3/4 of what a request holds)"),
+        ("--checks", "prompt tokens to hold predictions against (default: between those)"),
+    ):
+        parser.add_argument(name, metavar="N,N,...", help=text)
     parser.add_argument(
         "--repeats", type=int, metavar="N", help="prompts of each length (default: 5), or batches of each kind (2)"
     )
@@ -80,71 +71,52 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run `baton calibrate`; return the exit status."""
     _check_options(args)
-    if args.repeats is None:
-        args.repeats = 2 if args.generate else 5
-    if not 1 <= args.repeats <= _MAX_REPEATS:
-        raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
     # Imported here, and below where needed, so that --help and mistyped options need neither grpc nor numpy.
     from rich.console import Console
 
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.calibration.generation import measured_steps
     from deploy.commands.record import serving_endpoint
+    from planning import json_file
 
     console = Console(stderr=True, highlight=False)
     target, api_key = args.target or serving_endpoint(args.name), given_key(args)
     with admin_channel(target, api_key) as channel, Client(target, api_key=api_key) as client:
         stub = PlanningStub(channel)
-        if args.generate:
-            from deploy.calibration.generation import calibrate_generate
-
-            _require_idle(client, "generate", args.anyway)
-            calibrate_generate(args, client, stub, console)
-            return 0
-        origin = _in_force(stub)
-        _require_idle(client, "prefill", args.anyway)
-        outcome = _measure(args, client, origin, console)
-        _show(outcome, console)
+        _require_idle(client, "generate" if args.generate else "prefill", args.anyway)
+        text = (measured_steps if args.generate else _measured_chains)(args, client, stub, console)
         if args.output is not None:
-            from planning.calibration import save
-
-            save(outcome.calibration, args.output)
+            json_file.write(args.output, text)
             console.print(f"written to {args.output}")
         if args.dry_run:
             console.print("the cluster predicts as before (--dry-run)")
         else:
-            path = _hand_over(stub, outcome.calibration, force=args.force)
+            path = _hand_over(args, stub, text)
             console.print(f"the cluster predicts by it from now on, and keeps it in {path}")
     return 0
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """Raise InvalidArgumentError for an option that belongs to the other kind of measurement."""
+    """Refuse options that are out of range, or belong to the other kind of measurement; set the number of repeats."""
     for name in ("lengths", "checks") if args.generate else ("batches", "contexts"):
         if getattr(args, name) is not None:
             raise InvalidArgumentError(f"--{name}: only {'without' if args.generate else 'with'} --generate")
+    if args.repeats is None:
+        args.repeats = 2 if args.generate else 5
+    if not 1 <= args.repeats <= _MAX_REPEATS:
+        raise InvalidArgumentError(f"--repeats {args.repeats} is out of range: use 1 to {_MAX_REPEATS}")
 
 
-def _in_force(stub: "PlanningStub") -> "Calibration":
-    """Return the calibration that the cluster predicts by."""
-    from baton.status import translate_rpc_errors
+def _hand_over(args: argparse.Namespace, stub: "PlanningStub", text: str) -> str:
+    """Hand the text of a calibration or a table of steps to the cluster; return where the orchestrator keeps it."""
     from baton.v1 import planning_pb2 as pb
-    from planning.calibration import loads
 
-    with translate_rpc_errors():
-        return loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
-
-
-def _hand_over(stub: "PlanningStub", calibration: "Calibration", *, force: bool) -> str:
-    """Hand the calibration over to the cluster; return the path where the orchestrator keeps it."""
-    from baton.status import translate_rpc_errors
-    from baton.v1 import planning_pb2 as pb
-    from planning.calibration import dumps
-
-    with translate_rpc_errors():
-        request = pb.UseCalibrationRequest(calibration=dumps(calibration), force=force)
-        reply = stub.UseCalibration(request, timeout=_USE_S)
-    return reply.path or "no file"
+    if args.generate:
+        times = pb.UseStepTimesRequest(step_times=text, force=args.force)
+        return stub.UseStepTimes(times, timeout=_ANSWER_S).path or "no file"
+    calibration = pb.UseCalibrationRequest(calibration=text, force=args.force)
+    return stub.UseCalibration(calibration, timeout=_USE_S).path or "no file"
 
 
 def _require_idle(client: "Client", role: str, anyway: bool) -> None:
@@ -160,13 +132,16 @@ def _require_idle(client: "Client", role: str, anyway: bool) -> None:
         )
 
 
-def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", console: "Console") -> "Outcome":
+def _measured_chains(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
+    """Measure chains, show what was fitted, and return the text of the calibration's file."""
     from random import Random
 
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+    from baton.v1 import planning_pb2 as pb
     from deploy.calibration.chains import LEAST_TOKENS, evaluate, fitted_lengths, lengths_between, measure
+    from deploy.options.screen import progress
+    from planning.calibration import dumps, loads
 
+    origin = loads(stub.GetCalibration(pb.GetCalibrationRequest(), timeout=_ANSWER_S).calibration, "cluster")
     max_tokens = client.model().max_tokens
     in_range = partial(option_values.counts, most=max_tokens - 1, least=LEAST_TOKENS)  # leaves room for an output token
     lengths = in_range("--lengths", args.lengths) if args.lengths else fitted_lengths(max_tokens)
@@ -174,17 +149,11 @@ def _measure(args: argparse.Namespace, client: "Client", origin: "Calibration", 
     if len(lengths) < 2:
         raise InvalidArgumentError(f"--lengths {args.lengths}: one length tells no costs apart: give two or more")
     everything = sorted({*lengths, *checks})
-    columns = (TextColumn("measuring"), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=sum(everything) * (args.repeats + 1))
-        samples = measure(
-            client,
-            everything,
-            repeats=args.repeats,
-            rng=Random(),
-            done=lambda num_tokens: progress.advance(task, num_tokens),
-        )
-    return evaluate(origin, samples, lengths)
+    with progress(console, "measuring", sum(everything) * (args.repeats + 1)) as done:
+        samples = measure(client, everything, repeats=args.repeats, rng=Random(), done=done)
+    outcome = evaluate(origin, samples, lengths)
+    _show(outcome, console)
+    return dumps(outcome.calibration)
 
 
 def _show(outcome: "Outcome", console: "Console") -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from baton.errors import InvalidArgumentError
 from baton.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL
+from deploy.options.command import add_command
 
 _DESCRIPTION = """\
 Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a
@@ -23,13 +24,8 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `chaos` command to the command line."""
-    parser = commands.add_parser(
-        "chaos",
-        help="kill, stop and disturb a cluster of its own by seeded schedules, and check what must hold",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "kill, stop and disturb a cluster of its own by seeded schedules, and check what must hold"
+    parser = add_command(commands, "chaos", text, _DESCRIPTION, _EXAMPLES)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--seeds", type=int, default=3, metavar="N", help="run schedules 1 to N (default: 3)")
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
-from deploy.chaos.run import Answer, Outcome
+from deploy.chaos.report import Answer, Outcome
 from deploy.chaos.schedule import Ask
 
 MARGIN = 1e-3
@@ -27,7 +27,7 @@ class CalmJudge:
         self.num_exceptions = 0
         self.num_tokens = 0
         self._expected = {
-            (answer.ask.number, index): tokens for answer in calm for index, tokens in enumerate(answer.choices)
+            (answer.ask.number, choice.index): choice.tokens for answer in calm for choice in answer.output.choices
         }
 
     @property

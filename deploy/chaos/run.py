@@ -6,27 +6,19 @@ slot, byte or job is held. Runs on the cluster's loop.
 
 import asyncio
 import contextlib
-import enum
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from baton.client import AsyncClient
 from baton.clock import Clock
-from baton.errors import (
-    BatonError,
-    DeadlineExceededError,
-    LeaseError,
-    RequestCancelledError,
-    ResourceExhaustedError,
-    UnavailableError,
-)
+from baton.errors import BatonError, DeadlineExceededError, UnavailableError
 from baton.results import ClusterState
 from baton.resume import Reconnect
 from baton.streams import AsyncStream
 from baton.types import SampledToken, TokenEvent
 from deploy.chaos.cluster import ChaosCluster
-from deploy.chaos.schedule import Ask, Blow, Schedule
+from deploy.chaos.report import Answer, Outcome, Report, outcome_of
+from deploy.chaos.schedule import Ask, Schedule
 
 _RECONNECT = Reconnect(num_connects=40, num_resumes=40, max_delay_s=0.5)
 _LOOK_S = 0.05
@@ -42,22 +34,6 @@ Judge = Callable[[Ask, int, Sequence[SampledToken]], str]
 """Judges a choice's tokens, which may be only its first ones: returns what is wrong with them, or ""."""
 
 
-class Outcome(enum.StrEnum):
-    """How a request ended."""
-
-    ANSWERED = "answered"
-    LEFT = "left"
-    """The client cancelled the request."""
-    LATE = "late"
-    """The request's deadline passed."""
-    REFUSED = "refused"
-    """The request was refused because its deadline was too near."""
-    FAILED = "failed"
-    """The request ended with a retryable error."""
-    WRONG = "wrong"
-    """The request ended in a way that is never allowed."""
-
-
 @dataclass(frozen=True)
 class Bounds:
     """Limits in seconds on how long requests and the cluster may take."""
@@ -68,89 +44,6 @@ class Bounds:
     """Seconds past its deadline in which a request must end. It ends at once, but this machine is busy."""
     settle_s: float = 10.0
     """Seconds after the last request's end in which all workers must serve, and nothing may be held any more."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The result of one request."""
-
-    ask: Ask
-    outcome: Outcome
-    choices: tuple[tuple[SampledToken, ...], ...]
-    num_attempts: int
-    num_cached_tokens: int
-    """Cached tokens of the prompt, in the last attempt."""
-    num_ranks: int
-    """Ranks that prefilled, in the last attempt; 0 if its generation group did."""
-    num_resumes: int
-    error: str
-    """Error that the request ended with; empty for one that was answered."""
-    complaints: tuple[str, ...]
-    """What did not hold for this request."""
-
-
-@dataclass
-class Report:
-    """The result of one schedule."""
-
-    schedule: Schedule
-    answers: list[Answer] = field(default_factory=list)
-    blows: list[tuple[Blow, bool]] = field(default_factory=list)
-    """Blows that came due, and whether their victim was up."""
-    num_calls_struck: int = 0
-    complaints: list[str] = field(default_factory=list)
-    """What did not hold; empty when everything did."""
-    settled_s: float = 0.0
-    """Seconds after the last request's end until nothing was held."""
-    took_s: float = 0.0
-
-    @property
-    def outcomes(self) -> Counter[Outcome]:
-        """Number of requests by how they ended."""
-        return Counter(answer.outcome for answer in self.answers)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that all clients received."""
-        return sum(len(tokens) for answer in self.answers for tokens in answer.choices)
-
-    @property
-    def num_by_chains(self) -> int:
-        """Requests that were prefilled by a chain of prefill ranks."""
-        return sum(answer.num_ranks > 0 for answer in self.answers)
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Prompt tokens of all requests that were cached and not computed."""
-        return sum(answer.num_cached_tokens for answer in self.answers)
-
-    @property
-    def num_retried(self) -> int:
-        """Requests that the cluster attempted more than once."""
-        return sum(answer.num_attempts > 1 for answer in self.answers)
-
-    @property
-    def num_resumed(self) -> int:
-        """Requests whose streams their clients resumed."""
-        return sum(answer.num_resumes > 0 for answer in self.answers)
-
-    @property
-    def num_hit(self) -> int:
-        """Blows that hit a running victim."""
-        return sum(hit for _, hit in self.blows)
-
-    def __str__(self) -> str:
-        outcomes = ", ".join(f"{self.outcomes[each]} {each.value}" for each in Outcome if self.outcomes[each])
-        failures = {answer.error for answer in self.answers if answer.outcome is Outcome.FAILED}
-        return (
-            f"seed {self.schedule.seed}: {outcomes}; {self.num_by_chains} by chains, {self.num_retried} retried, "
-            f"{self.num_resumed} resumed; "
-            f"{self.num_hit} of {len(self.schedule.blows)} blows, {self.num_calls_struck} calls struck; "
-            f"{self.num_tokens} tokens, {self.num_cached_tokens} cached; nothing held after {self.settled_s:.1f} s; "
-            f"{self.took_s:.1f} s"
-            + "".join(f"\n  failed with {each}" for each in sorted(failures))
-            + "".join(f"\n  did not hold: {each}" for each in self.complaints)
-        )
 
 
 class ChaosRun:
@@ -166,11 +59,8 @@ class ChaosRun:
         on_end: Callable[[Answer], None] = lambda answer: None,
     ) -> None:
         """Prepare a run. `on_end` is called with the answer of each request at its end."""
-        self._cluster = cluster
-        self._schedule = schedule
-        self._clock = clock
-        self._bounds = bounds
-        self._on_end = on_end
+        self._cluster, self._schedule, self._clock = cluster, schedule, clock
+        self._bounds, self._on_end = bounds, on_end
         self._due = list(schedule.blows)
         self._num_tokens = 0
         self._report = Report(schedule)
@@ -216,31 +106,17 @@ class ChaosRun:
             watch.close()
         if outcome is Outcome.ANSWERED and watch.num_running:
             outcome, ended_with = Outcome.WRONG, "ended without its last event"
-        output = stream.output
-        usage, timings = output.usage, output.timings
-        answer = Answer(
-            ask,
-            outcome,
-            tuple(choice.tokens for choice in output.choices),
-            0 if usage is None else usage.num_attempts,
-            0 if usage is None else usage.num_cached_tokens,
-            0 if timings is None else len(timings.ranks),
-            output.num_resumes,
-            ended_with,
-            (*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])),
-        )
+        complaints = [*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])]
+        answer = Answer(ask, outcome, stream.output, ended_with, tuple(complaints))
         self._on_end(answer)
         return answer
 
     async def _watch_books(self, client: AsyncClient, over: asyncio.Event) -> None:
         """Check, until `over`, that slots and bytes balance; rounds without an answer are skipped."""
         while not over.is_set():
-            try:
-                groups = (await client.cluster_state(_STATE_S)).groups
-            except BatonError:  # the call was hit by a fault, or the orchestrator is down: the next round asks again
-                groups = ()
-            amiss = {f"{group.name}: {group.imbalance}" for group in groups if group.imbalance}
-            self._report.complaints += sorted(amiss - set(self._report.complaints))
+            with contextlib.suppress(BatonError):  # hit by a fault, or no orchestrator: the next round asks again
+                amiss = set(imbalances(await client.cluster_state(_STATE_S)))
+                self._report.complaints += sorted(amiss - set(self._report.complaints))
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(over.wait(), _WATCH_S)
 
@@ -279,11 +155,12 @@ class ChaosRun:
         for answer in self._report.answers:
             name = f"request {answer.ask.number}"
             complaints += [f"{name}: {each}" for each in answer.complaints]
-            for index, tokens in enumerate(answer.choices):
-                if tokens and (wrong := judge(answer.ask, index, tokens)):
+            for index, choice in enumerate(answer.output.choices):
+                num_tokens, num_due = len(choice.tokens), answer.ask.params.max_tokens
+                if num_tokens and (wrong := judge(answer.ask, index, choice.tokens)):
                     complaints.append(f"{name}, choice {index}: {wrong}")
-                if answer.outcome is Outcome.ANSWERED and len(tokens) != answer.ask.params.max_tokens:
-                    complaints.append(f"{name}, choice {index}: {len(tokens)} of {answer.ask.params.max_tokens} tokens")
+                if answer.outcome is Outcome.ANSWERED and num_tokens != num_due:
+                    complaints.append(f"{name}, choice {index}: {num_tokens} of {num_due} tokens")
         num_failed = self._report.outcomes[Outcome.FAILED]
         if num_failed > _FAILED_PART * len(self._report.answers):
             complaints.append(f"{num_failed} of {len(self._report.answers)} requests failed")
@@ -313,9 +190,9 @@ class Watch:
         self._num_events += 1
         if event.choice in self._ended:
             self.complaints.append(f"choice {event.choice}: an event after the last")
-        if event.token is not None and event.index != self._next[event.choice]:
-            self.complaints.append(f"choice {event.choice}: token {event.index} after {self._next[event.choice] - 1}")
         if event.token is not None:
+            if event.index != (due := self._next[event.choice]):
+                self.complaints.append(f"choice {event.choice}: token {event.index} after {due - 1}")
             self._next[event.choice] = event.index + 1
         if event.finish is not None:
             self._ended.add(event.choice)
@@ -342,16 +219,9 @@ def holdings(state: ClusterState) -> str:
             f"requests of {group.name}": group.num_requests,
             f"leaked of {group.name}": group.num_leaked,
         }
-    parts = [f"{count} {name}" for name, count in counts.items() if count]
-    return ", ".join([*parts, *(f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance)])
+    return ", ".join([*(f"{count} {name}" for name, count in counts.items() if count), *imbalances(state)])
 
 
-def outcome_of(error: BatonError, ask: Ask) -> Outcome:
-    """Classify a request by the error that it ended with."""
-    if ask.leave is not None and isinstance(error, RequestCancelledError):
-        return Outcome.LEFT
-    if ask.deadline_s is not None and isinstance(error, DeadlineExceededError):
-        return Outcome.LATE
-    if ask.deadline_s is not None and isinstance(error, ResourceExhaustedError):
-        return Outcome.REFUSED
-    return Outcome.FAILED if error.retryable or isinstance(error, LeaseError) else Outcome.WRONG
+def imbalances(state: ClusterState) -> list[str]:
+    """Return a line for each group whose slots or bytes do not balance."""
+    return [f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance]

@@ -10,12 +10,12 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
@@ -24,7 +24,8 @@ from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.judge import CalmJudge
 from deploy.chaos.orchestrator import OrchestratorLife
-from deploy.chaos.run import Answer, Bounds, ChaosRun, Outcome, Report
+from deploy.chaos.report import Answer, Outcome, Report
+from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
 from deploy.config.worker import LocalConfig
@@ -59,15 +60,6 @@ _BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
 """Generous bounds: a worker takes seconds to load its model, and many may have to."""
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """The result of one seed."""
-
-    report: Report
-    num_exceptions: int
-    """Tokens that differ from the undisturbed run where the decision was close."""
-
-
 def run_session(args: argparse.Namespace) -> int:
     """Run the schedules that the options of `baton chaos` name; return the exit status."""
     console = Console(stderr=True)
@@ -93,14 +85,14 @@ async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Co
         model = load_config(folder)
         async with ChaosCluster(_plan(folder, model), CLOCK, tell) as cluster:
             shape = Shape(cluster.victims, model.vocab_size, args.requests, num_blows=args.blows)
-            verdicts = [await _judged(cluster, Schedule.of(seed, shape), tell, count) for seed in seeds]
-    _show(verdicts, args)
-    return 1 if any(each.report.complaints for each in verdicts) else 0
+            reports = [await _judged(cluster, Schedule.of(seed, shape), tell, count) for seed in seeds]
+    _show(reports, args)
+    return 1 if any(report.complaints for report in reports) else 0
 
 
 async def _judged(
     cluster: ChaosCluster, schedule: Schedule, tell: Callable[[str], None], count: Callable[[Answer], None]
-) -> _Verdict:
+) -> Report:
     """Run the schedule without faults, then with them, and compare. Raises BatonError when the run without faults went
     wrong, because then there is nothing to compare with."""
     tell(f"seed {schedule.seed}, in peace")
@@ -112,7 +104,8 @@ async def _judged(
     report = await ChaosRun(cluster, schedule, CLOCK, bounds=_BOUNDS, on_end=count).run(judge)
     if judge.has_too_many_exceptions:
         report.complaints.append(f"{judge.num_exceptions} of {judge.num_tokens} tokens differ from those in peace")
-    return _Verdict(report, judge.num_exceptions)
+    report.num_exceptions = judge.num_exceptions
+    return report
 
 
 def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
@@ -144,28 +137,24 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
     )
 
 
-def _show(verdicts: Sequence[_Verdict], args: argparse.Namespace) -> None:
+def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
     """Print one row a seed: what was done and what came of it. Then print what did not hold, and the command that
     repeats it."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
-    table = Table(box=None)
-    for name in _COLUMNS:
-        table.add_column(name, justify="right" if name != "requests" else "left", no_wrap=True)
-    table.add_column("")
-    for verdict in verdicts:
-        report = verdict.report
+    columns = (Column(name, justify="left" if name == "requests" else "right", no_wrap=True) for name in _COLUMNS)
+    table = Table(*columns, "", box=None)
+    for report in reports:
         table.add_row(
             str(report.schedule.seed),
-            ", ".join(f"{report.outcomes[each]} {each.value}" for each in Outcome if report.outcomes[each]),
-            *(str(each) for each in (report.num_retried, report.num_resumed)),
+            report.outcomes_text,
+            *map(str, (report.num_retried, report.num_resumed)),
             f"{report.num_hit} of {len(report.schedule.blows)}",
-            *(str(each) for each in (report.num_calls_struck, report.num_tokens, report.num_cached_tokens)),
-            str(verdict.num_exceptions),
+            *map(str, (report.num_calls_struck, report.num_tokens, report.num_cached_tokens, report.num_exceptions)),
             f"{report.settled_s:.1f} s",
             "[red]FAILED[/]" if report.complaints else "[green]ok[/]",
         )
     console.print(table)
-    for report in (verdict.report for verdict in verdicts if verdict.report.complaints):
+    for report in (each for each in reports if each.complaints):
         console.print(f"\n{report.schedule}", markup=False)
         for complaint in report.complaints:
             console.print(f"  did not hold: {complaint}", markup=False)

@@ -32,10 +32,12 @@ def given_key(args: argparse.Namespace) -> str | None:
 
 @contextlib.contextmanager
 def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Channel"]:
-    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this API key. Raises
-    UnavailableError when no orchestrator answers within 5 s."""
+    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this API key. Errors of calls
+    leave the block as the BatonErrors that they stand for. Raises UnavailableError when no orchestrator answers within
+    5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
+    from baton.status import translate_rpc_errors
     from deploy.commands.keyed_channel import keyed
 
     with grpc.insecure_channel(target) as channel:
@@ -44,4 +46,5 @@ def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Cha
         except grpc.FutureTimeoutError:
             remedy = "name one that is served, or check --target"
             raise UnavailableError(f"no orchestrator answers at {target} within {_CONNECT_S:g} s: {remedy}") from None
-        yield keyed(channel, api_key)
+        with translate_rpc_errors():
+            yield keyed(channel, api_key)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.options.command import add_command
 
 if TYPE_CHECKING:
     from baton.results import GroupState
@@ -23,12 +24,8 @@ one left to prefill, generation groups prefill by themselves."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `drain` command to the command line."""
-    parser = commands.add_parser(
-        "drain",
-        help="let a group finish what it has, and leave; or bring it back",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "let a group finish what it has, and leave; or bring it back"
+    parser = add_command(commands, "drain", text, _DESCRIPTION)
     parser.add_argument("group", help="its name, like generate-0")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")

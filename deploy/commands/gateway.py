@@ -8,6 +8,7 @@ from baton.channel_options import DEFAULT_TARGET
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from baton.paths import cache_folder
 from deploy.config.worker import read_variable
+from deploy.options.command import add_command
 
 _ANSWER_S = 10.0
 
@@ -20,20 +21,12 @@ one. SIGTERM and Ctrl-C let running streams end first, for --grace seconds."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `gateway` command to the command line."""
-    parser = commands.add_parser(
-        "gateway",
-        help="serve clients in front of an orchestrator that runs somewhere else",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--orchestrator",
-        default=DEFAULT_TARGET,
-        metavar="HOST:PORT",
-        help=f"of the cluster, as `baton serve` prints it (default: {DEFAULT_TARGET})",
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=int, default=50052, help="0 takes any free one (default: 50052)")
+    text = "serve clients in front of an orchestrator that runs somewhere else"
+    parser = add_command(commands, "gateway", text, _DESCRIPTION)
+    printed = "of the cluster, as `baton serve` prints it (default: %(default)s)"
+    parser.add_argument("--orchestrator", default=DEFAULT_TARGET, metavar="HOST:PORT", help=printed)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=50052, help="0 takes any free one (default: %(default)s)")
     parser.add_argument(
         "--model",
         help="Hugging Face folder, GGUF file, or known name, for its tokenizer and chat template (default: the "
@@ -91,18 +84,16 @@ async def _serve(args: argparse.Namespace) -> int:
         try:
             model = await ask_model(orchestrator, _ANSWER_S, caller)
         except (UnavailableError, DeadlineExceededError) as error:
-            raise UnavailableError(
-                f"no orchestrator answers at {args.orchestrator}: {error}; check --orchestrator"
-            ) from error
+            where = args.orchestrator
+            raise UnavailableError(f"no orchestrator answers at {where}: {error}; check --orchestrator") from error
         folder = await asyncio.to_thread(resolve_folder, args.model or model.name, args.cache, console)
         tokenizer = await asyncio.to_thread(Tokenizer.load, folder)
         gateway = await Gateway.start(
             orchestrator, tokenizer, model, clock=SystemClock(), host=args.host, port=args.port, caller=caller
         )
         collect_rarely()
-        console.print(
-            f"gateway of {model.name} at {args.orchestrator}: serving on {args.host}:{gateway.port}", soft_wrap=True
-        )
+        serving = f"serving on {args.host}:{gateway.port}"
+        console.print(f"gateway of {model.name} at {args.orchestrator}: {serving}", soft_wrap=True)
         await stopping.wait()
         await gateway.stop(args.grace)
     return 0

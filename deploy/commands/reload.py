@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
 from deploy.commands.drain import restore, withdraw
+from deploy.options.command import add_command
 
 if TYPE_CHECKING:
     import grpc
@@ -28,12 +29,8 @@ and it is said how to go on."""
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `reload` command to the command line."""
-    parser = commands.add_parser(
-        "reload",
-        help="give all groups new workers, one after the other, without losing a request",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "give all groups new workers, one after the other, without losing a request"
+    parser = add_command(commands, "reload", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
     parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
     parser.add_argument(
@@ -123,11 +120,9 @@ class _Rollout:
 
     def _groups(self) -> "tuple[GroupState, ...]":
         from baton.proto_types import cluster_state_from_proto
-        from baton.status import translate_rpc_errors
         from baton.v1 import orchestrator_pb2
 
-        with translate_rpc_errors():
-            state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
+        state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
         return cluster_state_from_proto(state).groups
 
     def _is_last_to_generate(self, name: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from deploy.forecasts.plan_results import Cell, Plan
 from deploy.options import numbers as option_values
+from deploy.options.command import add_command
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -22,10 +23,8 @@ if TYPE_CHECKING:
     from planning.study.roofline import ServedModel
 
 HARDWARE = ("tpu-v5e", "a100", "h100", "h200")
-DEFAULT_HARDWARE = "h100"
-DEFAULT_BATCHES = "1,8,16,32,64,256"
-DEFAULT_CONTEXTS = "1k,4k,8k,32k"
 MAX_BATCH = 2**16
+MAX_CHIPS = 2**14
 MAX_TOKENS = 2**24
 _MARKS = {"kv": "k", "weights": "w", "compute": "c", "calls": "o"}
 
@@ -51,52 +50,32 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `plan` command to the command line."""
-    parser = commands.add_parser(
-        "plan",
-        help="predict generation: step time, tokens a second, and what fits, by batch and context",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "predict generation: step time, tokens a second, and what fits, by batch and context"
+    parser = add_command(commands, "plan", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", nargs="?", metavar="MODEL", help="name, folder, or GGUF file")
-    parser.add_argument(
-        "--batch", default=DEFAULT_BATCHES, metavar="N,N,...", help=f"rows of a step (default: {DEFAULT_BATCHES})"
-    )
-    parser.add_argument(
-        "--context", default=DEFAULT_CONTEXTS, metavar="N,N,...", help=f"tokens of a row (default: {DEFAULT_CONTEXTS})"
-    )
+    batches, contexts = "1,8,16,32,64,256", "1k,4k,8k,32k"
+    parser.add_argument("--batch", default=batches, metavar="N,N,...", help="rows of a step (default: %(default)s)")
+    parser.add_argument("--context", default=contexts, metavar="N,N,...", help="tokens of a row (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the steps as a PNG; needs the extra 'plot'")
-    _add_model(parser)
-    _add_hardware(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
-    group.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
-    group.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
-    group.add_argument(
+    model = parser.add_argument_group("model")
+    model.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="(default: bfloat16)")
+    model.add_argument("--weights", choices=("int8",), help="format of the weights, in place of --dtype")
+    model.add_argument("--kv", choices=("int8",), help="format of keys and values, in place of --dtype (not served)")
+    model.add_argument(
         "--shape",
         metavar="FIELD=N,...",
         help="a model by its shape: num_layers, hidden, num_heads, num_kv_heads, head_dim, ffn, vocab; and gated=0,"
         " tied=1 (one matrix for embedding and head), experts=16, active_experts=2",
     )
-    group.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
-    group.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
-
-
-def _add_hardware(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("hardware")
-    group.add_argument(
-        "--hardware",
-        default=DEFAULT_HARDWARE,
-        metavar="NAME",
-        help=f"{', '.join(HARDWARE)}, or here: this machine, measured (default: {DEFAULT_HARDWARE})",
-    )
-    group.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
-    group.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+    model.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
+    model.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
+    hardware = parser.add_argument_group("hardware")
+    known = f"{', '.join(HARDWARE)}, or here: this machine, measured (default: %(default)s)"
+    hardware.add_argument("--hardware", default="h100", metavar="NAME", help=known)
+    hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
+    hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,12 +105,12 @@ def run(args: argparse.Namespace) -> int:
 def make_plan(args: argparse.Namespace) -> Plan:
     """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises InvalidArgumentError,
     ConfigError, ModelError."""
-    from deploy.forecasts.plan_options import find_chip, find_model, find_num_chips
+    from deploy.forecasts.plan_options import find_chip, find_model
     from planning.study.roofline import critical_batch, largest_batch
 
     batches = option_values.counts("--batch", args.batch, MAX_BATCH)
     contexts = option_values.counts("--context", args.context, MAX_TOKENS)
-    num_chips = find_num_chips(args)
+    num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)
     named = find_model(args)
     hardware, chip = find_chip(args, named.shape)
     return Plan(
@@ -185,11 +164,10 @@ def summary(plan: Plan) -> "Table":
 
 def cells_table(plan: Plan, title: str, show: Callable[[Cell], str]) -> "Table":
     """Return a table with a line for each context length and a column for each batch."""
-    from rich.table import Table
+    from deploy.options.screen import number_table
 
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    for heading in ("context", "KV, GB", "most rows", *sorted({f"{cell.batch}" for cell in plan.cells}, key=int)):
-        table.add_column(heading, justify="right")
+    batches = dict.fromkeys(str(cell.batch) for cell in plan.cells)
+    table = number_table(title, ("context", "KV, GB", "most rows", *batches))
     for context, largest in plan.largest_batch.items():
         cells = [cell for cell in plan.cells if cell.context == context]
         shown = [show(cell) if cell.fits else f"[dim]({show(cell)})[/]" for cell in cells]

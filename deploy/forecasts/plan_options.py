@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from planning.study.roofline import Mixture, ServedModel
 
 HERE = "here"
-MAX_CHIPS = 2**14
 
 
 @dataclass(frozen=True)
@@ -30,20 +29,14 @@ class NamedModel:
     """Shape of the model; None when only its size was given."""
 
 
-def find_num_chips(args: argparse.Namespace) -> int:
-    """Return the number of chips. Raises InvalidArgumentError when --chips is out of range."""
-    return option_values.count("--chips", args.chips, MAX_CHIPS)
-
-
 def find_model(args: argparse.Namespace) -> NamedModel:
     """Return the model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError,
     ModelError."""
-    given = [
-        name for name, value in (("MODEL", args.model), ("--shape", args.shape), ("--params", args.params)) if value
-    ]
+    ways = {"MODEL": args.model, "--shape": args.shape, "--params": args.params}
+    given = [name for name, value in ways.items() if value]
     if len(given) != 1:
-        ways = "MODEL (a name or a folder), --shape, or --params with --kv-per-token"
-        raise InvalidArgumentError(f"{' and '.join(given) or 'no model'} given: give one of {ways}")
+        remedy = "give one of MODEL (a name or a folder), --shape, or --params with --kv-per-token"
+        raise InvalidArgumentError(f"{' and '.join(given) or 'no model'} given: {remedy}")
     if (args.params is None) != (args.kv_per_token is None):
         raise InvalidArgumentError("--params and --kv-per-token describe a model together: give both")
     if args.params:
@@ -106,8 +99,7 @@ def _shaped(args: argparse.Namespace) -> NamedModel:
     fields = option_values.assignments("--shape", args.shape)
     tied = bool(fields.pop("tied", 0))
     mixture = Mixture(fields.pop("experts", 1), fields.pop("active_experts", 1))
-    flags = {"gated": bool(fields["gated"])} if "gated" in fields else {}
-    shape = shape_from({**fields, "dtype_bytes": DTYPE_BYTES[args.dtype], **flags}, "--shape")
+    shape = shape_from({**fields, "dtype_bytes": DTYPE_BYTES[args.dtype]}, "--shape")
     return _serve(args, "a model", shape, tied=tied, mixture=mixture)
 
 
@@ -117,19 +109,10 @@ def _named(args: argparse.Namespace) -> NamedModel:
     if args.model in SHAPES:
         shape = replace(SHAPES[args.model], dtype_bytes=DTYPE_BYTES[args.dtype])
         return _serve(args, args.model, shape, tied=args.model in TIED)
-    return _from_folder(args)
-
-
-def _from_folder(args: argparse.Namespace) -> NamedModel:
-    from planning.model_shape import SHAPES
-
     path = Path(args.model).expanduser()
     if not path.exists():
-        known = ", ".join(SHAPES)
-        raise InvalidArgumentError(
-            f"MODEL = {args.model!r} is neither there nor known: give a folder with config.json, a .gguf file, or one"
-            f" of {known}"
-        )
+        remedy = f"give a folder with config.json, a .gguf file, or one of {', '.join(SHAPES)}"
+        raise InvalidArgumentError(f"MODEL = {args.model!r} is neither there nor known: {remedy}")
     from rich.console import Console
 
     from baton.paths import cache_folder

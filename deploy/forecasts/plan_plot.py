@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError, InvalidArgumentError
 from deploy.forecasts.plan_results import Cell, Plan
+from deploy.options.plot import require_plots, write_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,12 +14,9 @@ if TYPE_CHECKING:
 def draw(plan: Plan, path: Path) -> None:
     """Draw the plan as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or
     for a path that cannot be written to."""
-    if path.suffix != ".png":
-        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
+    require_plots(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(11.0, 8.0), layout="constrained")
     panels = figure.subplots(2, 2, sharex="col", sharey="row")
     _curves(panels[0, 0], plan.cells, "context", "batch", lambda cell: cell.step_s * 1e3)
@@ -30,7 +27,6 @@ def draw(plan: Plan, path: Path) -> None:
     sizes = (sorted({cell.context for cell in plan.cells}), sorted({cell.batch for cell in plan.cells}))
     for panel in panels.flat:
         panel.set(xscale="log", yscale="log")
-        panel.grid(visible=True, alpha=0.3)
         panel.legend(fontsize="x-small")
     for panel, ticks in zip(panels[1], sizes, strict=True):
         panel.set_xticks(ticks, [str(tick) for tick in ticks])
@@ -39,13 +35,7 @@ def draw(plan: Plan, path: Path) -> None:
     panels[1, 0].set_ylabel("tokens/s, all rows (predicted)")
     panels[1, 0].set_xlabel("tokens of context; dotted: does not fit")
     panels[1, 1].set_xlabel("batch")
-    figure.suptitle(plan.title, fontsize="medium")
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
-        ) from error
+    write_plot(figure, plan.title, path)
 
 
 def _curves(panel: "Axes", cells: Sequence[Cell], along: str, each: str, value: Callable[[Cell], float]) -> None:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
 from deploy.options import numbers as option_values
+from deploy.options.command import add_command
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from planning.cost_model import CostModel
-    from planning.model_shape import ModelShape
     from planning.study.comparison import Comparison
 
 MODELS = (
@@ -52,14 +52,9 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `simulate` command to the command line."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict the time to the first token for other ranks, links, models and hardware",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help="ranks of the group (default: 2,4,8)")
+    text = "predict the time to the first token for other ranks, links, models and hardware"
+    parser = add_command(commands, "simulate", text, _DESCRIPTION, _EXAMPLES)
+    parser.add_argument("--ranks", default="2,4,8", metavar="N,N,...", help="ranks of the group (default: %(default)s)")
     parser.add_argument(
         "--contexts",
         default="1k,2k,4k,8k,16k,32k",
@@ -67,18 +62,9 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="uncached prompt tokens; k is 1024 (default: 1k to 32k)",
     )
     parser.add_argument("--cached", default="0", metavar="N", help="tokens before them that are cached (default: 0)")
-    parser.add_argument(
-        "--protocol",
-        default="baton",
-        metavar="NAME",
-        help=f"how the chain works: {', '.join(PROTOCOLS)} (default: baton, what Baton does)",
-    )
+    protocols = f"how the chain works: {', '.join(PROTOCOLS)} (default: baton, what Baton does)"
+    parser.add_argument("--protocol", default="baton", metavar="NAME", help=protocols)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'plot'")
-    _add_machine(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_machine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("model and machine")
     group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {DEFAULT_MODEL})")
     group.add_argument(
@@ -88,16 +74,18 @@ def _add_machine(parser: argparse.ArgumentParser) -> None:
         " and gated=0 for a plain feed-forward part, dtype_bytes (default: 2)",
     )
     group.add_argument("--hardware", metavar="NAME", help=f"{', '.join(HARDWARE)} (default: {DEFAULT_HARDWARE})")
-    group.add_argument("--linear-tflop-s", metavar="X", help="rate of the matrices, in place of the hardware's")
-    group.add_argument("--attention-tflop-s", metavar="X", help="rate of attention, in place of the hardware's")
-    group.add_argument("--link-gb-s", metavar="X", help="bandwidth from rank to rank, 1e9 bytes a second")
-    group.add_argument("--link-us", metavar="X", help="latency of a message from rank to rank, microseconds")
-    group.add_argument(
-        "--push-gb-s", metavar="X", help="bandwidth from each rank to the generation group (default: not counted)"
-    )
+    for name, text in (
+        ("--linear-tflop-s", "rate of the matrices, in place of the hardware's"),
+        ("--attention-tflop-s", "rate of attention, in place of the hardware's"),
+        ("--link-gb-s", "bandwidth from rank to rank, 1e9 bytes a second"),
+        ("--link-us", "latency of a message from rank to rank, microseconds"),
+        ("--push-gb-s", "bandwidth from each rank to the generation group (default: not counted)"),
+    ):
+        group.add_argument(name, metavar="X", help=text)
     group.add_argument(
         "--calibration", type=Path, metavar="FILE", help="measured numbers, in place of --model and --hardware"
     )
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -139,7 +127,8 @@ def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
     if args.link_gb_s is not None:
         link = dataclasses.replace(link, bandwidth=option_values.positive("--link-gb-s", args.link_gb_s) * 1e9)
     if args.link_us is not None:
-        link = dataclasses.replace(link, latency_s=_number("--link-us", args.link_us) / 1e6)
+        latency_us = option_values.positive("--link-us", args.link_us, or_zero=True)
+        link = dataclasses.replace(link, latency_s=latency_us / 1e6)
     if args.push_gb_s is not None:
         push = Link(link.latency_s, option_values.positive("--push-gb-s", args.push_gb_s) * 1e9)
     text = f"{name}, links {link.bandwidth / 1e9:g} GB/s and {link.latency_s * 1e6:.3g} us"
@@ -148,8 +137,10 @@ def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
 
 def times_table(title: str, rows: "list[Comparison]") -> "Table":
     """Return a table with one line a context length; the fastest of the real schemes is marked."""
+    from deploy.options.screen import number_table
+
     headings = "tokens|1 rank|KVR-E|KVR-S|KVR-P|TSP\ndense|TSP\ncausal|zigzag|bound|TTFT*"
-    table = _table(title, headings.split("|"))
+    table = number_table(f"{title}; seconds", headings.split("|"))
     for row in rows:
         times = (row.single, row.kvr_e, row.kvr_s, row.kvr_p, row.tsp_dense, row.tsp_causal, row.zigzag_ring)
         shown = [f"[bold green]{_seconds(each)}[/]" if each <= min(times) else _seconds(each) for each in times]
@@ -159,23 +150,16 @@ def times_table(title: str, rows: "list[Comparison]") -> "Table":
 
 def ranks_table(by_ranks: "dict[int, list[Comparison]]") -> "Table":
     """Return a table of KVR-S by number of ranks, how many ranks are enough, and each rank's part of the prompt."""
+    from deploy.options.screen import number_table
     from planning.study.comparison import enough_ranks
 
     headings = ["tokens", "1 rank", *(f"{n} ranks" for n in by_ranks), "enough", "KVR-S takes, % of the tokens"]
-    table = _table(f"KVR-S by ranks; enough: the fewest within {_ENOUGH_MARGIN:.0%} of the least", headings)
+    title = f"KVR-S by ranks; enough: the fewest within {_ENOUGH_MARGIN:.0%} of the least; seconds"
+    table = number_table(title, headings)
     for rows in zip(*by_ranks.values(), strict=True):
         times = [rows[0].single, *(row.kvr_s for row in rows)]
         enough = enough_ranks(list(rows), _ENOUGH_MARGIN)
         table.add_row(str(rows[0].num_tokens), *map(_seconds, times), str(enough), _shares(rows[-1]))
-    return table
-
-
-def _table(title: str, headings: list[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=f"{title}; seconds", title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    for heading in headings:
-        table.add_column(heading, justify="right")
     return table
 
 
@@ -194,7 +178,7 @@ def _calibrated(path: Path) -> "tuple[str, CostModel]":
 
 def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
     from planning.hardware import derive, hardware_of
-    from planning.model_shape import shape_of
+    from planning.model_shape import shape_from, shape_of
 
     name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
     hardware = hardware_of(name)
@@ -204,7 +188,8 @@ def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
     if args.attention_tflop_s is not None:
         rate = option_values.positive("--attention-tflop-s", args.attention_tflop_s) * 1e12
         hardware = dataclasses.replace(hardware, pair_flops=rate, scores_per_s=float("inf"))
-    shape = _shape(args.shape) if args.shape else shape_of(model)
+    given = option_values.assignments("--shape", args.shape) if args.shape else {}
+    shape = shape_from(given, "--shape") if given else shape_of(model)
     return f"{'a model' if args.shape else model} on {name}", derive(shape, hardware)
 
 
@@ -213,24 +198,6 @@ def _refuse_both(args: argparse.Namespace, option: str, others: tuple[str, ...])
     for other in others:
         if getattr(args, option) is not None and getattr(args, other) is not None:
             raise InvalidArgumentError(f"--{option} and --{other.replace('_', '-')} say the same: leave one out")
-
-
-def _shape(text: str) -> "ModelShape":
-    from planning.model_shape import shape_from
-
-    fields = option_values.assignments("--shape", text)
-    flags = {"gated": bool(fields["gated"])} if "gated" in fields else {}
-    return shape_from({**fields, **flags}, "--shape")
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number of at least 0")
-    return value
 
 
 def _seconds(value: float) -> str:

@@ -4,7 +4,7 @@ in seconds, below as multiples of KVR-S."""
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from baton.errors import ConfigError, InvalidArgumentError
+from deploy.options.plot import require_plots, write_plot
 from planning.study.comparison import Comparison
 
 _CURVES = (
@@ -24,12 +24,9 @@ _CURVES = (
 def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
     """Draw the comparisons as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without
     matplotlib or for a path that cannot be written to."""
-    if path.suffix != ".png":
-        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
+    require_plots(path)
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(4.6 * len(by_ranks), 7.0), layout="constrained")
     panels = figure.subplots(2, len(by_ranks), sharex=True, sharey="row", squeeze=False)
     for column, (num_ranks, rows) in enumerate(by_ranks.items()):
@@ -43,18 +40,10 @@ def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -
         panels[1, column].set(xlabel="prompt tokens", xscale="log", ylim=(0, 3))
         panels[1, column].set_xticks(tokens, [_short(n) for n in tokens])
         panels[1, column].minorticks_off()
-    for panel in panels.flat:
-        panel.grid(visible=True, alpha=0.3)
     panels[0, 0].set_ylabel("time to first token, s (predicted)")
     panels[1, 0].set_ylabel("times that of KVR-S")
     panels[0, -1].legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
-        ) from error
+    write_plot(figure, title, path)
 
 
 def _short(num_tokens: int) -> str:

@@ -1,1 +1,1 @@
-"""Reads command-line options that several commands share."""
+"""Reads command-line options that several commands share, and shows what they show alike."""

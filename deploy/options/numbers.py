@@ -29,14 +29,15 @@ def count(option: str, text: str, most: int, least: int = 1) -> int:
     return int(digits) * factor
 
 
-def positive(option: str, text: str) -> float:
-    """Parse a finite number above 0. Raises InvalidArgumentError."""
+def positive(option: str, text: str, *, or_zero: bool = False) -> float:
+    """Parse a finite number above 0, or of at least 0 where `or_zero`. Raises InvalidArgumentError."""
     try:
         value = float(text)
     except ValueError:
         value = -1.0
-    if not 0 < value < float("inf"):
-        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number above 0")
+    if not 0 <= value < float("inf") or not (value or or_zero):
+        least = "of at least 0" if or_zero else "above 0"
+        raise InvalidArgumentError(f"{option} = {text!r} is out of range: use a number {least}")
     return value
 
 

@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
-from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
+from deploy.config.worker import DEFAULT_MODEL, EVICTIONS
 from deploy.options import numbers as option_values
+from deploy.options.command import add_command
+from deploy.options.plot import require_plots
 from deploy.quality.evaluation import Cell, Setting, Size
+from deploy.quality.wanted import add_model
 from generate_workers.residency.traits import POOLED, PolicyTraits, policy_named
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-DEFAULT_POLICIES = "device,oracle,window,infinigen"
-DEFAULT_CONTEXTS = "4096"
-DEFAULT_ROWS = 6
-DEFAULT_STEPS = 512
 MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
@@ -60,62 +58,31 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `evaluate` command to the command line."""
-    parser = commands.add_parser(
-        "evaluate",
-        help="measure what residency policies cost in quality, beside full attention",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "measure what residency policies cost in quality, beside full attention"
+    parser = add_command(commands, "evaluate", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, metavar="MODEL", help="name, folder, or GGUF file")
     parser.add_argument(
         "--text", required=True, nargs="+", type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
     )
-    parser.add_argument(
-        "--policies",
-        default=DEFAULT_POLICIES,
-        metavar="NAME[:BUDGET],...",
-        help=f"(default: {DEFAULT_POLICIES})",
-    )
+    policies = "device,oracle,window,infinigen"
+    parser.add_argument("--policies", default=policies, metavar="NAME[:BUDGET],...", help="(default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a PNG; needs the extra 'plot'")
-    _add_size(parser)
-    _add_choice(parser)
-    _add_model(parser)
-    parser.set_defaults(run=run)
-
-
-def _add_size(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is read")
-    group.add_argument(
-        "--context", default=DEFAULT_CONTEXTS, metavar="N,N,...", help=f"tokens (default: {DEFAULT_CONTEXTS})"
-    )
-    group.add_argument(
-        "--rows", default=str(DEFAULT_ROWS), metavar="N", help=f"passages in a batch (default: {DEFAULT_ROWS})"
-    )
-    group.add_argument(
-        "--steps", default=str(DEFAULT_STEPS), metavar="N", help=f"tokens asked for (default: {DEFAULT_STEPS})"
-    )
-    group.add_argument("--mass", default="0", metavar="N", help="weigh the keys attended to at every Nth step; slow")
-    group.add_argument("--needles", action="store_true", help="ask for facts as well: a second reading")
-
-
-def _add_choice(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("how keys are chosen")
-    group.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
-    group.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
-    group.add_argument("--pool", metavar="X,X,...", help=f"so large a part of a row's tokens is kept ({POOLED})")
-    group.add_argument(
+    read = parser.add_argument_group("what is read")
+    read.add_argument("--context", default="4096", metavar="N,N,...", help="tokens (default: %(default)s)")
+    read.add_argument("--rows", default="6", metavar="N", help="passages in a batch (default: %(default)s)")
+    read.add_argument("--steps", default="512", metavar="N", help="tokens asked for (default: %(default)s)")
+    read.add_argument("--mass", default="0", metavar="N", help="weigh the keys attended to at every Nth step; slow")
+    read.add_argument("--needles", action="store_true", help="ask for facts as well: a second reading")
+    keys = parser.add_argument_group("how keys are chosen")
+    keys.add_argument("--budget", metavar="X,X,...", help="so large a part of a row's keys, no more and no less")
+    keys.add_argument("--alpha", metavar="X,X,...", help="keys that come this close to the best score, up to the cap")
+    keys.add_argument("--pool", metavar="X,X,...", help=f"so large a part of a row's tokens is kept ({POOLED})")
+    keys.add_argument(
         "--selection", nargs="+", type=Path, metavar="FILE", help="what `baton prepare` wrote; several are compared"
     )
-
-
-def _add_model(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
-    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
-    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")
+    add_model(parser)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -124,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from rich.console import Console
 
-    from deploy.quality.plots import draw, require_plots
+    from deploy.quality.plots import draw
     from deploy.quality.reading import evaluate
 
     if args.plot is not None:
@@ -191,7 +158,10 @@ def _own_budget(policy: PolicyTraits, text: str) -> float:
 
 def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
     """Return a table with one line a cell: its cost in quality."""
-    table = _table("quality", ["perplexity", "cost, %", "same choice", "mass", "needles"])
+    from deploy.options.screen import number_table
+
+    headings = ("context", "policy", "perplexity", "cost, %", "same choice", "mass", "needles")
+    table = number_table("quality", headings, words="policy")
     for cell in cells:
         error = "" if cell.cost_error is None else f" +- {100 * cell.cost_error:.1f}"
         table.add_row(
@@ -208,22 +178,12 @@ def quality_table(cells: Sequence[Cell], num_rows: int) -> "Table":
 
 def bytes_table(cells: Sequence[Cell]) -> "Table":
     """Return a table with one line a cell: what it reads and holds."""
-    table = _table(
-        "what is read and held, % of full attention's", ["keys", "KV read", "link", "home", "device", "step, ms"]
-    )
+    from deploy.options.screen import number_table
+
+    headings = ("context", "policy", "keys", "KV read", "link", "home", "device", "step, ms")
+    table = number_table("what is read and held, % of full attention's", headings, words="policy")
     for cell in cells:
         parts = (cell.picked_share, cell.kv_share, cell.link_share, cell.home_share, cell.device_share)
         shown = ("-" if part is None else f"{100 * part:.1f}" for part in parts)
         table.add_row(str(cell.context), cell.setting, *shown, f"{cell.step_ms:.0f}")
-    return table
-
-
-def _table(title: str, headings: list[str]) -> "Table":
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("context", justify="right")
-    table.add_column("policy")
-    for heading in headings:
-        table.add_column(heading, justify="right")
     return table

@@ -19,10 +19,10 @@ from rich.console import Console
 from baton.errors import ConfigError, InvalidArgumentError, ModelError
 from deploy.config.worker import use_threads
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.options.screen import progress
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost
 from deploy.quality.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
-from deploy.quality.reading import Teller
 from deploy.quality.selection_tuning import Found, Measured, tune
 from deploy.quality.texts import Texts
 from deploy.quality.wanted import Wanted
@@ -88,12 +88,11 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
     decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
     require_fit(decoder, wanted)
     passages = Texts(Tokenizer.load(folder), [args.text], wanted.num_rows).passages(wanted.context, wanted.num_steps)
-    teller = Teller(console)
     fitted = passages[0].token_ids[: min(wanted.context, _FITTED_TOKENS)]
     judging = passages[1].token_ids[: wanted.context]
-    bases = fit(decoder, fitted, wanted, teller)
-    judged, oracle = judge(decoder, judging, bases, wanted, teller)
-    reader = Reader(decoder, passages[2:], wanted.lookahead, teller)
+    bases = fit(decoder, fitted, wanted, console)
+    judged, oracle = judge(decoder, judging, bases, wanted, console)
+    reader = Reader(decoder, passages[2:], wanted.lookahead, console)
     found = select([each.basis for each in judged if each.is_best], wanted, reader)
     reading = reader.read(found[0].basis, found[0].selection, _MASS_EVERY)
     prepared = PreparedSelection(
@@ -114,19 +113,19 @@ def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outco
 
 
 @torch.inference_mode()
-def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, teller: Teller) -> list[Basis]:
+def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Console) -> list[Basis]:
     """Fit a basis of each kind, with as many columns as the largest ratio asks for."""
     kinds = [BasisKind(name) for name in wanted.kinds]
     num_columns = _num_columns(decoder, wanted)[-1]
     context = wanted.reach or decoder.config.max_position
-    with teller.task("fitting bases", _num_sampled(decoder)) as done:
+    with progress(console, "fitting bases", _num_sampled(decoder)) as done:
         samples = _counted(sample_layers(decoder, token_ids), done)
         return list(fit_bases(decoder, samples, kinds, num_columns=num_columns, context=context).values())
 
 
 @torch.inference_mode()
 def judge(
-    decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, teller: Teller
+    decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
     """Judge each basis with each number of columns by what it captures of a text's attention. Return that, and what
     true scores capture."""
@@ -134,7 +133,7 @@ def judge(
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
     positions_Q = torch.linspace(len(token_ids) // 2, len(token_ids) - 1, _NUM_JUDGED).long()
-    with teller.task("judging bases", _num_sampled(decoder)) as done:
+    with progress(console, "judging bases", _num_sampled(decoder)) as done:
         samples = _counted(sample_layers(decoder, token_ids), done)
         guessed = [Guess(None, 0, selection), *guesses]
         oracle, *found = captured(samples, guessed, positions_Q, decoder.config.windows)
@@ -163,15 +162,15 @@ def select(bases: Sequence[Basis], wanted: Wanted, reader: "Reader") -> list[Fou
 class Reader:
     """Reads the same passages through one policy after another."""
 
-    def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, teller: Teller) -> None:
+    def __init__(self, decoder: Decoder, passages: Sequence[Passage], lookahead: int, console: Console) -> None:
         """Prefill the passages, and read them with all keys. Raises ConfigError when there is not enough memory."""
         self._decoder = decoder
         self._lookahead = lookahead
-        self._teller = teller
+        self._console = console
         self._shape = shape_for(decoder, passages)
         num_tokens = sum(passage.num_context for passage in passages)
         try:
-            with teller.task("prefill", num_tokens) as done:
+            with progress(console, "prefill", num_tokens) as done:
                 contexts = [prefill(decoder, each.token_ids[: each.num_context], done) for each in passages]
         except OUT_OF_MEMORY as error:
             remedy = "use fewer --rows, or a shorter --context"
@@ -207,14 +206,15 @@ class Reader:
             picked_share=reading.picked_share or 0.0,
             read_share=reading.num_kv_bytes / reading.num_full_bytes + partial_share,
         )
-        self._teller.tell(f"{_name(basis, selection)}: reads {measured.read_share:.1%}, perplexity {cost:+.2%}")
+        line = f"  {_name(basis, selection)}: reads {measured.read_share:.1%}, perplexity {cost:+.2%}"
+        self._console.print(line, style="dim", soft_wrap=True)
         return measured
 
     def _read(self, residency: Residency, name: str, mass_every: int) -> Reading:
         with (
             contextlib.closing(residency),
             PassageRows.opened(self._decoder, residency, self._contexts) as rows,
-            self._teller.task(name, rows.num_steps_left) as done,
+            progress(self._console, name, rows.num_steps_left) as done,
         ):
             return read(rows, mass_every, lambda: done(1))
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.errors import ConfigError, InvalidArgumentError
+from deploy.options.plot import require_plots, write_plot
 from deploy.quality.evaluation import Cell, Evaluation
 
 if TYPE_CHECKING:
@@ -22,16 +22,6 @@ _TITLE_CHARACTERS = 70
 _PERCENTS = (5, 10, 20, 50, 100)
 _Curves = dict[str, list[Cell]]
 """Cells of one policy and file, ascending by the KV that they read, by the curve's label."""
-
-
-def require_plots(path: Path) -> None:
-    """Raise InvalidArgumentError for another kind of file than PNG, ConfigError without matplotlib."""
-    if path.suffix != ".png":
-        raise InvalidArgumentError(f"--plot = {str(path)!r}: the plot is a PNG: give a name that ends in .png")
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: run `pip install 'baton-serve[plot]'`") from error
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
@@ -57,16 +47,8 @@ def draw(evaluation: Evaluation, path: Path) -> None:
     names = ("perplexity above full attention's, %", "part of steps that choose alike", "perplexity")
     for panel, name in zip(panels[:, 0], (*names, "true attention on the keys read"), strict=False):
         panel.set_ylabel(name)
-    for panel in panels.flat:
-        panel.grid(visible=True, alpha=0.3)
     panels[0, -1].legend(fontsize="small")
-    figure.suptitle(textwrap.fill(evaluation.title, _TITLE_CHARACTERS * len(contexts)), fontsize="medium")
-    try:
-        figure.savefig(path, format="png", dpi=120)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot = {str(path)!r} cannot be written ({error.strerror}): choose another path"
-        ) from error
+    write_plot(figure, textwrap.fill(evaluation.title, _TITLE_CHARACTERS * len(contexts)), path)
 
 
 def _curves(cells: Sequence[Cell]) -> _Curves:

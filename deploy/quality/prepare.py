@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
-from deploy.config.worker import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
-from deploy.quality.wanted import Wanted
+from deploy.options.command import add_command
+from deploy.quality.wanted import Wanted, add_model
 from generate_workers.residency.traits import POLICIES
 
 if TYPE_CHECKING:
@@ -22,15 +21,7 @@ if TYPE_CHECKING:
     from deploy.quality.fitting import Outcome
 
 KINDS = ("columns", "columns_q", "skew", "skew_q", "centred")
-DEFAULT_RATIOS = "0.2,0.3"
-DEFAULT_CONTEXT = "4096"
-DEFAULT_ROWS = 7
-DEFAULT_STEPS = 128
-DEFAULT_COST = "0.02"
 DEFAULT_MOST_SHARE = "0.2"
-NUM_FIRST = 4
-NUM_LAST = 16
-FREE_KEYS = 256
 MAX_TOKENS = 2**24
 MAX_ROWS = 2**10
 
@@ -57,20 +48,15 @@ examples:
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the `prepare` command to the command line."""
-    parser = commands.add_parser(
-        "prepare",
-        help="find how a model's keys can be chosen, for generation that reads some of them",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    text = "find how a model's keys can be chosen, for generation that reads some of them"
+    parser = add_command(commands, "prepare", text, _DESCRIPTION, _EXAMPLES)
     parser.add_argument("model", metavar="MODEL", help="name, Hugging Face folder, or GGUF file")
     parser.add_argument(
         "--text", required=True, type=Path, metavar="FILE", help="natural text, UTF-8, plain or gzipped"
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="(default: where workers look for the model's)")
     parser.add_argument(
-        "--cost", default=DEFAULT_COST, metavar="X", help=f"rise of perplexity, as a part (default: {DEFAULT_COST})"
+        "--cost", default="0.02", metavar="X", help="rise of perplexity, as a part (default: %(default)s)"
     )
     parser.add_argument(
         "--lookahead",
@@ -80,26 +66,21 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="choose by a layer's own queries (0), or by those predicted a layer early, so that keys could be fetched"
         " meanwhile (1; the paper), which nothing does yet (default: 0)",
     )
-    _add_bases(parser)
-    _add_selection(parser)
-    _add_text(parser)
-    group = parser.add_argument_group("model")
-    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: bfloat16)")
-    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
-    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")
-    parser.set_defaults(run=run)
-
-
-def _add_bases(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("bases to try")
-    group.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")
-    group.add_argument(
-        "--ratios", default=DEFAULT_RATIOS, metavar="X,...", help=f"columns kept, as a part (default: {DEFAULT_RATIOS})"
+    bases = parser.add_argument_group("bases to try")
+    bases.add_argument("--kinds", default=",".join(KINDS), metavar="NAME,...", help=f"of {', '.join(KINDS)} (default)")
+    bases.add_argument(
+        "--ratios", default="0.2,0.3", metavar="X,...", help="columns kept, as a part (default: %(default)s)"
     )
-    group.add_argument(
+    bases.add_argument(
         "--reach", metavar="N", help="tokens of a request that they shall hold for (default: the model's context)"
     )
+    _add_selection(parser)
+    read = parser.add_argument_group("what is read")
+    read.add_argument("--context", default="4096", metavar="N", help="tokens of a passage (default: %(default)s)")
+    read.add_argument("--rows", default="7", metavar="N", help="passages, at least 3 (default: %(default)s)")
+    read.add_argument("--steps", default="128", metavar="N", help="tokens asked for (default: %(default)s)")
+    add_model(parser)
+    parser.set_defaults(run=run)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -108,40 +89,12 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--most-share", metavar="X", help=f"keys at most, as a part; with --alpha (default: {DEFAULT_MOST_SHARE})"
     )
-    group.add_argument(
-        "--first",
-        type=int,
-        default=NUM_FIRST,
-        metavar="N",
-        help=f"first tokens of a row, always chosen (default: {NUM_FIRST})",
-    )
-    group.add_argument(
-        "--last",
-        type=int,
-        default=NUM_LAST,
-        metavar="N",
-        help=f"latest tokens, always chosen (default: {NUM_LAST})",
-    )
-    group.add_argument(
-        "--free-keys",
-        type=int,
-        default=FREE_KEYS,
-        metavar="N",
-        help=f"any row may choose so many, however few its share would be (default: {FREE_KEYS})",
-    )
-
-
-def _add_text(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is read")
-    group.add_argument(
-        "--context", default=DEFAULT_CONTEXT, metavar="N", help=f"tokens of a passage (default: {DEFAULT_CONTEXT})"
-    )
-    group.add_argument(
-        "--rows", default=str(DEFAULT_ROWS), metavar="N", help=f"passages, at least 3 (default: {DEFAULT_ROWS})"
-    )
-    group.add_argument(
-        "--steps", default=str(DEFAULT_STEPS), metavar="N", help=f"tokens asked for (default: {DEFAULT_STEPS})"
-    )
+    for name, default, text in (
+        ("--first", 4, "first tokens of a row, always chosen"),
+        ("--last", 16, "latest tokens, always chosen"),
+        ("--free-keys", 256, "any row may choose so many, however few its share would be"),
+    ):
+        group.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -206,13 +159,10 @@ def _by_hand(args: argparse.Namespace) -> tuple[float, float] | None:
 
 def bases_table(outcome: "Outcome") -> "Table":
     """Return a table with one line a basis: the attention that it captures."""
-    from rich.table import Table
+    from deploy.options.screen import number_table
 
-    share = f"attention captured by {outcome.judged_share:.1%} of the keys"
-    table = Table(title=share, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column("basis")
-    for heading in ("columns", "own queries", "predicted"):
-        table.add_column(heading, justify="right")
+    title = f"attention captured by {outcome.judged_share:.1%} of the keys"
+    table = number_table(title, ("basis", "columns", "own queries", "predicted"), words="basis")
     table.add_row("true scores", "all", f"{outcome.best_mass:.4f}", "")
     for judged in outcome.judged:
         name, columns = judged.basis.kind.value, str(judged.basis.num_columns)
@@ -223,13 +173,11 @@ def bases_table(outcome: "Outcome") -> "Table":
 
 def selections_table(outcome: "Outcome") -> "Table":
     """Return a table with one line for each selection within the cost: what it reads. The first one is taken."""
-    from rich.table import Table
+    from deploy.options.screen import number_table
 
     title = f"selections, beside full attention's perplexity of {outcome.full_perplexity:.2f}"
-    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    table.add_column("basis")
-    for heading in ("columns", "alpha", "most", "keys", "KV read", "perplexity"):
-        table.add_column(heading, justify="right")
+    headings = ("basis", "columns", "alpha", "most", "keys", "KV read", "perplexity")
+    table = number_table(title, headings, words="basis")
     for found in outcome.found:
         measured, selection = found.measured, found.selection
         error = "" if math.isnan(measured.cost_error) else f" +- {measured.cost_error:.2%}"

@@ -1,22 +1,22 @@
 """The work of `baton evaluate`: every setting reads the same passages, in this process. Blocks for minutes."""
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError
 from deploy.config.worker import use_threads
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.options.screen import progress
 from deploy.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.quality.metrics import agreement, perplexities, perplexity, relative_cost
 from deploy.quality.passages import Context, PassageRows, Reading, prefill, read, shape_for
@@ -82,32 +82,6 @@ class Readings:
     num_found: int | None
 
 
-class Teller:
-    """Shows progress on a console: bars on a terminal, and a line for each finished cell."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-
-    @contextlib.contextmanager
-    def task(self, what: str, total: int) -> Iterator[Callable[[int], None]]:
-        """Show a bar for work of `total` units. Yields a function that takes the units that were done. The bar is drawn
-        only then, because a thread that draws would disturb what is timed."""
-        columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
-        is_off = not self._console.is_terminal
-        with Progress(*columns, console=self._console, transient=True, auto_refresh=False, disable=is_off) as progress:
-            task = progress.add_task("", total=total)
-
-            def advance(amount: int) -> None:
-                progress.advance(task, amount)
-                progress.refresh()
-
-            yield advance
-
-    def tell(self, text: str) -> None:
-        """Print a line that stays."""
-        self._console.print(f"  {text}", style="dim", soft_wrap=True)
-
-
 def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
     """Read everything, and return what is printed. Blocks for minutes. Raises InvalidArgumentError, ConfigError,
     ModelError."""
@@ -118,15 +92,15 @@ def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], 
     decoder = load_decoder(folder, dtype=args.dtype, quantization=args.quantization)
     _check(decoder, size, settings)
     texts = Texts(Tokenizer.load(folder), args.text, size.num_rows)
-    teller = Teller(console)
     cells = []
     for context in size.contexts:
-        material = gather(decoder, texts, context, size, teller)
-        full = read_all(decoder, _FULL, material, size, teller)
+        material = gather(decoder, texts, context, size, console)
+        full = read_all(decoder, _FULL, material, size, console)
         for setting in settings:
-            found = full if setting == _FULL else read_all(decoder, setting, material, size, teller)
+            found = full if setting == _FULL else read_all(decoder, setting, material, size, console)
             cells.append(_cell(context, setting, found, full.plain))
-            teller.tell(f"{context} {setting}: perplexity {cells[-1].perplexity:.2f}, {cells[-1].cost:+.2%}")
+            line = f"  {context} {setting}: perplexity {cells[-1].perplexity:.2f}, {cells[-1].cost:+.2%}"
+            console.print(line, style="dim", soft_wrap=True)
     weights = "" if args.quantization == "none" else f", {args.quantization} weights"
     threads = f"{num_threads} thread{'s' if num_threads > 1 else ''}"
     names = ", ".join(path.name for path in args.text)
@@ -134,13 +108,13 @@ def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], 
     return Evaluation(title, size.num_rows, size.num_steps, tuple(cells))
 
 
-def gather(decoder: Decoder, texts: Texts, context: int, size: Size, teller: Teller) -> Material:
+def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Console) -> Material:
     """Prefill all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
     is not enough memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
-    with teller.task(f"prefill of {context} tokens", len(wanted) * context) as done:
+    with progress(console, f"prefill of {context} tokens", len(wanted) * context) as done:
         try:
             made = [Context(each, prefill(decoder, each.token_ids[:context], done)) for each in wanted]
         except OUT_OF_MEMORY as error:
@@ -150,12 +124,12 @@ def gather(decoder: Decoder, texts: Texts, context: int, size: Size, teller: Tel
     return Material(made[: len(passages)], made[len(passages) :], [needle.num_answer for needle in needles])
 
 
-def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, teller: Teller) -> Readings:
+def read_all(decoder: Decoder, setting: Setting, material: Material, size: Size, console: Console) -> Readings:
     """Read the passages as one batch, then the passages with needles as another."""
-    plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, teller)
+    plain, is_exact = _read(decoder, setting, material.plain, size.mass_every, console)
     if not material.facts:
         return Readings(plain, is_exact, None)
-    facts, _ = _read(decoder, setting, material.facts, 0, teller)
+    facts, _ = _read(decoder, setting, material.facts, 0, console)
     return Readings(plain, is_exact, num_found(facts.choices_BM, material))
 
 
@@ -166,25 +140,19 @@ def num_found(choices_BM: Tensor, material: Material) -> int:
 
 
 def _read(
-    decoder: Decoder, setting: Setting, contexts: Sequence[Context], mass_every: int, teller: Teller
+    decoder: Decoder, setting: Setting, contexts: Sequence[Context], mass_every: int, console: Console
 ) -> tuple[Reading, bool]:
     """Read the contexts through one policy. Return the reading, and whether the policy is exact."""
     shape = shape_for(decoder, [context.passage for context in contexts])
     with (
-        _residency(decoder, setting, shape) as residency,
+        closing(_residency(decoder, setting, shape)) as residency,
         PassageRows.opened(decoder, residency, contexts) as rows,
-        teller.task(str(setting), rows.num_steps_left) as done,
+        progress(console, str(setting), rows.num_steps_left) as done,
     ):
         return read(rows, mass_every, lambda: done(1)), residency.traits.is_exact
 
 
-@contextlib.contextmanager
-def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Iterator[Residency]:
-    with contextlib.closing(_make(decoder, setting, shape)) as residency:
-        yield residency
-
-
-def _make(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
+def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
     pool = None
     if setting.pool is not None:
         assert setting.eviction is not None
@@ -234,8 +202,7 @@ def _check(decoder: Decoder, size: Size, settings: Sequence[Setting]) -> None:
         )
     shortest = size.contexts[0] + size.num_steps + 1  # a pool must be a part of it, too
     for setting, num_tokens in itertools.product(settings, {shortest, needed}):
-        with _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)):
-            pass
+        _residency(decoder, setting, KvShape(decoder.layout, decoder.config.windows, 1, num_tokens)).close()
     copies = 4 if size.has_needles else 2  # contexts, and the rows that read them
     kv_bytes = copies * size.num_rows * needed * decoder.layout.token_bytes
     if kv_bytes > (available := inspect_machine().available_bytes):

@@ -1,6 +1,11 @@
-"""What `baton prepare` is asked for."""
+"""What `baton prepare` is asked for, and the options that say which model it and `baton evaluate` run."""
 
+import argparse
 from dataclasses import dataclass
+from pathlib import Path
+
+from baton.paths import cache_folder
+from deploy.config.worker import DTYPES, QUANTIZATIONS
 
 
 @dataclass(frozen=True)
@@ -25,3 +30,12 @@ class Wanted:
     num_first: int
     num_last: int
     free_keys: int
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say how a model is loaded and run."""
+    group = parser.add_argument_group("model")
+    group.add_argument("--dtype", default="bfloat16", choices=DTYPES, help="(default: %(default)s)")
+    group.add_argument("--quantization", default="none", choices=QUANTIZATIONS, help="of weights (default: none)")
+    group.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
+    group.add_argument("--threads", type=int, default=0, help="of this machine; 0: one for each core (default: 0)")

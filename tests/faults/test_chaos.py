@@ -11,7 +11,8 @@ import pytest
 
 from baton.client import AsyncClient
 from baton.ids import RequestId
-from deploy.chaos.run import Bounds, ChaosRun, Outcome, Report
+from deploy.chaos.report import Outcome, Report
+from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.storms import CLOCK, TTL_S

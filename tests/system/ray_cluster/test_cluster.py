@@ -128,7 +128,7 @@ def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
     options = ("--generate", "--batches", "4,1", "--contexts", "64,256", "--repeats", "1", "--output", str(copy))
     calibrated = cluster.command("calibrate", *options)
     assert calibrated.returncode == 0, calibrated.stderr
-    assert calibrated.stdout == "" and "the cluster answers with them from now on" in calibrated.stderr
+    assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
     measured = step_times.load(copy)
     assert (measured.batches, measured.contexts, measured.is_measured) == ((1, 4), (64, 256), True)
     assert _steps_in_use(cluster) == measured

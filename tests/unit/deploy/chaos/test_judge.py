@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from baton.results import Choice, Completion
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken
 from deploy.chaos.judge import MARGIN, CalmJudge, margin_of
-from deploy.chaos.run import Answer, Outcome
+from deploy.chaos.report import Answer, Outcome
 from deploy.chaos.schedule import Ask
 from modeling.forward.sampling import SamplerState, sample
 
@@ -24,7 +25,9 @@ CALM = tokens((5, -0.5), (6, -0.7), (7, -0.1))
 
 
 def judge(*choices: tuple[SampledToken, ...], ask: Ask = ASK) -> CalmJudge:
-    return CalmJudge([Answer(ask, Outcome.ANSWERED, choices, 1, 0, 0, 0, "", ())])
+    made = tuple(Choice(index, "", tokens, None) for index, tokens in enumerate(choices))
+    output = Completion("calm", made, (), "", None, None, None, None, None, 0)
+    return CalmJudge([Answer(ask, Outcome.ANSWERED, output, "", ())])
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3])

@@ -19,7 +19,8 @@ from baton.results import ClusterState, GroupState
 from baton.sampling_params import SamplingParams
 from baton.streams import AsyncStream
 from baton.types import FinishReason, SampledToken, TokenEvent
-from deploy.chaos.run import Outcome, Watch, holdings, outcome_of
+from deploy.chaos.report import Outcome, outcome_of
+from deploy.chaos.run import Watch, holdings
 from deploy.chaos.schedule import Ask, Leave
 
 ASK = Ask(0, stem=0, num_prompt_tokens=4, vocab_size=50, params=SamplingParams(max_tokens=3, n=2))

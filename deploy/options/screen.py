@@ -1,0 +1,33 @@
+"""What several commands show on a terminal in the same form: tables of numbers, and bars of progress."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+
+def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
+    """Return an empty table of numbers, which stand at the right of their columns. The column headed `words`, if one
+    is, has its words at the left."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == words else "right")
+    return table
+
+
+@contextlib.contextmanager
+def progress(console: Console, what: str, total: int) -> Iterator[Callable[[int], None]]:
+    """Show a bar for work of `total` units, if the console is a terminal. Yields a function that takes the units that
+    were done. The bar is drawn only then, because a thread that draws would disturb what is timed."""
+    columns = (TextColumn(what), BarColumn(), TextColumn("{task.percentage:.0f} %"), TimeRemainingColumn())
+    is_off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, auto_refresh=False, disable=is_off) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(amount: int) -> None:
+            bar.advance(task, amount)
+            bar.refresh()
+
+        yield advance
