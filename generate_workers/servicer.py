@@ -25,6 +25,7 @@ from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.prefixes.group import GroupPrefixes
@@ -200,7 +201,8 @@ class GenerationServer:
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
-        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, reclaim=reclaim)
+        batcher = DecodeFirst.of(config, decoder.config)
+        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, batcher=batcher, reclaim=reclaim)
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
