@@ -6,7 +6,7 @@ that transport.channel.make_server installs turns errors of calls into statuses.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import aclosing
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import grpc
 from baton import __version__
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import Clock
-from baton.errors import InvalidArgumentError, ResourceExhaustedError
+from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId, StreamNumber
 from baton.prefix_blocks import BlockNaming
 from baton.proto_types import kv_ledger_to_proto
@@ -25,12 +25,13 @@ from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
 from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.prefixes.group import GroupPrefixes
 from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
-from generate_workers.streams.shared_reader import Said, SharedReader
+from generate_workers.streams.shared_reader import SharedReader
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace
@@ -63,7 +64,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         self, commands: AsyncIterator[generate_pb2.StreamCommand], context: Context
     ) -> AsyncIterator[generate_pb2.StreamEvents]:
         """Stream the events of all streams that the commands open, until those have ended and no more commands come."""
-        reader = SharedReader(self._streams, _event_to_proto)
+        reader = SharedReader(self._streams, _event_to_proto, _end_to_proto)
         obeying = asyncio.create_task(self._obey(commands, reader))
         try:
             async with aclosing(reader.batches()) as batches:
@@ -77,7 +78,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             reader.close()
 
     async def _obey(
-        self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[generate_pb2.TokenEvent]
+        self, commands: AsyncIterator[generate_pb2.StreamCommand], reader: SharedReader[generate_pb2.StreamEvent]
     ) -> None:
         try:
             async for command in commands:
@@ -200,7 +201,8 @@ class GenerationServer:
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
-        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, reclaim=reclaim)
+        batcher = DecodeFirst.of(config, decoder.config)
+        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, batcher=batcher, reclaim=reclaim)
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -228,42 +230,42 @@ async def _add_prefixes(status: generate_pb2.GenerationStatus, prefixes: GroupPr
     status.num_prefix_bytes_stored = prefixes.saver.num_bytes
 
 
-def messages_of(batch: Sequence[Said[generate_pb2.TokenEvent]]) -> Iterator[generate_pb2.StreamEvents]:
+def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:
     """Pack a batch, in order, into messages of limited size: one message, unless it holds logprobs of prompts."""
     events: list[generate_pb2.StreamEvent] = []
     num_bytes = 0
-    for said in batch:
-        event = generate_pb2.StreamEvent(number=said.number, event=said.message, end=_end_to_proto(said))
-        if events and num_bytes + event.ByteSize() > _MESSAGE_BYTES:
+    for event in batch:
+        size = event.ByteSize()
+        if events and num_bytes + size > _MESSAGE_BYTES:
             yield generate_pb2.StreamEvents(events=events)
             events, num_bytes = [], 0
         events.append(event)
-        num_bytes += event.ByteSize()
+        num_bytes += size
     yield generate_pb2.StreamEvents(events=events)
 
 
-def _event_to_proto(event: TokenEvent | Filled) -> generate_pb2.TokenEvent:
+def _event_to_proto(number: StreamNumber, event: TokenEvent | Filled) -> generate_pb2.StreamEvent:
     """Return the message of an event, or of the blocks stored of a stream's answers. Raises InvalidArgumentError for an
     event that is too large for a message, so that only its stream of the shared call ends."""
     if isinstance(event, Filled):
         stored = generate_pb2.StoredBlocks(stored=event.stored, evicted=event.evicted)
-        return generate_pb2.TokenEvent(stored=stored)
-    message = event_to_proto(event)
-    if message.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
+        return generate_pb2.StreamEvent(number=number, event=generate_pb2.TokenEvent(stored=stored))
+    message = generate_pb2.StreamEvent(number=number, event=event_to_proto(event))
+    if event.prompt and message.ByteSize() > _MAX_EVENT_BYTES:
         raise InvalidArgumentError(
-            f"prompt_logprobs of {len(message.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for fewer, "
-            "or send a shorter prompt"
+            f"prompt_logprobs of {len(event.prompt)} tokens take more than {_MAX_EVENT_BYTES} bytes: ask for fewer, or "
+            "send a shorter prompt"
         )
     return message
 
 
-def _end_to_proto(said: Said[generate_pb2.TokenEvent]) -> generate_pb2.StreamEnd | None:
-    if said.message is not None:
-        return None
-    if (error := said.error) is None:
-        return generate_pb2.StreamEnd()
+def _end_to_proto(number: StreamNumber, error: BatonError | None) -> generate_pb2.StreamEvent:
+    if error is None:
+        return generate_pb2.StreamEvent(number=number, end=generate_pb2.StreamEnd())
     retry_s = error.retry_after_s if isinstance(error, ResourceExhaustedError) else None
-    return generate_pb2.StreamEnd(error=name_of(error), text=str(error)[:MAX_TEXT_CHARS], retry_after_s=retry_s or 0.0)
+    text = str(error)[:MAX_TEXT_CHARS]
+    end = generate_pb2.StreamEnd(error=name_of(error), text=text, retry_after_s=retry_s or 0.0)
+    return generate_pb2.StreamEvent(number=number, end=end)
 
 
 def _checked_keep(keep_s: float) -> float:

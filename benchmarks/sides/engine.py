@@ -20,6 +20,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
@@ -101,7 +102,8 @@ def _run(pipe: Connection, spec: EngineSpec) -> None:
     config, clock = spec.config, SystemClock()
     most = min(config.max_slot_tokens, decoder.config.max_position)
     slots = SlotTable(make_memory(decoder, replace(config, max_slot_tokens=most)), clock, endpoint="none:0")
-    engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config)
+    batcher = DecodeFirst.of(config, decoder.config)
+    engine = GenerationEngine(decoder, Tokenizer.load(spec.folder), slots, clock, config, batcher=batcher)
     engine.start()
     collect_rarely()
     pipe.send("ready")

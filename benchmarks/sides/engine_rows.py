@@ -18,6 +18,7 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, SampledToken, TokenRange
 from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
@@ -52,7 +53,8 @@ class EngineRows:
         Raises InvalidArgumentError and ResourceExhaustedError when the rows' KV does not fit."""
         clock = SystemClock()
         slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
-        engine = GenerationEngine(decoder, Tokenizer.load(folder), slots, clock, config)
+        batcher = DecodeFirst.of(config, decoder.config)
+        engine = GenerationEngine(decoder, Tokenizer.load(folder), slots, clock, config, batcher=batcher)
         params = SamplingParams(max_tokens=max_steps + 1, temperature=0, ignore_eos=True)
         source = KvBuffer(decoder.layout, TokenRange(0, max(lengths)))
         source.data.normal_()

@@ -26,7 +26,6 @@ from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowEndHook, Stream, Ticket
-from generate_workers.engine.step_bound import PrefillWork, StepBound
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat, Standing
@@ -50,10 +49,11 @@ class GenerationEngine:
         clock: Clock,
         config: EngineConfig,
         *,
+        batcher: Batcher,
         reclaim: Callable[[], bool] | None = None,
     ) -> None:
-        """`reclaim` is called when memory is short: it releases slots that hooks have taken over, and returns whether
-        there were any."""
+        """`batcher` is the engine's own from now on. `reclaim` is called when memory is short: it releases slots that
+        hooks have taken over, and returns whether there were any."""
         self._reclaim = reclaim or (lambda: False)
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -64,8 +64,8 @@ class GenerationEngine:
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # Used by the engine's thread alone:
-        bound, work = StepBound(config.max_step_stretch), PrefillWork.of_model(decoder.config)
-        self._running = RunningRows(slots, Batcher(config.max_prefill_tokens_per_step, bound, work))
+        self._batcher = batcher
+        self._running = RunningRows(slots, batcher)
         self._runner = StepRunner(decoder, self.residency)
         self._waiting: deque[Stream] = deque()
         self._leased: dict[Ticket, Stream] = {}
@@ -144,14 +144,14 @@ class GenerationEngine:
         kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
         if plan and self._run_plan(plan):
             self._last_step = StepStats(
-                num_decode_rows=plan.num_decode_rows,
+                num_decode_rows=plan.decoding.num_rows,
                 num_prefill_tokens=plan.num_prefill_tokens,
                 duration_s=self._clock.now_s() - started_s,
                 num_kv_bytes=self._runner.num_kv_bytes - kv_bytes,
                 num_weight_bytes=self._runner.num_weight_bytes,
                 num_link_bytes=self._runner.num_link_bytes - link_bytes,
             )
-            self._running.batcher.took(plan, self._last_step.duration_s)
+            self._batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
         try:
@@ -165,7 +165,7 @@ class GenerationEngine:
 
     def _await_work(self) -> bool:
         """Wait until there is something to do; return False when the engine is closed."""
-        if len(self._running.batcher) and not self._running.is_stalled:
+        if self._running.rows and not self._running.is_stalled:
             return not self._book.close_reason
         return self._book.await_work(self._slots.next_deadline_s, self._clock)
 
@@ -253,7 +253,7 @@ class GenerationEngine:
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return None
         stream.rows, stream.has_rows = list(rows), True
-        self._running.add(rows, seats[0].num_cached)
+        self._running.add(rows)
         return rows[0]
 
     def _run_plan(self, plan: StepPlan) -> bool:
@@ -263,7 +263,7 @@ class GenerationEngine:
         rows = [row for leader in leaders for row in (leader, *leader.followers)]
         try:
             tokens = self._runner.run(plan, running.rows, rows)
-            running.batcher.ran(plan)
+            running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
         except Exception as error:
@@ -288,9 +288,7 @@ class GenerationEngine:
             logger.exception("request %s failed", stream.request.request_id)
             self._end(stream, FinishReason.ERROR, _one_line(error))
             return
-        if event.finish is None:
-            self._running.batcher.sampled(row.slot)
-        else:
+        if event.finish is not None:
             stream.rows.remove(row)
             self._running.retire(row)
             if stream.is_over:

@@ -29,7 +29,7 @@ class RunningRows:
     slots: SlotTable
     batcher: Batcher
     rows: dict[SlotId, Row] = field(default_factory=dict)
-    """Rows with a seat."""
+    """Rows of the batch, in the order in which they joined it. Followers join when their leader's KV is in place."""
     waiting: list[Row] = field(default_factory=list)
     """Leaders of preempted streams' rows, the oldest first."""
     num_preemptions: int = 0
@@ -38,20 +38,26 @@ class RunningRows:
     _growth: KvBytes = field(default=KvBytes(), init=False)
     """Bytes by which a row must grow that has no room for it yet."""
 
-    def add(self, rows: list[Row], num_cached: int) -> None:
-        """Add a stream's rows. The first joins the batch, with the KV of `num_cached` tokens in place; the others
-        follow it."""
+    def add(self, rows: list[Row]) -> None:
+        """Add a stream's rows. The first joins the batch; the others follow it."""
         leader = rows[0]
         leader.followers = rows[1:]
-        self._enter(leader, num_cached)
+        self.rows[leader.slot] = leader
 
     def fork(self, leader: Row) -> None:
         """Copy a leader's KV, once its history is in place, to its followers, which join the batch."""
         followers, leader.followers = leader.followers, []
-        num_tokens = len(leader.token_ids)
         for row in followers:
-            self.slots.memory.residency.copy(leader.slot, row.slot, num_tokens)
-            self.batcher.join(row.slot, num_cached=num_tokens, num_known=num_tokens)
+            self.slots.memory.residency.copy(leader.slot, row.slot, leader.num_known)
+            row.num_cached = leader.num_known
+            self.rows[row.slot] = row
+
+    def ran(self, plan: StepPlan) -> None:
+        """Note that the plan was run, so that its KV is in place."""
+        for span in plan.spans:
+            row = self.rows[span.slot]
+            assert row.num_cached == span.tokens.start
+            row.num_cached = span.tokens.end
 
     def retire(self, row: Row) -> None:
         """Remove a row that has its last token. Its slot is freed, unless its stream's hook takes it over."""
@@ -79,8 +85,8 @@ class RunningRows:
                 break
             self.waiting.pop(0)
             for row, seat in zip(rows, seats, strict=True):
-                row.seat = seat
-            self._enter(leader, num_cached=0)
+                row.seat, row.num_cached = seat, 0
+            self.rows[leader.slot] = leader
         self._owe()
         return not self.waiting
 
@@ -90,16 +96,16 @@ class RunningRows:
         rows."""
         self.is_stalled = False
         while True:
-            plan = self.batcher.plan()
+            plan = self.batcher.plan(self.rows)
             short = self._without_memory(plan)
             if short is None:
                 return plan
             if reclaim():
                 continue
-            youngest = max((row for row in self.rows.values() if row.slot in self.batcher), key=_age)
-            if youngest is short and len(self.batcher) == 1:
+            youngest = max(self.rows.values(), key=_age)
+            if youngest is short and len(self.rows) == 1:
                 self.is_stalled = True
-                return StepPlan((), 0, 0)
+                return StepPlan(())
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
@@ -115,7 +121,7 @@ class RunningRows:
 
     def _seats_for(self, leader: Row, num_rows: int) -> list[Seat] | None:
         try:
-            return self.slots.occupy(len(leader.token_ids), leader.capacity_tokens, num_rows)
+            return self.slots.occupy(leader.num_known, leader.capacity_tokens, num_rows)
         except ResourceExhaustedError:
             if self.rows:  # running rows give memory back when they end
                 return None
@@ -129,18 +135,12 @@ class RunningRows:
         self._owe()
         self._unseat([leader, *leader.followers])
 
-    def _enter(self, leader: Row, num_cached: int) -> None:
-        self.rows.update((row.slot, row) for row in (leader, *leader.followers))
-        self.batcher.join(leader.slot, num_cached=num_cached, num_known=len(leader.token_ids))
-
     def _unseat(self, rows: Iterable[Row], *, frees: bool = True) -> None:
         for row in rows:
             seat, row.seat = row.seat, None
             if seat is None:  # the row is preempted
                 continue
-            del self.rows[seat.ref.slot]
-            if seat.ref.slot in self.batcher:
-                self.batcher.leave(seat.ref.slot)
+            self.rows.pop(seat.ref.slot, None)  # a follower has not joined yet
             if frees:
                 self.slots.release(seat.ref)
 
@@ -154,7 +154,7 @@ class RunningRows:
         for row in self.waiting:
             num_rows = 1 + len(row.followers)
             num_slots += num_rows
-            need += self.slots.memory.need(len(row.token_ids), row.capacity_tokens, num_rows)
+            need += self.slots.memory.need(row.num_known, row.capacity_tokens, num_rows)
         self.slots.owe(num_slots, need)
 
 

@@ -141,6 +141,8 @@ class Row:
         self.capacity_tokens = len(seat.row.tokens)
         self.token_ids = [*request.prompt_ids, *request.output_ids]
         """All known tokens of the sequence."""
+        self.num_cached = seat.num_cached
+        """Tokens whose KV is in place."""
         self.sampler = SamplerState(params, request.prompt_ids, request.output_ids, eos_token_ids=config.eos_token_ids)
         self.followers: list[Row] = []
         """Rows of the other choices, until they get a copy of this row's KV and a token of their own."""
@@ -160,6 +162,11 @@ class Row:
     def slot(self) -> SlotId:
         """Return the slot, by which the batch knows the row. The row must have a seat."""
         return self.ref.slot
+
+    @property
+    def num_known(self) -> int:
+        """Return the number of known tokens, prompt and output."""
+        return len(self.token_ids)
 
     @property
     def age(self) -> tuple[Ticket, int]:

@@ -10,7 +10,7 @@ The first line is fitted to the latest steps that only decoded, some of each bat
 were not seen for a while. The rate follows the latest steps that prefilled: the time of such a step, divided by the
 predicted time of it with its decoding, scales the rate by a part.
 
-`batcher` asks for the bound and reports the time of each step. Owned by the engine's thread; has no clock of its own.
+`decode_first` asks for the bound and reports the time of each step. Owned by the engine's thread; has no clock.
 """
 
 import math

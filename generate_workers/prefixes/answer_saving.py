@@ -14,9 +14,8 @@ Answers that go on to disk do so on another thread, which holds no slot.
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from baton.errors import BatonError
@@ -81,30 +80,21 @@ class StreamAnswers:
 
 
 class AnswerSaver:
-    """Saves the answers of one group. Any thread may call it; `close` after the engine's end."""
+    """Saves the answers of one group. Any thread may call it."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
         self.num_bytes = 0
         """Bytes copied from slots so far."""
         self._slots = slots
         self._store = store
-        self._changed = threading.Condition()
-        """Guards `_held`, `_waiting`, `_is_closed` and all StreamAnswers. Never held while the slots' lock is taken."""
-        self._held: dict[_Answer, None] = {}
+        self._lock = threading.Lock()
+        """Guards `_held`, `_is_closed` and all StreamAnswers. Never held while the slots' lock is taken."""
+        self._held: dict[_Answer, Future[None]] = {}
         """Answers whose slots are held; a thread that removes one releases its slot."""
-        self._waiting: deque[_Answer] = deque()
-        """Held answers that the thread has not begun to store."""
         self._is_closed = False
+        self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
-        self._thread = threading.Thread(target=self._run, name="answer-saver", daemon=True)
-        self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Return whether to skip saving: too many answers wait for another to be worth its slot, or the thread has
-        ended."""
-        return len(self._waiting) >= _MAX_WAITING or not self._thread.is_alive()
 
     def open(self, naming: BlockNaming, on_filled: Callable[[Filled], None]) -> StreamAnswers:
         """Return the hook for a stream whose answers are to be saved. `on_filled` is called once, on any thread, with
@@ -112,22 +102,21 @@ class AnswerSaver:
         return StreamAnswers(self, naming, on_filled)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
-        """Take over the slot of an ended row of `stream` and queue its answer; return False when the saver is busy. On
-        the engine's thread."""
-        if self.is_busy:
-            return False
+        """Take over the slot of an ended row of `stream` and queue its answer; return False when too many answers wait
+        for another to be worth its slot, or the saver is closed. On the engine's thread."""
         token_ids = tuple(row.token_ids[:-1])  # the last token has no KV
         answer = _Answer(row.ref, self._slots.open_read(row.ref), token_ids, stream)
-        with self._changed:
-            stream.num_held += 1
-            self._held[answer] = None
-            self._waiting.append(answer)
-            self._changed.notify()
-        return True
+        with self._lock:
+            if is_worth_it := len(self._held) <= _MAX_WAITING and not self._is_closed:
+                stream.num_held += 1
+                self._held[answer] = self._saver.submit(self._save, answer)
+        if not is_worth_it:
+            answer.reader.close()
+        return is_worth_it
 
     def end(self, stream: StreamAnswers) -> None:
         """Note that a stream has ended, and report what was stored if none of its slots is held."""
-        with self._changed:
+        with self._lock:
             stream.is_over = True
             is_complete = not stream.num_held
         if is_complete:
@@ -136,31 +125,27 @@ class AnswerSaver:
     def give_up(self, stream: StreamAnswers | None = None) -> bool:
         """Release the slots of the answers that are not stored yet, of one stream or of all; return whether there were
         any. The copy that runs ends as soon as it notices, and its slot is free then."""
-        with self._changed:
-            given_up = [each for each in self._held if stream in (None, each.stream)]
-            waiting = [each for each in given_up if each in self._waiting]
-            for answer in waiting:
-                self._waiting.remove(answer)
-        for answer in waiting:
-            answer.reader.close()
-        for answer in given_up:
+        with self._lock:
+            given_up = [(each, saving) for each, saving in self._held.items() if stream in (None, each.stream)]
+        for answer, saving in given_up:
+            if saving.cancel():
+                answer.reader.close()
             self._release(answer, Filled())
         return bool(given_up)
 
     def close(self) -> None:
-        """Give up all answers and end the thread. Answers that wait for the disk do not go there. Idempotent."""
-        with self._changed:
+        """Give up all answers and end the threads. Answers that wait for the disk do not go there. Idempotent."""
+        with self._lock:
             self._is_closed = True
-            self._changed.notify()
         self.give_up()
-        self._thread.join()
+        self._saver.shutdown()
         self._sinker.shutdown(cancel_futures=True)
 
     def _release(self, answer: _Answer, filled: Filled) -> None:
         """Release an answer's slot, unless another thread has given it up, and report what was stored of its stream if
         that was the stream's last slot."""
         stream = answer.stream
-        with self._changed:
+        with self._lock:
             if answer not in self._held:
                 return
             del self._held[answer]
@@ -171,28 +156,21 @@ class AnswerSaver:
         if is_complete:
             stream.on_filled(stream.filled)
 
-    def _next(self) -> _Answer | None:
-        """Wait for the next answer; return None once closed and none waits."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._is_closed)
-            return self._waiting.popleft() if self._waiting else None
-
-    def _run(self) -> None:
-        while (answer := self._next()) is not None:
-            filled = Filled()
-            try:
-                filled = self._copy(answer)
-            except (BatonError, OSError) as error:  # the row was released, or the folder is gone
-                logger.info("an answer is not kept: %s", error)
-            except Exception:
-                logger.exception("an answer is not kept")
-            try:
-                answer.reader.close()
-            except Exception:
-                logger.exception("the reader of an answer cannot leave its slot")
+    def _save(self, answer: _Answer) -> None:
+        filled = Filled()
+        try:
+            filled = self._copy(answer)
+        except (BatonError, OSError) as error:  # the row was released, or the folder is gone
+            logger.info("an answer is not kept: %s", error)
+        except Exception:
+            logger.exception("an answer is not kept")
+        try:
+            answer.reader.close()
             self._release(answer, filled)
-            if self._store.below is not None and filled.stored and self._may_sink.acquire(blocking=False):
-                self._sinker.submit(self._sink, filled, answer.stream.naming.block_tokens)
+        except Exception:
+            logger.exception("the slot of an answer cannot be freed")
+        if self._store.below is not None and filled.stored and self._may_sink.acquire(blocking=False):
+            self._sinker.submit(self._sink, filled, answer.stream.naming.block_tokens)
 
     def _copy(self, answer: _Answer) -> Filled:
         answer.reader.check()

@@ -9,7 +9,6 @@ lose their reader.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -24,28 +23,24 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Said(Generic[T]):
-    """A stream's next message, or its end."""
-
-    number: StreamNumber
-    message: T | None
-    """Payload of the message. None: the stream of this number has ended."""
-    error: BatonError | None = None
-    """Error that the stream ended with, if it failed."""
-
-
 class SharedReader(Generic[T]):
     """The reader of all streams of one call."""
 
-    def __init__(self, streams: OpenStreams, encode: Callable[[TokenEvent | Filled], T]) -> None:
-        """`encode` turns an event into a message. When it raises, the event's stream ends with that error."""
+    def __init__(
+        self,
+        streams: OpenStreams,
+        encode: Callable[[StreamNumber, TokenEvent | Filled], T],
+        encode_end: Callable[[StreamNumber, BatonError | None], T],
+    ) -> None:
+        """`encode` makes the message of a stream's event, or raises the error that the stream is to end with;
+        `encode_end` makes the message of its end, with the error if it failed."""
         self._streams = streams
         self._encode = encode
+        self._encode_end = encode_end
         self._reading: dict[StreamNumber, OpenStream] = {}
         self._ready: dict[StreamNumber, None] = {}
         """Numbers of the streams whose logs may hold something unread, in the order in which it came."""
-        self._refused: list[Said[T]] = []
+        self._refused: list[T] = []
         self._changed = asyncio.Event()
         self._is_complete = False
 
@@ -57,7 +52,7 @@ class SharedReader(Generic[T]):
                 raise InvalidArgumentError(f"number {number} is taken: number streams anew")
             stream = self._reading[number] = open_stream()
         except Exception as failure:  # noqa: BLE001 - logged where it is a bug
-            self._refused.append(Said(number, None, _known(number, failure)))
+            self._refused.append(self._encode_end(number, _known(number, failure)))
             self._changed.set()
             return
         stream.on_message = partial(self._note, number)
@@ -74,8 +69,9 @@ class SharedReader(Generic[T]):
         self._is_complete = True
         self._changed.set()
 
-    async def batches(self) -> AsyncGenerator[list[Said[T]], None]:
-        """Yield what has come since the last batch; return when all streams have ended and no more will be added."""
+    async def batches(self) -> AsyncGenerator[list[T], None]:
+        """Yield messages of what has come since the last batch; return when all streams have ended and no more will be
+        added."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch
@@ -92,18 +88,18 @@ class SharedReader(Generic[T]):
         self._ready[number] = None
         self._changed.set()
 
-    def _read(self) -> list[Said[T]]:
+    def _read(self) -> list[T]:
         batch, self._refused = self._refused, []
         ready, self._ready = self._ready, {}
         for number in ready:
             self._read_stream(number, batch)
         return batch
 
-    def _read_stream(self, number: StreamNumber, batch: list[Said[T]]) -> None:
+    def _read_stream(self, number: StreamNumber, batch: list[T]) -> None:
         """Add what a stream's log holds unread to the batch, and the stream's end if that is all."""
         stream, error = self._reading[number], None
         try:
-            batch.extend(Said(number, self._encode(event)) for event in stream.unread())
+            batch.extend(self._encode(number, event) for event in stream.unread())
             if not stream.is_over:
                 return
             self._streams.forget(stream)
@@ -111,7 +107,7 @@ class SharedReader(Generic[T]):
             error = _known(number, failure)
             self._streams.end(stream)
         self._drop(number)
-        batch.append(Said(number, None, error))
+        batch.append(self._encode_end(number, error))
 
     def _drop(self, number: StreamNumber) -> OpenStream:
         self._ready.pop(number, None)

@@ -15,7 +15,9 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.host_link import CopyTensor, copy_tensor
@@ -168,6 +170,7 @@ def harness(
     copy: CopyTensor = copy_tensor,
     poison: bool = True,
     store: PrefixStore | None = None,
+    batcher: Batcher | None = None,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
@@ -180,7 +183,8 @@ def harness(
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     reclaim = saver.give_up if saver is not None else None
-    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, reclaim=reclaim)
+    batcher = batcher or DecodeFirst.of(config, decoder.config)
+    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, batcher=batcher, reclaim=reclaim)
     made = Harness(decoder, slots, engine, clock, saver)
     try:
         with ends_empty(slots):

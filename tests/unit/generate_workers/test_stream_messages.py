@@ -4,14 +4,11 @@ from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import ResourceExhaustedError
 from baton.ids import StreamNumber
 from baton.v1 import generate_pb2
-from generate_workers.servicer import messages_of
-from generate_workers.streams.shared_reader import Said
-
-Events = list[Said[generate_pb2.TokenEvent]]
+from generate_workers.servicer import _end_to_proto, messages_of
 
 
-def said(number: int, text: str) -> Said[generate_pb2.TokenEvent]:
-    return Said(StreamNumber(number), generate_pb2.TokenEvent(text=text))
+def said(number: int, text: str) -> generate_pb2.StreamEvent:
+    return generate_pb2.StreamEvent(number=number, event=generate_pb2.TokenEvent(text=text))
 
 
 def test_a_step_s_events_are_one_message() -> None:
@@ -21,7 +18,7 @@ def test_a_step_s_events_are_one_message() -> None:
 
 
 def test_large_events_are_spread_over_messages() -> None:
-    batch: Events = [said(number, "x" * 700_000) for number in range(40)]
+    batch = [said(number, "x" * 700_000) for number in range(40)]
     messages = list(messages_of(batch))
     assert len(messages) > 1 and all(message.ByteSize() < MAX_MESSAGE_BYTES / 8 for message in messages)
     assert [event.number for message in messages for event in message.events] == list(range(40))
@@ -29,7 +26,6 @@ def test_large_events_are_spread_over_messages() -> None:
 
 def test_an_end_says_why() -> None:
     full = ResourceExhaustedError("full", retry_after_s=2.0)
-    (message,) = messages_of([Said(StreamNumber(1), None), Said(StreamNumber(2), None, full)])
-    well, failed = message.events
+    well, failed = _end_to_proto(StreamNumber(1), None), _end_to_proto(StreamNumber(2), full)
     assert well.HasField("end") and not well.end.error and not well.HasField("event")
     assert (failed.end.error, failed.end.text, failed.end.retry_after_s) == ("ResourceExhaustedError", "full", 2.0)

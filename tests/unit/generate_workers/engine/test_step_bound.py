@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.engine.batcher import Batcher, StepPlan
+from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
+from tests.support.engines.batches import Batch
 
 BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3
 WORK = PrefillWork(pair_work=1e-3)
@@ -80,15 +82,9 @@ def test_what_fits_is_as_much_as_can_be(start: int, most: float, pair_work: floa
     assert work.of(TokenRange(start, start + num_tokens + 1)) > most * (1 - 1e-9)
 
 
-def run(batcher: Batcher) -> StepPlan:
-    """One step of the engine that keeps to the model."""
-    plan = batcher.plan()
-    batcher.ran(plan)
-    for span in plan.spans:
-        if span.samples:
-            batcher.sampled(span.slot)
-    batcher.took(plan, step_s(plan.decoding, plan.prefill_work))
-    return plan
+def model_s(plan: StepPlan) -> float:
+    """What the plan's step takes where it keeps to the model."""
+    return step_s(plan.decoding, plan.prefill_work)
 
 
 @settings(max_examples=40)
@@ -100,19 +96,19 @@ def run(batcher: Batcher) -> StepPlan:
 def test_no_row_waits_beyond_the_bound_but_for_a_few_tokens(
     contexts: list[int], num_tokens: int, stretch: float
 ) -> None:
-    batcher = Batcher(512, StepBound(stretch), WORK)
+    batch = Batch(DecodeFirst(512, StepBound(stretch), WORK))
     for slot, context in enumerate(contexts):
-        batcher.join(SlotId(slot), num_cached=context, num_known=context + 1)
+        batch.join(SlotId(slot), num_cached=context, num_known=context + 1)
     for _ in range(3):
-        run(batcher)
+        batch.run(model_s)
     newcomer, start = SlotId(99), 0
-    batcher.join(newcomer, num_cached=0, num_known=num_tokens)
+    batch.join(newcomer, num_cached=0, num_known=num_tokens)
     turn = 0
     while num_tokens - start > 1:  # a last token alone is a row's that decodes
-        plan = run(batcher)
+        plan = batch.run(model_s)
         if not plan.prefill_work:  # to learn
             assert turn % 32 == 0 and turn
-            plan = run(batcher)
+            plan = batch.run(model_s)
         (chunk,) = (span.tokens for span in plan.spans if span.slot == newcomer)
         assert len(chunk) >= min(16, num_tokens - start)
         if turn > 20:  # the rate is known by then; before, chunks are small
@@ -128,23 +124,14 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
     def took_s(plan: StepPlan) -> float:
         return step_s(plan.decoding, plan.prefill_work) + plan.decoding.num_rows * (row_s - ROW_S)
 
-    def step() -> StepPlan:
-        plan = batcher.plan()
-        batcher.ran(plan)
-        for span in plan.spans:
-            if span.samples:
-                batcher.sampled(span.slot)
-        batcher.took(plan, took_s(plan))
-        return plan
-
-    batcher = Batcher(512, StepBound(1.5), PrefillWork())
-    batcher.join(SlotId(0), num_cached=0, num_known=100)
+    batch = Batch(DecodeFirst(512, StepBound(1.5), PrefillWork()))
+    batch.join(SlotId(0), num_cached=0, num_known=100)
     for _ in range(10):
-        step()  # one row, alone
+        batch.run(took_s)  # one row, alone
     for slot in range(1, 25):
-        batcher.join(SlotId(slot), num_cached=0, num_known=40)
-    batcher.join(SlotId(99), num_cached=0, num_known=100_000)
-    plans = [step() for _ in range(400)]
+        batch.join(SlotId(slot), num_cached=0, num_known=40)
+    batch.join(SlotId(99), num_cached=0, num_known=100_000)
+    plans = [batch.run(took_s) for _ in range(400)]
     assert all(before.prefill_work or after.prefill_work for before, after in itertools.pairwise(plans))
     mixed = [plan for plan in plans[200:] if plan.prefill_work]
     assert len(mixed) > 0.95 * 200
@@ -155,18 +142,18 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
 
 
 def test_without_rows_the_whole_budget_is_prefilled() -> None:
-    batcher = Batcher(64, taught(), WORK)
-    batcher.join(SlotId(1), num_cached=0, num_known=200)
-    assert run(batcher).num_prefill_tokens == 64
+    batch = Batch(DecodeFirst(64, taught(), WORK))
+    batch.join(SlotId(1), num_cached=0, num_known=200)
+    assert batch.run(model_s).num_prefill_tokens == 64
 
 
 def test_prefills_share_what_a_step_may_take() -> None:
     decoding = Decoding(1, 101)
-    batcher = Batcher(512, taught(8.0), PrefillWork())
-    batcher.join(SlotId(1), num_cached=100, num_known=101)
-    batcher.join(SlotId(2), num_cached=0, num_known=40)
-    batcher.join(SlotId(3), num_cached=0, num_known=500)
-    plan = batcher.plan()
+    batch = Batch(DecodeFirst(512, taught(8.0), PrefillWork()))
+    batch.join(SlotId(1), num_cached=100, num_known=101)
+    batch.join(SlotId(2), num_cached=0, num_known=40)
+    batch.join(SlotId(3), num_cached=0, num_known=500)
+    plan = batch.plan()
     assert plan.decoding == decoding
     assert plan.num_prefill_tokens == int(7 * step_s(decoding, 0) / RATE_S)
     assert [len(span.tokens) for span in plan.spans] == [1, 40, plan.num_prefill_tokens - 40]

@@ -207,7 +207,7 @@ def check_partial(made: Harness, basis: Basis) -> int:
     """Of every row that runs: those of all keys that are at home. How many rows were looked at."""
     rows = made.engine._running.rows.values()
     for row in rows:
-        cached = made.engine._running.batcher._rows[row.slot].num_cached
+        cached = row.num_cached
         kept = made.slots.memory.residency._rows[row.slot]  # type: ignore[attr-defined]
         assert isinstance(kept, InfinigenRow)
         for layer in LAYERS:

@@ -3,18 +3,19 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
 
-from baton.errors import InvalidArgumentError, NotFoundError
+from baton.errors import BatonError, InvalidArgumentError, NotFoundError
 from baton.ids import RequestId, StreamNumber
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
-from generate_workers.streams.shared_reader import Said, SharedReader
+from generate_workers.streams.shared_reader import SharedReader
 from modeling.prefix_store.store import Filled
 
 ONE, TWO = StreamNumber(1), StreamNumber(2)
@@ -25,14 +26,27 @@ def event(text: str, index: int, finish: FinishReason | None) -> TokenEvent:
     return TokenEvent(index, SampledToken(index), text, 0, finish)
 
 
-def encoded(message: TokenEvent | Filled) -> str:
-    """The text of an event; the marked ones cannot be sent."""
+@dataclass(frozen=True)
+class Said:
+    """The text of a stream's event, or its end."""
+
+    number: StreamNumber
+    message: str | None
+    error: BatonError | None = None
+
+
+def encoded(number: StreamNumber, message: TokenEvent | Filled) -> Said:
+    """The message of an event; the marked ones cannot be sent."""
     assert isinstance(message, TokenEvent)
     if message.text == "large":
         raise InvalidArgumentError("too large")
     if message.text == "bug":
         raise ZeroDivisionError("oops")
-    return message.text
+    return Said(number, message.text)
+
+
+def end(number: StreamNumber, error: BatonError | None) -> Said:
+    return Said(number, None, error)
 
 
 class Engine:
@@ -63,7 +77,7 @@ class Call:
     def __init__(self) -> None:
         self.engine = Engine()
         self.streams = OpenStreams(cast(GenerationEngine, self.engine))
-        self.reader = SharedReader(self.streams, encoded)
+        self.reader = SharedReader(self.streams, encoded, end)
 
     def opening(self, number: StreamNumber) -> Callable[[], OpenStream]:
         request = GenerationRequest(RequestId(f"r{number}"), (1,), (), SamplingParams(max_tokens=4))
@@ -73,7 +87,7 @@ class Call:
         for number in numbers:
             self.reader.add(number, self.opening(number))
 
-    async def rest(self) -> list[Said[str]]:
+    async def rest(self) -> list[Said]:
         """What the call says from now on, if nothing more is opened."""
         self.reader.complete()
         return [said async for batch in self.reader.batches() for said in batch]
@@ -188,7 +202,7 @@ async def test_another_call_reads_on_from_the_log(call: Call) -> None:
     await settled()
     call.reader.close()
     request = GenerationRequest(RequestId("r1"), (1,), (), SamplingParams(max_tokens=4))
-    second = SharedReader(call.streams, encoded)
+    second = SharedReader(call.streams, encoded, end)
     second.add(TWO, lambda: call.streams.take_over(request, TWO, [(0,)]))
     assert await anext(second.batches()) == [Said(TWO, "b"), Said(TWO, "c")]
     call.engine.say(1, end="d")

@@ -1,0 +1,93 @@
+"""The batching policy: every row that decodes runs, and prefill takes what is left of a step. A Batcher.
+
+1. Every row that lacks one token runs it: a decode step never waits for a prefill.
+2. The other rows share what a step may prefill, in the order in which they joined. That is at most
+   `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
+   always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
+
+Continuous batching as bookkeeping in plain integers. On the engine's thread.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Self
+
+from baton.ids import SlotId
+from baton.types import TokenRange
+from generate_workers.engine.batcher import Progress, RowSpan, StepPlan
+from generate_workers.engine.config import EngineConfig
+from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
+from modeling.forward.model_config import ModelConfig
+from planning.local_prefill import LEAST_STEP_TOKENS
+
+
+class DecodeFirst:
+    """Rows that decode run in every step, beside bounded chunks of those that prefill."""
+
+    def __init__(
+        self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
+    ) -> None:
+        """`bound` and `work` limit a step's prefill by predicted time. Without a bound only `max_prefill_tokens`
+        counts."""
+        assert max_prefill_tokens >= 1
+        self._max_prefill_tokens = max_prefill_tokens
+        self._bound = bound
+        self._work = work or PrefillWork()
+
+    @classmethod
+    def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
+        """Make the policy of an engine as configured, with the work of its model."""
+        bound = StepBound(config.max_step_stretch)
+        return cls(config.max_prefill_tokens_per_step, bound, PrefillWork.of_model(model))
+
+    def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
+        """Return what to run next; empty when no row has tokens to run. Changes nothing."""
+        contexts = [row.num_known for row in rows.values() if row.num_known - row.num_cached == 1]
+        decoding = Decoding(len(contexts), sum(contexts))
+        max_tokens = 0 if self._decodes_alone(decoding) else self._max_prefill_tokens
+        max_work = math.inf if decoding.num_rows == len(rows) else self._max_work(decoding)
+        budget = _Budget(max_tokens, max_work, self._work)
+        spans = []
+        for slot, row in rows.items():
+            num_tokens = row.num_known - row.num_cached
+            if num_tokens != 1:
+                num_tokens = budget.take(row.num_cached, num_tokens)
+            if num_tokens:
+                end = row.num_cached + num_tokens
+                spans.append(RowSpan(slot, TokenRange(row.num_cached, end), end == row.num_known))
+        return StepPlan(tuple(spans), budget.num_taken, decoding, budget.work_taken)
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Tell the bound how long the plan's step took."""
+        if self._bound is not None:
+            self._bound.observe(plan.decoding, plan.prefill_work, seconds)
+
+    def _decodes_alone(self, decoding: Decoding) -> bool:
+        return self._bound is not None and self._bound.is_to_decode_alone(decoding)
+
+    def _max_work(self, decoding: Decoding) -> float:
+        return self._bound.max_work(decoding) if self._bound is not None else math.inf
+
+
+class _Budget:
+    """What is left of one step's prefill."""
+
+    def __init__(self, max_tokens: int, max_work: float, work: PrefillWork) -> None:
+        self.num_taken = 0
+        """Tokens given out so far."""
+        self.work_taken = 0.0
+        self._max_tokens = max_tokens
+        self._max_work = max_work
+        self._work = work
+
+    def take(self, start: int, num_tokens: int) -> int:
+        """Return how many of a row's `num_tokens` tokens from `start` on run in this step, and count them."""
+        most = min(num_tokens, self._max_tokens - self.num_taken)
+        if self._max_work < math.inf:
+            fitting = self._work.num_fitting(start, self._max_work - self.work_taken)
+            most = min(most, max(fitting, LEAST_STEP_TOKENS - self.num_taken))
+        if most == 1 < min(num_tokens, self._max_tokens):
+            return 0  # a span of one token counts as a decode row, whose keys a residency policy may choose
+        self.num_taken += most
+        self.work_taken += self._work.of(TokenRange(start, start + most))
+        return most

@@ -1,0 +1,88 @@
+"""What every Batcher must do: plans that can run, that reach every row's last token, and that change no token.
+
+An implementation joins with a factory in BATCHERS.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+
+from baton.ids import SlotId
+from baton.sampling_params import SamplingParams
+from generate_workers.engine.batcher import Batcher
+from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.step_bound import PrefillWork, StepBound
+from generate_workers.slots.memory import MemoryLimits
+from modeling.kv.memory import PAGE_BYTES
+from tests.support.engines.batches import Batch, OneByOne
+from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+
+BATCHERS: dict[str, Callable[[], Batcher]] = {
+    "decode-first": lambda: DecodeFirst(8),
+    "decode-first-bounded": lambda: DecodeFirst(64, StepBound(1.5), PrefillWork(1e-3)),
+    "one-by-one": OneByOne,
+}
+DECODER = eos_decoder()
+PARAMS = SamplingParams(max_tokens=24, temperature=0.8, seed=3, ignore_eos=True)
+
+
+@pytest.fixture(params=BATCHERS)
+def batcher(request: pytest.FixtureRequest) -> Batcher:
+    return BATCHERS[request.param]()
+
+
+def test_without_rows_there_is_nothing_to_run(batcher: Batcher) -> None:
+    assert not batcher.plan({})
+
+
+def test_a_row_without_a_token_to_run_is_in_no_plan(batcher: Batcher) -> None:
+    batch = Batch(batcher)
+    batch.join(SlotId(0), num_cached=5, num_known=5)
+    assert not batch.plan()
+
+
+def test_planning_changes_nothing(batcher: Batcher) -> None:
+    batch = Batch(batcher)
+    batch.join(SlotId(0), num_cached=0, num_known=30)
+    batch.join(SlotId(1), num_cached=5, num_known=6)
+    assert batch.plan() == batch.plan()
+
+
+def test_every_row_samples_in_time_and_the_counts_are_those_of_the_spans(batcher: Batcher) -> None:
+    batch, sampled = Batch(batcher), set[SlotId]()
+    for number, num_known in enumerate((40, 1, 7, 25)):
+        batch.join(SlotId(number), num_cached=0, num_known=num_known)
+    for _ in range(100):
+        lengths = {slot: row.num_known - row.num_cached for slot, row in batch.rows.items()}
+        plan = batch.run(lambda plan: 1e-3 * (1 + plan.num_prefill_tokens))
+        decoding = [span for span in plan.spans if lengths[span.slot] == 1]
+        assert plan.decoding.num_rows == len(decoding) <= len(plan.spans)
+        assert plan.num_prefill_tokens == sum(len(span.tokens) for span in plan.spans) - len(decoding)
+        assert plan
+        sampled |= {span.slot for span in plan.spans if span.samples}
+    assert sampled == set(batch.rows)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+def test_an_engine_makes_the_same_tokens(batcher: Batcher, num_choices: int) -> None:
+    params = dataclasses.replace(PARAMS, n=num_choices)
+    with harness(decoder=DECODER, batcher=batcher) as made:
+        streams = {length: made.submit(prompt(length), params)[1] for length in (5, 40)}
+        made.run()
+        for length, stream in streams.items():
+            for choice in range(num_choices):
+                expected = reference_ids(DECODER, prompt(length), params.of_choice(choice))
+                assert stream.choice(choice).token_ids == expected
+
+
+def test_an_engine_that_runs_out_of_memory_makes_the_same_tokens(batcher: Batcher) -> None:
+    pages = -(-96 * DECODER.layout.row_bytes // PAGE_BYTES)
+    limits = MemoryLimits(DECODER.layout.num_layers * pages * PAGE_BYTES)
+    params = dataclasses.replace(PARAMS, max_tokens=60)
+    with harness(decoder=DECODER, batcher=batcher, limits=limits, growth_tokens=1) as made:
+        streams = {length: made.submit(prompt(length), params)[1] for length in (30, 31)}
+        made.run()
+        assert made.engine.status().num_preemptions
+        for length, stream in streams.items():
+            assert stream.token_ids == reference_ids(DECODER, prompt(length), params)

@@ -1,0 +1,63 @@
+"""A batch in plain integers, whose rows run as a Batcher plans; and the simplest Batcher."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from baton.ids import SlotId
+from baton.types import TokenRange
+from generate_workers.engine.batcher import Batcher, Progress, RowSpan, StepPlan
+from generate_workers.engine.step_bound import Decoding
+
+
+@dataclass
+class PlainRow:
+    """How far a row has come, without a row."""
+
+    num_cached: int
+    num_known: int
+
+
+class Batch:
+    """The rows of an engine that runs every plan."""
+
+    def __init__(self, batcher: Batcher) -> None:
+        self.rows: dict[SlotId, PlainRow] = {}
+        self._batcher = batcher
+
+    def join(self, slot: SlotId, *, num_cached: int, num_known: int) -> None:
+        self.rows[slot] = PlainRow(num_cached, num_known)
+
+    def plan(self) -> StepPlan:
+        return self._batcher.plan(self.rows)
+
+    def run(self, took_s: Callable[[StepPlan], float] | None = None) -> StepPlan:
+        """One step as the engine does it: everything planned is run, and whoever samples gets a token."""
+        plan = self.plan()
+        for span in plan.spans:
+            row = self.rows[span.slot]
+            assert row.num_cached == span.tokens.start and len(span.tokens) > 0
+            row.num_cached = span.tokens.end
+            assert span.samples == (row.num_cached == row.num_known)
+            row.num_known += span.samples
+        if took_s is not None:
+            self._batcher.took(plan, took_s(plan))
+        return plan
+
+
+class OneByOne:
+    """Runs one row a step, whole: the shortest."""
+
+    def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
+        missing = {slot: row.num_known - row.num_cached for slot, row in rows.items()}
+        waiting = [slot for slot in rows if missing[slot]]
+        if not waiting:
+            return StepPlan(())
+        slot = min(waiting, key=lambda each: rows[each].num_known)
+        row = rows[slot]
+        spans = (RowSpan(slot, TokenRange(row.num_cached, row.num_known), samples=True),)
+        if missing[slot] == 1:
+            return StepPlan(spans, decoding=Decoding(1, row.num_known))
+        return StepPlan(spans, num_prefill_tokens=missing[slot])
+
+    def took(self, plan: StepPlan, seconds: float) -> None:
+        """Learn nothing."""
