@@ -280,7 +280,7 @@ class Controller:
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
-                if not may_succeed or record.attempt >= self._config.max_attempts:
+                if not may_succeed or record.attempt.number >= self._config.max_attempts:
                     raise
                 pause_s = self._budget.take(self._config.generation_wait_s)
                 if pause_s is None:
@@ -307,7 +307,7 @@ class Controller:
         placed."""
         _log_failure(record, error)
         self.metrics.attempt_failed(error)
-        blamed, record.avoid.latest = record.avoid.latest, None
+        blamed = record.attempt.blamed
         if blamed is not None and tells_of_the_group(error):
             self._members.failed(blamed)
         if self._on_failure is not None:
@@ -341,7 +341,7 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 def _log_failure(record: RequestRecord, error: BatonError) -> None:
     logger.warning(
         "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
-        *(record.request_id, record.attempt, record.state.value, record.num_output_tokens),
+        *(record.request_id, record.attempt.number, record.state.value, record.num_output_tokens),
         *(type(error).__name__, error),
     )
 
