@@ -18,12 +18,12 @@ from dataclasses import dataclass, field, replace
 
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
-from baton.ids import RequestId, ReserveNumber, StreamNumber
+from baton.ids import JobId, RequestId, ReserveNumber, StreamNumber
 from baton.types import Lease
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
 from orchestrator.dispatch.streaming import Closings, Emit, first_event, follow
-from orchestrator.membership.members import GenerationGroup, JobNumbers, Members
+from orchestrator.membership.members import GenerationGroup, Members
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -67,6 +67,18 @@ class _Learnt:
     refused."""
     trusts_hints: bool = True
     """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
+
+
+class JobNumbers:
+    """Issues numbers of prefill jobs: ascending, and above all numbers of earlier lives of the orchestrator."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._last = clock.unix_ns()
+
+    def issue(self) -> JobId:
+        """Return the next number."""
+        self._last += 1
+        return JobId(self._last)
 
 
 class Dispatcher:
