@@ -5,7 +5,7 @@ VersionMismatchError, never an assert.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from types import MappingProxyType
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
@@ -288,7 +288,7 @@ def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
 
 
 def _terms_from_proto(message: orchestrator_pb2.PlacementTerms) -> PlacementTerms:
-    return PlacementTerms(message.queue_s, message.prefill_s, message.steps_s, message.transfer_s, message.others_s)
+    return PlacementTerms(**{term.name: getattr(message, term.name) for term in fields(PlacementTerms)})
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:

@@ -1,6 +1,6 @@
 """What a client receives besides tokens, as values. All are frozen and safe to share between threads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from baton.types import FinishReason, SampledToken, TokenRange
 
@@ -112,18 +112,19 @@ class PlacementTerms:
 
     @property
     def own_s(self) -> float:
-        """Predicted seconds from placement to the first token."""
-        return self.queue_s + self.prefill_s + self.steps_s + self.transfer_s
+        """Predicted seconds from placement to the first token: all terms but others'."""
+        return sum(seconds for name, seconds in self._terms() if name != "others_s")
 
     @property
     def cost_s(self) -> float:
         """The predicted cost in seconds, own and others': the chosen way has the least."""
         return self.own_s + self.others_s
 
+    def _terms(self) -> list[tuple[str, float]]:
+        return [(term.name, getattr(self, term.name)) for term in fields(self)]
+
     def __str__(self) -> str:
-        parts = [("queue", self.queue_s), ("prefill", self.prefill_s), ("steps", self.steps_s)]
-        parts += [("transfer", self.transfer_s), ("others", self.others_s)]
-        shown = ", ".join(f"{name} {seconds:.3f}" for name, seconds in parts if seconds)
+        shown = ", ".join(f"{name.removesuffix('_s')} {seconds:.3f}" for name, seconds in self._terms() if seconds)
         return f"{self.cost_s:.3f} ({shown})" if shown else f"{self.cost_s:.3f}"
 
 

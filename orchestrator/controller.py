@@ -33,6 +33,7 @@ from orchestrator.dispatch.streaming import Emit
 from orchestrator.membership.breakers import Breakers, RetryBudget, tells_of_the_group
 from orchestrator.membership.members import Members
 from orchestrator.observability.metrics import Metrics
+from orchestrator.observability.request_log import log_end, log_failure
 from orchestrator.observability.state import Overview
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
@@ -212,31 +213,30 @@ class Controller:
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 
     async def _complete(self, run: _Run) -> Finished:
+        """Run the request to its end, whatever happens but cancellation, and return that end."""
         record, emit, deadline_s = run.record, partial(self._emit, run), run.record.request.deadline_s
         left_s = None if deadline_s is None else deadline_s - self._clock.now_s()
+        reason: FinishReason | None = None
+        error: BatonError | None = None
         try:
             async with asyncio.timeout(left_s):
                 await run.entry.admitted()
                 record.admit(self._clock.unix_ns())
                 await self._attempts(record, emit, record.request.is_resumed)
         except TimeoutError:
-            if record.is_complete:  # all tokens are there; only timings came late
-                return record.finish(self._clock.unix_ns())
-            late = DeadlineExceededError(
-                f"request {record.request_id}: its deadline passed after {record.num_output_tokens} output tokens"
-            )
-            now_ns = self._clock.unix_ns()
-            for choice in record.choices:
-                if choice.finish is None:
-                    emit(choice.end(FinishReason.DEADLINE, now_ns))
-            return record.finish(now_ns, error=late)
+            if not record.is_complete:  # else only timings came late
+                made = f"its deadline passed after {record.num_output_tokens} output tokens"
+                error = DeadlineExceededError(f"request {record.request_id}: {made}")
+                for choice in record.choices:
+                    if choice.finish is None:
+                        emit(choice.end(FinishReason.DEADLINE, self._clock.unix_ns()))
         except BatonError as failure:
-            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, failure)
+            reason, error = FinishReason.ERROR, failure
         except Exception:
             logger.exception("failed request=%s", record.request_id)
-            bug = BatonError(f"request {record.request_id} failed in the orchestrator: its log has the traceback")
-            return record.finish(self._clock.unix_ns(), FinishReason.ERROR, bug)
-        return record.finish(self._clock.unix_ns())
+            bug = f"request {record.request_id} failed in the orchestrator: its log has the traceback"
+            reason, error = FinishReason.ERROR, BatonError(bug)
+        return record.finish(self._clock.unix_ns(), reason, error)
 
     def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
         """Give up the request's place and emit Finished as its last event.
@@ -248,7 +248,7 @@ class Controller:
         self._admission.leave(run.entry)
         finished = self._interrupted(record) if task.cancelled() else task.result()
         run.events.put_nowait(finished)  # first, so that the client's stream ends even if the rest fails
-        _log(record, finished)
+        log_end(record, finished)
         if run.forecast is not None:
             self._forecast.ended(record, run.forecast, finished.timings.finished_ns)
         self.metrics.ended(record, finished)
@@ -280,7 +280,7 @@ class Controller:
             except BatonError as error:
                 self._note_failure(record, error)
                 may_succeed = error.retryable or isinstance(error, LeaseError)
-                if not may_succeed or record.attempt >= self._config.max_attempts:
+                if not may_succeed or record.attempt.number >= self._config.max_attempts:
                     raise
                 pause_s = self._budget.take(self._config.generation_wait_s)
                 if pause_s is None:
@@ -305,9 +305,9 @@ class Controller:
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
         """Report a failed attempt to the log, the metrics, the group's breaker and `on_failure`, before the next is
         placed."""
-        _log_failure(record, error)
+        log_failure(record, error)
         self.metrics.attempt_failed(error)
-        blamed, record.avoid.latest = record.avoid.latest, None
+        blamed = record.attempt.blamed
         if blamed is not None and tells_of_the_group(error):
             self._members.failed(blamed)
         if self._on_failure is not None:
@@ -336,30 +336,3 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _log_failure(record: RequestRecord, error: BatonError) -> None:
-    logger.warning(
-        "attempt failed request=%s attempt=%d state=%s output_tokens=%d error=%s: %s",
-        *(record.request_id, record.attempt, record.state.value, record.num_output_tokens),
-        *(type(error).__name__, error),
-    )
-
-
-def _log(record: RequestRecord, finished: Finished) -> None:
-    timings = finished.timings
-    first_token_s = timings.time_to_first_token_s
-    logger.info(
-        "finished request=%s reason=%s prompt_tokens=%d output_tokens=%d attempts=%d queued_s=%.3f first_token_s=%s "
-        "total_s=%.3f error=%s",
-        *(record.request_id, ",".join(reason.value for reason in finished.reasons), *_counts(finished)),
-        max(0.0, (timings.admitted_ns - timings.received_ns) / 1e9),
-        "none" if first_token_s is None else f"{first_token_s:.3f}",
-        (timings.finished_ns - timings.received_ns) / 1e9,
-        "none" if finished.error is None else f"{type(finished.error).__name__}: {finished.error}",
-    )
-
-
-def _counts(finished: Finished) -> tuple[int, int, int]:
-    usage = finished.usage
-    return usage.num_prompt_tokens, usage.num_output_tokens, usage.num_attempts

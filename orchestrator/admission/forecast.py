@@ -142,7 +142,7 @@ class ChainForecast:
         Counts only a request that was predicted, got its slots and had one attempt. One that ended without a token
         would have taken longer, so it counts only if it had already taken longer than predicted.
         """
-        if not forecast.predicted_s or not record.leased_ns or record.attempt > 1:
+        if not forecast.predicted_s or not record.attempt.leased_ns or record.attempt.number > 1:
             return
         took_s = ((record.first_seen_ns or finished_ns) - record.admitted_ns) / 1e9
         if record.first_seen_ns or took_s > forecast.predicted_s * self._correction.factor:

@@ -8,16 +8,14 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from baton.errors import StalePrefixError, UnavailableError
-from baton.results import RankTiming
 from baton.types import FinishReason, TokenEvent
+from orchestrator.dispatch.prefilling import PrefillTask, failure_of
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.client import EventStream
 
 Emit = Callable[[TokenEvent], None]
 """A function that takes each event of an attempt."""
-Chain = asyncio.Task[tuple[RankTiming, ...]]
-"""The task of one attempt's prefill, on all its ranks."""
 
 _CLOSE_S = 1.0
 """Seconds that a request waits, after its last event, for its stream to close before it ends."""
@@ -28,17 +26,19 @@ _DOUBT_S = 0.2
 _ENDED_BY_WORKER = (FinishReason.ERROR, FinishReason.CANCELLED)
 
 
-async def first_event(stream: EventStream, chain: Chain) -> TokenEvent:
-    """Return the stream's first event.
+async def first_event(stream: EventStream, prefill: PrefillTask | None) -> TokenEvent:
+    """Return the stream's first event; `prefill` is the task of the chain that prefills for it, if one does.
 
-    A chain that fails before that event ends the wait with its error, unless the stream fails too: then the chain had
+    A prefill that fails before that event ends the wait with its error, unless the stream fails too: then the chain had
     no slot to push to. A chain that failed with StalePrefixError never began, so its error is raised without that
     doubt.
     """
+    if prefill is None:
+        return await stream.read()
     reading = asyncio.create_task(stream.read())
     try:
-        await asyncio.wait({reading, chain}, return_when=asyncio.FIRST_COMPLETED)
-        if not reading.done() and (failure := failure_of(chain)) is not None:
+        await asyncio.wait({reading, prefill}, return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done() and (failure := failure_of(prefill)) is not None:
             if not isinstance(failure, StalePrefixError):
                 await asyncio.wait({reading}, timeout=_DOUBT_S)
             if not reading.done():
@@ -97,8 +97,3 @@ class Closings:
                 stream.cancel()
                 self._prefixes.forget(store, stream.evicted)
                 self._prefixes.use(store, stream.stored)
-
-
-def failure_of(chain: Chain) -> BaseException | None:
-    """Return the exception with which the chain failed; None while it runs, and when it succeeded or was cancelled."""
-    return chain.exception() if chain.done() and not chain.cancelled() else None

@@ -11,9 +11,8 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, TypeVar
 
-from baton.clock import Clock
 from baton.errors import NotFoundError, UnavailableError
-from baton.ids import Epoch, JobId
+from baton.ids import Epoch
 from baton.results import KvLedger
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.prefill_book import Backlogs
@@ -368,18 +367,6 @@ class Members:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-class JobNumbers:
-    """Issues numbers of prefill jobs: ascending, and above all numbers of earlier lives of the orchestrator."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._last = clock.unix_ns()
-
-    def issue(self) -> JobId:
-        """Return the next number."""
-        self._last += 1
-        return JobId(self._last)
 
 
 def _ignore() -> None:

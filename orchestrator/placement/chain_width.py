@@ -70,8 +70,8 @@ class ChainPlan:
 
 
 @dataclass(frozen=True)
-class _Chain:
-    """A prompt's chain of one width, as the planner predicts it on idle ranks."""
+class _Shape:
+    """The shape of a prompt's chain of one width, and the planner's predictions for it on idle ranks."""
 
     chunks: tuple[TokenRange, ...]
     rank_s: tuple[float, ...]
@@ -82,7 +82,7 @@ class _Chain:
 class _Place:
     """A chain at a place among the jobs of a group."""
 
-    chain: _Chain
+    shape: _Shape
     ranks: tuple[Rank, ...]
     num_ahead: int
     """Number of jobs that are served before the chain."""
@@ -115,8 +115,8 @@ class PromptChains:
 
     def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange, tenant: Tenant) -> None:
         self._policy, self._planner, self._tokens, self._tenant = policy, planner, tokens, tenant
-        self._chains: dict[int, _Chain] = {}
-        """Chains predicted so far, by width."""
+        self._shapes: dict[int, _Shape] = {}
+        """Shapes predicted so far, by width."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
         """Return the chain for a group of `num_ranks` with these jobs in flight, in the order in which they are served.
@@ -126,13 +126,13 @@ class PromptChains:
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
-        due_s = now_s + (min(self._chain(width).ttft_s for width in spaced) if elastic else 0.0)
+        due_s = now_s + (min(self._shape(width).ttft_s for width in spaced) if elastic else 0.0)
         yielding = give_way(pending, self._tenant) if elastic else [False] * len(pending)
         group = _Group(num_ranks, pending, yielding, now_s, due_s)
         widths = sorted(spaced | group.edges(most)) if elastic else [most]
-        chains = [self._chain(width) for width in widths]
-        least_s = min(sum(chain.rank_s) for chain in chains)
-        places = [group.place(chain, sum(chain.rank_s) - least_s) for chain in chains]
+        shapes = [self._shape(width) for width in widths]
+        least_s = min(sum(shape.rank_s) for shape in shapes)
+        places = [group.place(shape, sum(shape.rank_s) - least_s) for shape in shapes]
         best = min(places, key=lambda place: place.own_s + place.others_s)  # of equals the narrowest
         due_s = max([due_s, *(job.due_s for job in pending[: best.num_ahead])])
         if best.num_ahead < len(pending):  # jobs that give way may be due earlier
@@ -140,9 +140,9 @@ class PromptChains:
         latest_s = now_s + best.own_s * (1 + self._policy.overtaking)
         return ChainPlan(
             ranks=best.ranks,
-            chunks=best.chain.chunks,
-            layer_s=self._planner.layer_s(best.chain.chunks),
-            job=Pending(due_s, latest_s, dict(zip(best.ranks, best.chain.rank_s, strict=True)), self._tenant),
+            chunks=best.shape.chunks,
+            layer_s=self._planner.layer_s(best.shape.chunks),
+            job=Pending(due_s, latest_s, dict(zip(best.ranks, best.shape.rank_s, strict=True)), self._tenant),
             choice=WidthChoice(
                 width=len(best.ranks),
                 num_ranks=num_ranks,
@@ -150,14 +150,14 @@ class PromptChains:
                 num_jobs=len(pending),
                 options=tuple(WidthOption(len(each.ranks), each.own_s, each.others_s) for each in places),
             ),
-            ttft_s=best.chain.ttft_s,
+            ttft_s=best.shape.ttft_s,
         )
 
-    def _chain(self, width: int) -> _Chain:
-        if width not in self._chains:
+    def _shape(self, width: int) -> _Shape:
+        if width not in self._shapes:
             chunks = self._planner.chunks(self._tokens, width)
-            self._chains[width] = _Chain(chunks, self._planner.rank_s(chunks), self._planner.ttft_s(chunks))
-        return self._chains[width]
+            self._shapes[width] = _Shape(chunks, self._planner.rank_s(chunks), self._planner.ttft_s(chunks))
+        return self._shapes[width]
 
 
 class _Group:
@@ -182,13 +182,13 @@ class _Group:
         steps = enumerate(pairwise(self._busy_s), start=1)
         return {width for width, (last, following) in steps if width <= most and last != following}
 
-    def place(self, chain: _Chain, extra_s: float) -> _Place:
+    def place(self, shape: _Shape, extra_s: float) -> _Place:
         """Return the chain's place among the jobs, with its costs.
 
         `extra_s` are the rank-seconds that the chain takes beyond the most economical one.
         """
-        pending, ranks = self._pending, tuple(sorted(self._ranks[: len(chain.chunks)]))
-        own_left_s = dict(zip(ranks, chain.rank_s, strict=True))
+        pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
+        own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
         num_ahead = self._num_earlier
         delays_s = self._delays_s(own_left_s, num_ahead)
         for index, delay_s in enumerate(delays_s, start=num_ahead):
@@ -198,10 +198,10 @@ class _Group:
         num_ahead = self._num_before(num_ahead)
         ahead_s = busy_s(job.left_s for job in pending[:num_ahead])
         return _Place(
-            chain=chain,
+            shape=shape,
             ranks=ranks,
             num_ahead=num_ahead,
-            own_s=max(ahead_s[rank] for rank in ranks) + chain.ttft_s,
+            own_s=max(ahead_s[rank] for rank in ranks) + shape.ttft_s,
             others_s=sum(self._delays_s(own_left_s, num_ahead)) + len(pending) * extra_s / len(self._ranks),
         )
 

@@ -8,66 +8,63 @@ cost of a local prefill to running rows is bounded by their engine (`generate_wo
 term. Pure.
 """
 
-from collections.abc import Callable, Collection
-from typing import TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass
 
 from baton.results import Placement, PlacementTerms
 from orchestrator.membership.members import ClusterView, GenerationGroup, Load, PrefillGroup
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.record import RequestRecord
 
-T = TypeVar("T")
-Choose = Callable[[Collection[object]], T | None]
-"""A function from the lives of groups to avoid to the present choice; None for no choice."""
-Chain = tuple[ChainPlan, PlacementTerms]
-"""A request's chain in a prefill group, and its predicted terms."""
-ChainFor = Callable[[PrefillGroup], Chain]
-"""A function from a prefill group to the request's chain there at present."""
 LoadOf = Callable[[str], Load]
 """A function from a group's name to its load."""
-CostOf = Callable[[GenerationGroup], float]
-"""A function from a group to the predicted seconds of the best way there."""
 
 _ALIKE_S = 1e-3
 """Costs are compared in units of this many seconds; of groups with equal costs the one with the most room is chosen."""
 
 
-def choose_generation(
-    view: ClusterView,
-    load_of: LoadOf,
-    record: RequestRecord,
-    avoid: Collection[object],
-    cost_of: CostOf = lambda group: 0.0,
-) -> GenerationGroup | None:
-    """Return the ready generation group where the request costs least; None when no group has room now.
+@dataclass(frozen=True)
+class ChainWay:
+    """A request's chain in a prefill group, as one way to prefill it, and its predicted terms."""
 
-    Considers groups that may serve the request, have enough free slots and large enough ones, and are not in `avoid`.
-    Of groups with nearly equal costs, takes the one with the most free slots; of equals, the first.
-    """
-    groups = [
+    group: PrefillGroup
+    chain: ChainPlan
+    terms: PlacementTerms
+
+
+def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
+    """Return the ready generation groups that may serve the request and have slots that are large enough, except those
+    whose lives are in `avoid`."""
+    return [
         group
         for group in view.generation
         if group.ready
         and group.life not in avoid
         and group.may_serve(exact=record.request.exact)
         and group.max_slot_tokens >= record.request.capacity_tokens
-        and load_of(group.name).num_slots + record.num_slots <= group.num_slots
     ]
+
+
+def groups_with_room(groups: Iterable[GenerationGroup], load_of: LoadOf, num_slots: int) -> list[GenerationGroup]:
+    """Return the groups that have so many free slots now, as far as this orchestrator has given them away."""
+    return [group for group in groups if load_of(group.name).num_slots + num_slots <= group.num_slots]
+
+
+def cheapest_group(
+    groups: Collection[GenerationGroup], load_of: LoadOf, cost_of: Callable[[GenerationGroup], float]
+) -> GenerationGroup | None:
+    """Return the group of least cost; None without groups. A group without an alternative is not asked for its cost.
+
+    Of groups with nearly equal costs, takes the one with the most free slots; of equals, the first.
+    """
     if len(groups) < 2:
-        return groups[0] if groups else None
+        return next(iter(groups), None)
     return min(groups, key=lambda group: (cost_of(group) // _ALIKE_S, load_of(group.name).num_slots - group.num_slots))
 
 
-def choose_prefill(
-    view: ClusterView, chain_for: ChainFor, avoid: Collection[object]
-) -> tuple[PrefillGroup, ChainPlan, PlacementTerms] | None:
-    """Return the ready prefill group where the prompt costs least, and its chain there; the first of equals.
-
-    The cost is the predicted seconds of the chain and of its delay to other prompts together.
-    """
-    groups = [group for group in view.prefill if group.ready and group.life not in avoid]
-    plans = [(group, *chain_for(group)) for group in groups]
-    return min(plans, key=lambda each: each[2].cost_s, default=None)
+def cheapest_chain(ways: Iterable[ChainWay]) -> ChainWay | None:
+    """Return the way of least cost, to its own prompt and to others together; of equals the first, and None of none."""
+    return min(ways, key=lambda way: way.terms.cost_s, default=None)
 
 
 def compare(chain: PlacementTerms, local: PlacementTerms | None) -> Placement:

@@ -35,14 +35,15 @@ class _Guest:
     @property
     def is_there(self) -> bool:
         """Return whether this attempt is still its request's present one."""
-        return self.attempt == self.record.attempt and self.record.state is not RequestState.FINISHED
+        return self.attempt == self.record.attempt.number and self.record.state is not RequestState.FINISHED
 
     @property
     def took_s(self) -> float | None:
         """Return the seconds from the attempt's slots to the request's first token, by one clock; None if another
         attempt brought that token."""
-        took_ns = self.record.first_seen_ns - self.record.leased_ns
-        return took_ns / 1e9 if self.record.leased_ns and took_ns >= 0 else None
+        leased_ns = self.record.attempt.leased_ns
+        took_ns = self.record.first_seen_ns - leased_ns
+        return took_ns / 1e9 if leased_ns and took_ns >= 0 else None
 
     @property
     def has_token(self) -> bool:
@@ -64,7 +65,7 @@ class Occupancy:
 
     def place(self, record: RequestRecord, life: Hashable) -> None:
         """Record that the request's attempt is at that group, and that a chain prefills it."""
-        self._guests[id(record)] = _Guest(record, record.attempt, life)
+        self._guests[id(record)] = _Guest(record, record.attempt.number, life)
 
     def place_local(
         self, record: RequestRecord, life: Hashable, terms: PlacementTerms, now_s: float, *, has_room: bool
@@ -76,7 +77,7 @@ class Occupancy:
         factor = self._planner.local_factor
         nominal_s = (terms.prefill_s + terms.steps_s) / factor
         queued_s = terms.queue_s / factor if has_room else None
-        guest = _Guest(record, record.attempt, life, now_s + terms.own_s, nominal_s, queued_s)
+        guest = _Guest(record, record.attempt.number, life, now_s + terms.own_s, nominal_s, queued_s)
         self._guests[id(record)] = guest
 
     def context_tokens(self, life: Hashable) -> float | None:

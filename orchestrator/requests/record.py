@@ -8,7 +8,7 @@
 Made by `orchestrator.controller`; changed by it and `orchestrator.dispatch`; read by `orchestrator.placement`. Pure.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import MappingProxyType
@@ -91,19 +91,8 @@ Event = Started | TokenEvent | Finished
 reason of its end."""
 
 
-class Blamed(set[object]):
-    """Lives of groups that failed a request; `latest` is the one added last."""
-
-    latest: object | None = None
-
-    def add(self, life: object) -> None:
-        """Add a life of a group, and remember it as the latest."""
-        super().add(life)
-        self.latest = life
-
-
 @dataclass
-class Choice:
+class ChoiceRecord:
     """One of a request's outputs. Owned by the request's task."""
 
     index: int
@@ -119,43 +108,55 @@ class Choice:
         return TokenEvent(len(self.output_ids), None, "", now_ns, reason, choice=self.index)
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """What is known of one attempt at a request; a field that the attempt has not come to is as it is here."""
+
+    number: int = 1
+    leased_ns: int = 0
+    """Time at which the attempt had a generation group and, if a chain prefills, its slots."""
+    residency: str = ""
+    """Name of the residency policy of the generation group."""
+    placement: Placement | None = None
+    """Which workers prefill, and why."""
+    width: WidthChoice | None = None
+    """The choice of the number of prefill ranks; None when the generation group prefills by itself."""
+    num_cached_tokens: int = 0
+    """Number of first tokens whose KV was cached, so that the prefill begins behind them."""
+    ranks: tuple[RankTiming, ...] = ()
+    """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
+    blamed: Hashable = None
+    """Life of the group that failed the attempt; None when no group did."""
+
+
 @dataclass
 class RequestRecord:
-    """Everything known about a request that was accepted. Owned by the request's task.
+    """The life of an accepted request: its state, its choices, its times. Changed by its methods, in the request's
+    task.
 
     Its choices share an attempt, and so the prompt's prefill, as long as none of them has a token. A later failure is
     retried choice by choice, as `branches`.
     """
 
     request: Request
-    choices: tuple[Choice, ...]
+    choices: tuple[ChoiceRecord, ...]
     received_ns: int
-    first_seen_ns: int = 0
-    """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
     admitted_ns: int = 0
-    leased_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
-    ranks: tuple[RankTiming, ...] = ()
-    """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
-    width: WidthChoice | None = None
-    """The choice of this attempt's number of prefill ranks; None when the generation group prefills by itself."""
-    placement: Placement | None = None
-    """Which workers prefill in this attempt, and why; None before that is decided."""
-    residency: str = ""
-    """Name of the residency policy of this attempt's generation group; empty before the attempt has a group."""
-    num_cached_tokens: int = 0
-    """Number of first tokens whose KV was cached, so that this attempt's prefill begins behind them."""
-    attempt: int = 1
+    first_seen_ns: int = 0
+    """Time at which the request's first token was passed on, by the orchestrator's own clock; 0 before."""
     state: RequestState = RequestState.QUEUED
-    avoid: Blamed = field(default_factory=Blamed)
+    attempt: Attempt = Attempt()
+    """The present attempt, or the last one."""
+    avoid: set[Hashable] = field(default_factory=set)
     """Lives of groups that failed this request."""
 
     @classmethod
     def of(cls, request: Request, received_ns: int) -> Self:
         """Return the record of a request that has just come; its choices go on after the tokens that the client has."""
         lists = request.outputs or [()] * request.params.n
-        choices = [Choice(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
+        choices = [ChoiceRecord(index, request.params.of_choice(index), list(ids)) for index, ids in enumerate(lists)]
         return cls(request, tuple(choices), received_ns)
 
     @property
@@ -210,20 +211,37 @@ class RequestRecord:
         self.advance(RequestMove.ADMIT)
         self.admitted_ns = now_ns
 
-    def place(self, now_ns: int, residency: str = "") -> None:
-        """Record that the attempt has a generation group of this residency policy and, if a chain prefills, its
-        slots."""
+    def place(
+        self,
+        now_ns: int,
+        residency: str = "",
+        *,
+        placement: Placement | None = None,
+        width: WidthChoice | None = None,
+        num_cached_tokens: int = 0,
+    ) -> None:
+        """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots."""
         self.advance(RequestMove.PLACE)
-        self.leased_ns, self.residency = now_ns, residency
+        self.attempt = Attempt(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens)
+
+    def report(self, ranks: tuple[RankTiming, ...]) -> None:
+        """Record the timings of the attempt's prefill ranks."""
+        self.attempt = replace(self.attempt, ranks=ranks)
+
+    def blame(self, life: Hashable) -> None:
+        """Record that the group in that life has failed the attempt; later attempts avoid it."""
+        self.avoid.add(life)
+        self.attempt = replace(self.attempt, blamed=life)
 
     def retry(self) -> None:
         """Record that the attempt has failed and the next begins."""
         self.advance(RequestMove.RETRY)
-        self.attempt += 1
+        self.attempt = Attempt(self.attempt.number + 1)
 
     def replan(self) -> None:
         """Begin the attempt anew without counting another, because no worker and no request caused the failure."""
         self.advance(RequestMove.RETRY)
+        self.attempt = Attempt(self.attempt.number)
 
     def accept(self, event: TokenEvent) -> TokenEvent | None:
         """Take an attempt's event into the record, and return it as the client sees it.
@@ -258,17 +276,17 @@ class RequestRecord:
                 self,
                 request=self.request.of_choice(choice.index, choice.params),
                 choices=(choice,),
-                avoid=Blamed(self.avoid),
+                avoid={*self.avoid},
             )
             for choice in self.choices
             if choice.finish is None
         ]
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
-        """Take over the number of attempts, the residency and the token times from the records that `branches`
-        returned."""
-        self.attempt = max(branch.attempt for branch in branches)
-        self.residency = branches[-1].residency or self.residency
+        """Take over the number of attempts, the attempt that was placed last, and the token times from the records that
+        `branches` returned."""
+        latest = max((each.attempt for each in (self, *branches)), key=lambda attempt: attempt.leased_ns)
+        self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
         self.first_token_ns = min(first_ns, default=0)
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
@@ -279,18 +297,19 @@ class RequestRecord:
         `reason` is the end of choices that have not ended by themselves, and `error` the failure that ended them.
         """
         self.advance(RequestMove.FINISH)
-        num_cached = min(self.num_cached_tokens, len(self.request.prompt_ids))
-        usage = Usage(len(self.request.prompt_ids), self.num_output_tokens, self.attempt, num_cached)
+        attempt = self.attempt
+        num_cached = min(attempt.num_cached_tokens, len(self.request.prompt_ids))
+        usage = Usage(len(self.request.prompt_ids), self.num_output_tokens, attempt.number, num_cached)
         timings = Timings(
             received_ns=self.received_ns,
             admitted_ns=self.admitted_ns,
-            leased_ns=self.leased_ns,
+            leased_ns=attempt.leased_ns,
             first_token_ns=self.first_token_ns,
             finished_ns=now_ns,
-            ranks=self.ranks,
-            width=self.width,
-            placement=self.placement,
-            residency=self.residency,
+            ranks=attempt.ranks,
+            width=attempt.width,
+            placement=attempt.placement,
+            residency=attempt.residency,
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"

@@ -9,73 +9,29 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import grpc
 
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import Epoch, JobId, Rank, RequestId, ReserveNumber, StreamNumber
-from baton.prefix_blocks import PromptBlocks
+from baton.ids import Rank, RequestId, ReserveNumber, StreamNumber
 from baton.proto_types import kv_ledger_from_proto
 from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
-from orchestrator.workers.streams import SharedCall, SharedStreams, check_size
+from orchestrator.workers.messages import PrefillJob, stream_request, takeover_request
+from orchestrator.workers.streams import SharedCall, SharedStreams
 from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import (
-    event_from_proto,
-    history_to_proto,
-    lease_ref_to_proto,
-    lease_to_proto,
-    range_to_proto,
-)
+from transport.proto_types import event_from_proto
 from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
 """Timeout of calls that a healthy worker answers at once, in seconds."""
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """One attempt's prefill, equal for all ranks."""
-
-    record: RequestRecord
-    epoch: Epoch
-    number: JobId
-    chain: ChainPlan
-    blocks: PromptBlocks
-    """The prompt's blocks; the chain begins behind the cached ones."""
-    lease: Lease
-
-    @cached_property
-    def job(self) -> prefill_pb2.PrefillJob:
-        """Return the message that every rank is sent, made once, from the record as it is then. Raises
-        InvalidArgumentError when it is too large to send."""
-        record, chain = self.record, self.chain
-        job = prefill_pb2.PrefillJob(
-            epoch=self.epoch,
-            job=self.number,
-            request_id=record.request_id,
-            attempt=record.attempt,
-            ranks=chain.ranks,
-            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
-            history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
-            lease=lease_to_proto(self.lease),
-            due_s=chain.job.due_s,
-            layer_s=chain.layer_s,
-            prefix_blocks=self.blocks.cached(chain.num_cached_tokens),
-            keep_blocks=self.blocks.kept(chain.num_cached_tokens),
-            block_tokens=self.blocks.block_tokens,
-        )
-        check_size(record.request_id, job.ByteSize())
-        return job
 
 
 @dataclass(frozen=True)
@@ -225,15 +181,15 @@ class WorkerClient:
         with _worker_errors(self._endpoint):
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
-    async def run(self, plan: PrefillPlan) -> RankReport:
+    async def run(self, job: PrefillJob) -> RankReport:
         """Run this rank's chunk and return its report.
 
         Returns when the chunk is computed, passed on, pushed and, on the last rank, stored. Raises StalePrefixError
         when the blocks behind which the chain begins are not cached.
         """
         with _worker_errors(self._endpoint):
-            report = await self._prefill.Run(plan.job)
-        chain = plan.chain
+            report = await self._prefill.Run(job.message)
+        chain = job.chain
         timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
         return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
 
@@ -314,31 +270,6 @@ class Clients:
         for connection in [self._connections.pop(endpoint) for endpoint in gone]:
             await connection.client.close()
             await connection.channel.close()
-
-
-def stream_request(
-    record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
-) -> generate_pb2.StreamRequest:
-    """Return the message that asks a generation group for an attempt's stream."""
-    return generate_pb2.StreamRequest(
-        request_id=record.request_id,
-        history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
-        lease=None if lease is None else lease_ref_to_proto(lease.ref),
-        keep_s=config.lease_ttl_s,
-        number=number,
-        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.request.prefix_salt),
-    )
-
-
-def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
-    """Return the message that asks a generation group for a stream that it may have kept."""
-    outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
-    return generate_pb2.StreamRequest(
-        request_id=record.request_id,
-        history=history_to_proto(record.request.prompt_ids, (), record.request.params),
-        number=number,
-        takeover=generate_pb2.Takeover(outputs=outputs),
-    )
 
 
 @contextlib.contextmanager

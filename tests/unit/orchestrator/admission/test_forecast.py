@@ -190,8 +190,10 @@ def test_a_scored_prompt_takes_no_chain() -> None:
 
 def ended(record: RequestRecord, admitted_s: float, first_s: float | None) -> RequestRecord:
     """The request's turn came, and its first token, if it had any."""
-    record.admitted_ns = record.leased_ns = int(admitted_s * 1e9)
-    record.first_seen_ns = 0 if first_s is None else int(first_s * 1e9)
+    record.admit(int(admitted_s * 1e9))
+    record.place(int(admitted_s * 1e9))
+    if first_s is not None:
+        record.see_token(int(first_s * 1e9))
     return record
 
 
@@ -229,9 +231,9 @@ def test_what_tells_nothing_of_a_prediction_is_left_out(spoilt: str) -> None:
     alone_s = made.predicted_s
     ended(record, 5.0, 50.0)
     if spoilt == "retried":
-        record.attempt = 2
+        record.retry()
     elif spoilt == "not placed":
-        record.leased_ns = 0
+        record.replan()
     else:
         made = replace(made, predicted_s=0.0)
     forecast.ended(record, made, int(60e9))

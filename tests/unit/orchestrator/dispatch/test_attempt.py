@@ -18,7 +18,7 @@ from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
-from orchestrator.dispatch.attempt import Dispatcher
+from orchestrator.dispatch.attempt import Dispatcher, JobNumbers
 from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.requests.config import OrchestratorConfig
@@ -31,6 +31,7 @@ from tests.support.clusters.orchestrators import CLOCK, HASTY, Answer, Relay, re
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
+from tests.support.manual_clock import ManualClock
 from transport.channel import bind, make_server
 from transport.kv_sink import ReserveSpec
 
@@ -270,3 +271,13 @@ async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
         answer = await running
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
         assert len(made.members.backlogs) == 0
+
+
+def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:
+    clock = ManualClock(start_s=100)
+    numbers = JobNumbers(clock)
+    issued = [numbers.issue() for _ in range(3)]
+    clock.advance(1)
+    issued.append(JobNumbers(clock).issue())
+    assert issued == sorted(set(issued))
+    assert 0 < issued[0] < 2**63

@@ -10,8 +10,8 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
-from orchestrator.membership.members import ClusterView, GenerationGroup, Load, NoGroupError
-from orchestrator.placement.comparison import choose_generation
+from orchestrator.membership.members import ClusterView, GenerationGroup, NoGroupError
+from orchestrator.placement.comparison import able_groups
 from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request
 from tests.support.clusters.orchestrators import HASTY, Relay, relay
@@ -42,7 +42,7 @@ def say(running: Relay, *approximate: int) -> None:
 
 def chosen(*groups: GenerationGroup, exact: bool) -> GenerationGroup | None:
     record = RequestRecord.of(Request(RequestId("r"), (1, 2, 3), PARAMS, exact=exact), received_ns=0)
-    return choose_generation(ClusterView(generation=groups), lambda name: Load(), record, ())
+    return next(iter(able_groups(ClusterView(generation=groups), record)), None)
 
 
 def test_only_exact_groups_are_chosen_for_exact_requests() -> None:

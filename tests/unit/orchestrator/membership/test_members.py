@@ -13,7 +13,6 @@ from orchestrator.membership.members import (
     AbsentGroup,
     ClusterView,
     GenerationGroup,
-    JobNumbers,
     Load,
     Members,
     Orders,
@@ -232,13 +231,3 @@ def members_of(*groups: PrefillGroup | GenerationGroup) -> Members:
     prefill = tuple(group for group in groups if isinstance(group, PrefillGroup))
     members.update(ClusterView(prefill, tuple(group for group in groups if isinstance(group, GenerationGroup))))
     return members
-
-
-def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:
-    clock = ManualClock(start_s=100)
-    numbers = JobNumbers(clock)
-    issued = [numbers.issue() for _ in range(3)]
-    clock.advance(1)
-    issued.append(JobNumbers(clock).issue())
-    assert issued == sorted(set(issued))
-    assert 0 < issued[0] < 2**63

@@ -1,6 +1,6 @@
 """The group that costs least, or the least loaded, of those that can take the request; None when none can."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from baton.ids import Epoch, Rank, RequestId
@@ -10,7 +10,15 @@ from baton.types import TokenRange
 from orchestrator.membership.members import ClusterView, GenerationGroup, Load, PrefillGroup
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.placement.chain_width import WidthPolicy
-from orchestrator.placement.comparison import Chain, LoadOf, choose_generation, choose_prefill, compare
+from orchestrator.placement.comparison import (
+    ChainWay,
+    LoadOf,
+    able_groups,
+    cheapest_chain,
+    cheapest_group,
+    compare,
+    groups_with_room,
+)
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from tests.support.clusters.planners import linear_planner
@@ -35,20 +43,31 @@ def loads(given: Mapping[str, Load]) -> LoadOf:
 
 def generation(*groups: GenerationGroup, avoid: frozenset[object] = frozenset(), **held: int) -> GenerationGroup | None:
     load_of = loads({name: Load(num_slots=number) for name, number in held.items()})
-    return choose_generation(ClusterView(generation=groups), load_of, REQUEST, avoid)
+    return choose(groups, load_of, avoid=avoid)
 
 
-def prefill(*groups: PrefillGroup, avoid: frozenset[object] = frozenset(), **busy_s: float) -> PrefillGroup | None:
+def choose(
+    groups: tuple[GenerationGroup, ...],
+    load_of: LoadOf,
+    record: RequestRecord = REQUEST,
+    avoid: frozenset[object] = frozenset(),
+    cost_of: Callable[[GenerationGroup], float] = lambda group: 0.0,
+) -> GenerationGroup | None:
+    able = able_groups(ClusterView(generation=groups), record, avoid)
+    return cheapest_group(groups_with_room(able, load_of, record.num_slots), load_of, cost_of)
+
+
+def prefill(*groups: PrefillGroup, **busy_s: float) -> PrefillGroup | None:
     policy, now_s = WidthPolicy(linear_planner(), elastic=True, overtaking=0.15), 1000.0
 
-    def chain_for(group: PrefillGroup) -> Chain:
+    def way_of(group: PrefillGroup) -> ChainWay:
         left_s = {Rank(rank): busy_s.get(group.name, 0.0) for rank in range(len(group.endpoints))}
         pending = [Pending(now_s, now_s, left_s)] if group.name in busy_s else []
         plan = policy.chains(TokenRange(0, REQUEST.num_tokens)).plan(len(group.endpoints), pending, now_s)
-        return plan, terms(prefill_s=plan.cost_s)
+        return ChainWay(group, plan, terms(prefill_s=plan.cost_s))
 
-    found = choose_prefill(ClusterView(prefill=groups), chain_for, avoid)
-    return None if found is None else found[0]
+    found = cheapest_chain(map(way_of, groups))
+    return None if found is None else found.group
 
 
 def test_the_most_free_slots_win() -> None:
@@ -58,9 +77,8 @@ def test_the_most_free_slots_win() -> None:
 
 def test_choices_need_as_many_slots() -> None:
     three = RequestRecord.of(Request(RequestId("r"), (1,), SamplingParams(max_tokens=10, n=3)), received_ns=0)
-    view = ClusterView(generation=(A, B))
-    assert choose_generation(view, loads({}), three, ()) == B
-    assert choose_generation(view, loads({"b": Load(num_slots=2)}), three, ()) is None
+    assert choose((A, B), loads({}), three) == B
+    assert choose((A, B), loads({"b": Load(num_slots=2)}), three) is None
 
 
 def test_of_equals_the_first() -> None:
@@ -78,14 +96,11 @@ def test_a_group_whose_slots_are_too_small_takes_nobody() -> None:
 
 def test_a_group_that_is_not_ready_takes_nobody() -> None:
     assert generation(replace(A, ready=False)) is None
-    assert prefill(replace(P, ready=False)) is None
 
 
 def test_a_life_to_avoid_is_avoided_and_its_next_is_not() -> None:
     assert generation(A, avoid=frozenset({A.life})) is None
     assert generation(replace(A, endpoint="h:9"), avoid=frozenset({A.life})) is not None
-    assert prefill(P, avoid=frozenset({P.life})) is None
-    assert prefill(replace(P, epoch=Epoch(2)), avoid=frozenset({P.life})) is not None
 
 
 def test_the_prompt_goes_where_it_is_done_first() -> None:
@@ -101,19 +116,19 @@ def test_of_equal_chains_the_first() -> None:
 
 
 def test_the_cheaper_group_wins_and_of_groups_alike_the_one_with_room() -> None:
-    view, costs = ClusterView(generation=(A, B)), {"a": 0.3, "b": 0.2}
-    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+    costs = {"a": 0.3, "b": 0.2}
+    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == B
     costs = {"a": 0.2, "b": 0.3}
-    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == A
+    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == A
     costs = {"a": 0.2000, "b": 0.2001}
-    assert choose_generation(view, loads({}), REQUEST, (), lambda group: costs[group.name]) == B
+    assert choose((A, B), loads({}), cost_of=lambda group: costs[group.name]) == B
 
 
 def test_a_group_is_not_asked_for_its_cost_where_there_is_no_choice() -> None:
     def asked(group: GenerationGroup) -> float:
         raise AssertionError(group.name)
 
-    assert choose_generation(ClusterView(generation=(A,)), loads({}), REQUEST, (), asked) == A
+    assert choose((A,), loads({}), cost_of=asked) == A
 
 
 def test_who_is_faster_prefills_and_of_equals_the_chain() -> None:

@@ -26,7 +26,7 @@ def record(num_choices: int = 1) -> RequestRecord:
 def token(made: RequestRecord, at_s: float, index: int = 0) -> None:
     """The worker's clock is an hour behind."""
     made.accept(TokenEvent(index, SampledToken(7), "a", int((at_s - 3600) * 1e9), None))
-    made.first_seen_ns = made.first_seen_ns or int(at_s * 1e9)
+    made.see_token(int(at_s * 1e9))
 
 
 @pytest.fixture

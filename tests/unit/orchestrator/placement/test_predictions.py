@@ -2,6 +2,7 @@
 which only the last token passes; a step without prefill takes 20 ms.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.prefix_blocks import PromptBlocks
 from baton.results import KvLedger, Placement
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
 from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
 from orchestrator.membership.prefill_book import Pending
-from orchestrator.placement.chooser import Chooser
+from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
@@ -61,7 +63,7 @@ class Cluster:
     def see_token(self, record: RequestRecord) -> None:
         """The request's first, now."""
         record.accept(TokenEvent(0, SampledToken(5, 0.0, ()), "", self.clock.unix_ns(), None))
-        record.first_seen_ns = self.clock.unix_ns()
+        record.see_token(self.clock.unix_ns())
 
     def busy(self, seconds: float) -> None:
         """The chain's rank has so much before it, due before all else."""
@@ -77,12 +79,18 @@ class Cluster:
             yield
 
     async def place(self, record: RequestRecord) -> Placement:
-        with self.members.hold(GROUP.name, record.num_slots):
-            blocks = self.chooser.blocks(record, GROUP.layout_fingerprint)
-            found = await self.chooser.find_prefill(GROUP, record, blocks, uses_cached=True)
-        assert record.placement is not None
-        assert record.placement.is_local == (found is None)
-        return record.placement
+        plan = await self.plan(record)
+        assert plan.generation == GROUP
+        assert plan.placement.is_local == (plan.way is None)
+        return plan.placement
+
+    async def plan(self, record: RequestRecord) -> Plan:
+        with contextlib.ExitStack() as held:
+            return await self.chooser.plan(record, held)
+
+    def names(self, record: RequestRecord) -> tuple[str, ...]:
+        """The request's blocks."""
+        return PromptBlocks.of(record.request.prompt_ids, 32, GROUP.layout_fingerprint, "").names
 
 
 async def test_an_idle_chain_as_fast_as_the_group_prefills() -> None:
@@ -130,7 +138,7 @@ async def test_the_cheaper_way_is_taken(num_tokens: int, busy_s: float, num_rows
 
 async def test_what_is_cached_is_not_computed_and_not_pushed() -> None:
     cluster, record = Cluster(), request(100)
-    names = cluster.chooser.blocks(record, GROUP.layout_fingerprint).names
+    names = cluster.names(record)
     cluster.chooser.prefixes.use("group", names)
     placement = await cluster.place(record)
     assert placement.reason == "local_faster"
@@ -217,7 +225,7 @@ async def test_a_group_that_was_slow_is_tried_again_after_many_decisions() -> No
 
 async def test_a_prompt_that_is_scored_is_computed_from_its_beginning() -> None:
     cluster, record = Cluster(), request(100, replace(PARAMS, prompt_logprobs=1))
-    cluster.chooser.prefixes.use("group", cluster.chooser.blocks(record, GROUP.layout_fingerprint).names)
+    cluster.chooser.prefixes.use("group", cluster.names(record))
     placement = await cluster.place(record)
     assert placement.local is not None and placement.local.prefill_s == pytest.approx(alone_s(100))
 
@@ -260,9 +268,9 @@ async def test_a_request_goes_to_the_group_that_has_its_prefix() -> None:
     cluster, record = Cluster(), request(100)
     other = replace(GROUP, name="other", endpoint="h:3", prefix_store="other")
     cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
-    cluster.chooser.prefixes.use("other", cluster.chooser.blocks(record, GROUP.layout_fingerprint).names)
-    assert await cluster.chooser.find_generation(record) == other
-    assert await cluster.chooser.find_generation(request(100, first=500)) == GROUP
+    cluster.chooser.prefixes.use("other", cluster.names(record))
+    assert (await cluster.plan(record)).generation == other
+    assert (await cluster.plan(request(100, first=500))).generation == GROUP
 
 
 async def test_a_group_without_memory_for_a_request_is_asked_last() -> None:
@@ -270,7 +278,67 @@ async def test_a_group_without_memory_for_a_request_is_asked_last() -> None:
     cluster = Cluster(planner)
     other = replace(GROUP, name="other", endpoint="h:3", num_slots=4)
     cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
-    assert await cluster.chooser.find_generation(request(100)) == GROUP  # has more slots
+    assert (await cluster.plan(request(100))).generation == GROUP  # has more slots
     cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
-    assert await cluster.chooser.find_generation(request(100)) == other
-    assert await cluster.chooser.find_generation(request(99)) == GROUP
+    assert (await cluster.plan(request(100))).generation == other
+    assert (await cluster.plan(request(99))).generation == GROUP
+
+
+async def test_a_chain_that_is_not_ready_or_failed_the_request_is_not_planned_while_there_is_another() -> None:
+    cluster, other = Cluster(), replace(CHAIN, name="other", endpoints=("h:4",))
+    cluster.busy(5.0)
+    cluster.members.update(ClusterView((CHAIN, other), (GROUP,)))
+    assert await planned_chain(cluster, request(100)) == other  # has nothing before it
+    cluster.members.update(ClusterView((CHAIN, replace(other, ready=False)), (GROUP,)))
+    cluster.planner.local = None
+    assert await planned_chain(cluster, request(100, first=1)) == CHAIN
+    cluster.members.update(ClusterView((CHAIN, other), (GROUP,)))
+    failed = request(100, first=2)
+    failed.blame(other.life)
+    assert await planned_chain(cluster, failed) == CHAIN
+    cluster.members.update(ClusterView((CHAIN, replace(other, epoch=Epoch(2))), (GROUP,)))
+    assert (await planned_chain(cluster, failed)).life == ("other", ("h:4",), 2)  # its next life has not
+
+
+async def planned_chain(cluster: Cluster, record: RequestRecord) -> PrefillGroup:
+    plan = await cluster.plan(record)
+    assert plan.way is not None
+    return plan.way.group
+
+
+async def test_only_the_chain_of_a_plan_is_planned_anew() -> None:
+    cluster, other = Cluster(), replace(CHAIN, name="other", endpoints=("h:4",))
+    cluster.members.update(ClusterView((CHAIN, other), (GROUP,)))
+    record = request(100)
+    plan = await cluster.plan(record)
+    assert plan.way is not None and plan.way.group == CHAIN
+    cluster.busy(5.0)
+    again = cluster.chooser.replan(plan, record)
+    assert again.way is not None and again.way.group == other
+    assert replace(again, way=plan.way) == plan
+    cluster.members.update(ClusterView((), (GROUP,)))
+    assert cluster.chooser.replan(again, record) == again  # none is ready: the ranks that were chosen are asked
+
+
+async def test_a_group_counts_as_taken_as_soon_as_it_is_planned_and_until_the_plan_is_given_up() -> None:
+    cluster, record = Cluster(), request(100)
+    cluster.members.update(ClusterView((replace(CHAIN, ready=False),), (replace(GROUP, num_slots=1),)))
+    with contextlib.ExitStack() as held:
+        waiting = asyncio.create_task(cluster.chooser.plan(record, held))
+        await asyncio.sleep(0)
+        assert cluster.members.load(GROUP.name).num_slots == 1  # while it waits for a chain
+        assert not cluster.chooser.has_room(request(100, first=1), ())
+        assert (await waiting).placement.reason == "none_ready"
+        assert cluster.members.load(GROUP.name).num_slots == 1
+    assert cluster.members.load(GROUP.name).num_slots == 0
+
+
+async def test_a_group_that_refused_the_attempt_is_planned_again_only_where_no_other_has_room() -> None:
+    cluster, other = Cluster(), replace(GROUP, name="other", endpoint="h:3", num_slots=4)
+    cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
+    with contextlib.ExitStack() as held:
+        assert (await cluster.chooser.plan(request(100), held, full={GROUP.life})).generation == other
+    cluster.members.update(ClusterView((CHAIN,), (GROUP,)))
+    cluster.chooser = Chooser(cluster.members, cluster.planner, cluster.clock, replace(CONFIG, avoid_s=0.01))
+    with contextlib.ExitStack() as held:
+        assert (await cluster.chooser.plan(request(100), held, full={GROUP.life})).generation == GROUP

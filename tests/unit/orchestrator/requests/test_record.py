@@ -57,14 +57,16 @@ def test_an_attempt_that_is_planned_anew_is_not_another_one() -> None:
     made.admit(10)
     made.place(20)
     made.replan()
-    assert (made.state, made.attempt) == (RequestState.PLACING, 1)
+    assert (made.state, made.attempt.number) == (RequestState.PLACING, 1)
     made.place(30)
 
 
 def test_usage_counts_cached_tokens_of_the_prompt() -> None:
     """Not those of an output that the prompt of a later attempt ends with."""
-    made = streaming()
-    made.num_cached_tokens = 4
+    made = record()
+    made.admit(10)
+    made.place(20, num_cached_tokens=4)
+    made.accept(token(0))
     assert made.finish(70, FinishReason.LENGTH).usage.num_cached_tokens == 3
 
 
@@ -92,7 +94,12 @@ def test_a_second_end_is_a_bug() -> None:
 def test_a_retry_goes_on_after_the_tokens_that_were_sent() -> None:
     made = streaming()
     made.retry()
-    assert (made.state, made.attempt, made.num_tokens, made.request.capacity_tokens) == (RequestState.PLACING, 2, 4, 12)
+    assert (made.state, made.attempt.number, made.num_tokens, made.request.capacity_tokens) == (
+        RequestState.PLACING,
+        2,
+        4,
+        12,
+    )
     made.place(80)
     made.accept(token(1, unix_ns=90))
     assert made.output_ids == [40, 41]
@@ -153,7 +160,7 @@ def test_a_failed_attempt_of_several_choices_goes_on_choice_by_choice() -> None:
     second.retry()
     assert made.choices[1].output_ids == [40, 41]
     made.merge([first, second])
-    assert (made.attempt, made.first_token_ns) == (3, 50)
+    assert (made.attempt.number, made.first_token_ns) == (3, 50)
 
 
 def test_an_end_with_choices_that_have_not_ended_is_a_bug() -> None:

@@ -18,7 +18,7 @@ from orchestrator.api.checks import Intake
 from orchestrator.api.reading import RequestReader
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
-from orchestrator.workers.client import stream_request, takeover_request
+from orchestrator.workers.messages import stream_request, takeover_request
 from orchestrator.workers.streams import MAX_COMMAND_BYTES
 from tests.support.models.tiny_tokenizer import letter_tokenizer
 

@@ -1,0 +1,140 @@
+"""Runs one attempt's prefill job on all ranks of its chain, and keeps the job in the book of its group meanwhile.
+
+Called by `orchestrator.dispatch.attempt`, once the attempt has its slots; calls ranks through
+`orchestrator.workers.client`. When the job has ended, in any way, its calls have ended and it is in no book. On the
+loop, in a task of its own.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Iterator, Sequence
+
+from baton.clock import Clock
+from baton.errors import BatonError, StalePrefixError
+from baton.ids import Rank
+from baton.results import RankTiming
+from orchestrator.membership.members import Members
+from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.workers.client import Clients, WorkerClient
+from orchestrator.workers.messages import PrefillJob
+from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
+
+PrefillTask = asyncio.Task[tuple[RankTiming, ...]]
+"""The task of one attempt's prefill, on all its ranks."""
+
+
+class ChainRunner:
+    """Runs any number of jobs at once. Writes the book of prefill jobs, which `Members.backlogs` holds."""
+
+    def __init__(
+        self,
+        members: Members,
+        clients: Clients,
+        planner: ChainPlanner,
+        prefixes: PrefixIndex,
+        *,
+        clock: Clock,
+        config: OrchestratorConfig,
+    ) -> None:
+        """`prefixes` is told what ranks report of their stores."""
+        self._members = members
+        self._clients = clients
+        self._planner = planner
+        self._prefixes = prefixes
+        self._clock = clock
+        self._config = config
+
+    @contextlib.asynccontextmanager
+    async def running(self, job: PrefillJob, owner: WorkerClient) -> AsyncIterator[PrefillTask]:
+        """Run the job while the context lasts, at most, and yield its task. `owner` has leased the job's slots.
+
+        The job is in its group's book until the context ends, on each rank until the run there has ended.
+        """
+        with self._members.hold(job.group.name), self._booked(job):
+            task = asyncio.create_task(self._run(job, owner))
+            try:
+                yield task
+            finally:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+
+    async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
+        """Return the ranks' timings, or none when they fail or are late, which fails no request that has all its
+        tokens."""
+        await asyncio.wait({task}, timeout=self._config.report_wait_s)
+        return task.result() if task.done() and failure_of(task) is None else ()
+
+    @contextlib.contextmanager
+    def _booked(self, job: PrefillJob) -> Iterator[None]:
+        group, chain, record = job.group, job.chain, job.record
+        self._members.backlogs.add(group.life, job.number, chain.job, self._unix_s())
+        logger.info(
+            "prefill request=%s attempt=%d group=%s ranks=%s cached_tokens=%d: %s",
+            *(record.request_id, record.attempt.number, group.name, ",".join(map(str, chain.ranks))),
+            *(chain.num_cached_tokens, chain.choice.reason),
+        )
+        try:
+            yield
+        finally:
+            self._release(job, chain.ranks)
+
+    def _release(self, job: PrefillJob, ranks: Sequence[Rank]) -> None:
+        self._members.backlogs.release(job.group.life, job.number, ranks, self._unix_s())
+
+    def _unix_s(self) -> float:
+        return self._clock.unix_ns() / 1e9
+
+    async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
+        """Run the job on all its ranks, and renew the lease meanwhile, because a job may wait long for its turn. The
+        first failure cancels the other ranks and is raised."""
+        runs = [asyncio.create_task(self._run_rank(rank, job)) for rank in job.chain.ranks]
+        pending = set(runs)
+        try:
+            while pending:
+                done, pending = await asyncio.wait(
+                    pending, timeout=self._config.lease_ttl_s / 3, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for run in done:
+                    run.result()
+                if pending:
+                    await _renew(owner, job)
+            timings = tuple(run.result() for run in runs)
+            self._planner.observe(job.group.name, timings)
+            return timings
+        finally:
+            for run in runs:
+                run.cancel()
+            await asyncio.gather(*runs, return_exceptions=True)
+
+    async def _run_rank(self, rank: Rank, job: PrefillJob) -> RankTiming:
+        store, cached = job.group.prefix_store, job.blocks.cached(job.chain.num_cached_tokens)
+        try:
+            with self._clients.use(job.group.endpoints[rank]) as worker:
+                report = await worker.run(job)
+        except StalePrefixError:
+            self._prefixes.forget(store, cached)
+            raise
+        finally:
+            self._release(job, (rank,))
+        self._prefixes.forget(store, report.evicted)
+        self._prefixes.use(store, job.blocks.names[: len(cached) + len(report.stored)])
+        return report.timing
+
+
+def failure_of(task: PrefillTask) -> BaseException | None:
+    """Return the exception with which the prefill failed; None while it runs, and when it succeeded or was
+    cancelled."""
+    return task.exception() if task.done() and not task.cancelled() else None
+
+
+async def _renew(owner: WorkerClient, job: PrefillJob) -> None:
+    """Renew the job's lease. A failure is only logged: the lease's stream reports a lost lease, which is no rank's
+    fault."""
+    try:
+        await owner.renew(job.lease)
+    except BatonError as error:
+        logger.warning("slot %d at %s was not renewed: %s", job.lease.ref.slot, job.lease.endpoint, error)

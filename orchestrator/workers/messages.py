@@ -1,0 +1,80 @@
+"""Makes the messages that tell workers about a request: a prefill job, a stream, a stream to be taken over.
+
+Used by `orchestrator.workers.client`; jobs are made by `orchestrator.dispatch.attempt`. Pure.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from baton.ids import JobId, StreamNumber
+from baton.prefix_blocks import PromptBlocks
+from baton.types import Lease
+from baton.v1 import common_pb2, generate_pb2, prefill_pb2
+from orchestrator.membership.members import PrefillGroup
+from orchestrator.placement.chain_width import ChainPlan
+from orchestrator.requests.config import OrchestratorConfig
+from orchestrator.requests.record import RequestRecord
+from orchestrator.workers.streams import check_size
+from transport.proto_types import history_to_proto, lease_ref_to_proto, lease_to_proto, range_to_proto
+
+
+@dataclass(frozen=True)
+class PrefillJob:
+    """One attempt's job for a prefill group, equal for all ranks."""
+
+    record: RequestRecord
+    number: JobId
+    group: PrefillGroup
+    chain: ChainPlan
+    blocks: PromptBlocks
+    """The prompt's blocks: the chain begins behind the first ones, which are cached, and stores the others."""
+    lease: Lease
+    """The lease on the slots that take the KV."""
+
+    @cached_property
+    def message(self) -> prefill_pb2.PrefillJob:
+        """Return the message that every rank is sent, made once, from the record as it is then. Raises
+        InvalidArgumentError when it is too large to send."""
+        record, chain = self.record, self.chain
+        job = prefill_pb2.PrefillJob(
+            epoch=self.group.epoch,
+            job=self.number,
+            request_id=record.request_id,
+            attempt=record.attempt.number,
+            ranks=chain.ranks,
+            chunks=[range_to_proto(chunk) for chunk in chain.chunks],
+            history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
+            lease=lease_to_proto(self.lease),
+            due_s=chain.job.due_s,
+            layer_s=chain.layer_s,
+            prefix_blocks=self.blocks.cached(chain.num_cached_tokens),
+            keep_blocks=self.blocks.kept(chain.num_cached_tokens),
+            block_tokens=self.blocks.block_tokens,
+        )
+        check_size(record.request_id, job.ByteSize())
+        return job
+
+
+def stream_request(
+    record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
+) -> generate_pb2.StreamRequest:
+    """Return the message that asks a generation group for an attempt's stream."""
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.request.prompt_ids, record.output_ids, record.request.params),
+        lease=None if lease is None else lease_ref_to_proto(lease.ref),
+        keep_s=config.lease_ttl_s,
+        number=number,
+        store=generate_pb2.BlockNaming(block_tokens=config.block_tokens, salt=record.request.prefix_salt),
+    )
+
+
+def takeover_request(record: RequestRecord, number: StreamNumber) -> generate_pb2.StreamRequest:
+    """Return the message that asks a generation group for a stream that it may have kept."""
+    outputs = [common_pb2.Output(token_ids=choice.output_ids) for choice in record.choices]
+    return generate_pb2.StreamRequest(
+        request_id=record.request_id,
+        history=history_to_proto(record.request.prompt_ids, (), record.request.params),
+        number=number,
+        takeover=generate_pb2.Takeover(outputs=outputs),
+    )
