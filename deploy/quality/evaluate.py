@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from deploy.config.worker import DEFAULT_MODEL, EVICTIONS
+from deploy.config.environment import DEFAULT_MODEL
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
 from deploy.options.plot import require_plots
@@ -124,6 +124,8 @@ def find_size(args: argparse.Namespace) -> Size:
 def find_settings(args: argparse.Namespace) -> list[Setting]:
     """Return the settings to compare: each policy with its own budget if it has one, else with every size that applies
     to it, or once if none does. Raises InvalidArgumentError, and ConfigError for an unknown policy."""
+    from generate_workers.config import EVICTIONS  # imports pydantic
+
     named = [name.strip().partition(":") for name in args.policies.split(",")]
     policies = [(policy_named(name), has_own, own) for name, has_own, own in dict.fromkeys(named)]
     sizes: list[dict[str, float]] = []

@@ -13,7 +13,7 @@ from rich.console import Console
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.config.worker import use_threads
+from deploy.config.environment import use_threads
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress

@@ -4,8 +4,8 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.paths import cache_folder
-from deploy.config.worker import DTYPES, QUANTIZATIONS
+from baton.settings.paths import cache_folder
+from baton.types import DTYPES, QUANTIZATIONS
 
 
 @dataclass(frozen=True)

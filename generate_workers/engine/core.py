@@ -21,19 +21,18 @@ from functools import partial
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
 from baton.types import FinishReason, SampledToken, TokenEvent
+from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
-from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowEndHook, Stream, Ticket
+from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
 from generate_workers.slots.leases import Seat, Standing
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from text.tokenizer import Tokenizer
-
-__all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
 
 logger = logging.getLogger(__name__)
 

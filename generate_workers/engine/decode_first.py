@@ -14,8 +14,8 @@ from typing import Self
 
 from baton.ids import SlotId
 from baton.types import TokenRange
+from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Progress, RowSpan, StepPlan
-from generate_workers.engine.config import EngineConfig
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
 from modeling.forward.model_config import ModelConfig
 from planning.local_prefill import LEAST_STEP_TOKENS

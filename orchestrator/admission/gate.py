@@ -210,7 +210,7 @@ class Admission:
         tenant = entry.tenant
         totals = self._totals_of.get(tenant.name, Totals())
         for bound, num_waiting, what in (
-            (tenant.max_queued, totals.num_requests, "requests"),
+            (tenant.max_queued_requests, totals.num_requests, "requests"),
             (tenant.max_queued_tokens, totals.num_tokens, "prompt tokens"),
         ):
             if bound and num_waiting > bound:
@@ -238,8 +238,8 @@ class Admission:
     def _why_full(self, entry: Entry) -> str:
         """Return why the queue holds too much with this entry included; empty when it does not."""
         config, totals = self._config, self._totals
-        if totals.num_requests > config.max_queued:
-            return f"{totals.num_requests - 1} requests wait already: the queue holds {config.max_queued}"
+        if totals.num_requests > config.max_queued_requests:
+            return f"{totals.num_requests - 1} requests wait already: the queue holds {config.max_queued_requests}"
         if totals.num_tokens > config.max_queued_tokens:
             return (
                 f"{totals.num_tokens - entry.num_tokens} prompt tokens wait already: with {entry.num_tokens} more they "

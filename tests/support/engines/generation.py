@@ -15,8 +15,9 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
+from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher
-from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
