@@ -220,7 +220,7 @@ class GenerationServer:
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         prefixes = None
         if prefix_folder is not None:
-            prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = GenerationEngine(
             decoder, tokenizer, slots, clock, config, saver=prefixes.saver if prefixes is not None else None
         )
@@ -245,10 +245,10 @@ async def _add_prefixes(status: generate_pb2.GenerationStatus, prefixes: GroupPr
     holdings = await asyncio.to_thread(prefixes.store.holdings)
     status.prefix_store = prefixes.store.identity
     status.prefix_bytes, status.num_prefix_blocks = holdings.num_bytes, holdings.num_blocks
-    status.prefix_room_bytes = holdings.bound_bytes
-    status.num_prefix_bytes_read = prefixes.loader.num_bytes
-    status.num_prefix_disk_bytes_read = prefixes.loader.num_disk_bytes
-    status.num_prefix_bytes_stored = prefixes.saver.num_bytes
+    status.prefix_room_bytes = holdings.limit_bytes
+    status.num_prefix_bytes_read = prefixes.loader.num_bytes_read
+    status.num_prefix_disk_bytes_read = prefixes.loader.num_disk_bytes_read
+    status.num_prefix_bytes_stored = prefixes.saver.num_bytes_stored
 
 
 def messages_of(batch: Sequence[Said[generate_pb2.TokenEvent]]) -> Iterator[generate_pb2.StreamEvents]:

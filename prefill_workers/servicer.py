@@ -144,7 +144,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             stall=status.stall,
             prefix_bytes=holdings.num_bytes,
             num_prefix_blocks=holdings.num_blocks,
-            prefix_room_bytes=holdings.bound_bytes,
+            prefix_room_bytes=holdings.limit_bytes,
             prefix_store=self.prefixes.identity if self.prefixes is not None else "",
             kernels=kernels_to_proto(KERNELS.choice),
         )
@@ -248,7 +248,7 @@ class PrefillServer:
         store = None
         if prefix_folder is not None:
             layout = decoder.layout
-            store = NodeStore(prefix_folder, layout, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
         servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)

@@ -46,7 +46,7 @@ class AnswerSaver:
     """Saves the answers of one group. `save` and `give_up` are called on the engine's thread, `close` after its end."""
 
     def __init__(self, store: PrefixStore) -> None:
-        self.num_bytes = 0
+        self.num_bytes_stored = 0
         """Bytes copied from slots so far."""
         self._store = store
         self._changed = threading.Condition()
@@ -143,4 +143,4 @@ class AnswerSaver:
         for writer in room.writers:
             for layer in range(self._store.layout.num_layers):
                 writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
-            self.num_bytes += len(writer.tokens) * self._store.layout.token_bytes
+            self.num_bytes_stored += len(writer.tokens) * self._store.layout.token_bytes

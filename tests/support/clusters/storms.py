@@ -88,7 +88,7 @@ class FaultySpawner:
         store = None
         if self._prefix_folder is not None:
             layout = self._decoder.layout
-            store = NodeStore(self._prefix_folder, layout, bound_bytes=self._prefix_bytes, clock=CLOCK)
+            store = NodeStore(self._prefix_folder, layout, limit_bytes=self._prefix_bytes, clock=CLOCK)
         servicer = PrefillRankServicer(engine, HOST, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
