@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL
 
 PAIRS = 9

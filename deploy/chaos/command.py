@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL
 
 _DESCRIPTION = """\

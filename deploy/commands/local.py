@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from baton.sampling_params import params_from_options
 from deploy.config.worker import DEFAULT_MODEL, DTYPES, QUANTIZATIONS
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from baton.errors import ConfigError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from deploy.config.byte_sizes import parse_bytes
 from deploy.config.worker import DEFAULT_MODEL, LocalConfig, WorkerConfig, read_variable, use_threads
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig

@@ -132,7 +132,7 @@ def _from_folder(args: argparse.Namespace) -> NamedModel:
         )
     from rich.console import Console
 
-    from baton.paths import cache_folder
+    from baton.process.paths import cache_folder
     from deploy.machine.calibrations import nominal_calibration
     from deploy.machine.model_folder import resolve_folder
     from modeling.checkpoints.weights import load_config

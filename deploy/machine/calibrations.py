@@ -11,7 +11,7 @@ import platform
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import LocalConfig, use_threads

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
 from deploy.options import numbers as option_values
 from deploy.quality.evaluation import Cell, Setting, Size

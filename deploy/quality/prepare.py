@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from deploy.config.worker import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
 from deploy.quality.wanted import Wanted

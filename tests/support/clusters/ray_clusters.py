@@ -17,7 +17,7 @@ import grpc
 
 from baton import Client
 from baton.errors import BatonError
-from baton.paths import cache_folder
+from baton.process.paths import cache_folder
 from baton.results import ClusterState
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
