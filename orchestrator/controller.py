@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from baton.clock import Clock
+from baton.cluster_state import ClusterState, StepSample
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -24,7 +25,6 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import RequestId
-from baton.results import ClusterState
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Priority, TokenEvent
 from orchestrator.admission.forecast import ChainForecast
@@ -39,7 +39,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
 from orchestrator.requests.tenants import DEFAULT_TENANT, Tenant
 from orchestrator.workers.census import Census
-from orchestrator.workers.client import Clients, StepSample
+from orchestrator.workers.client import Clients
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)

@@ -17,13 +17,14 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
+from baton.proto_types import scalars
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
-from modeling.prefix_store.store import Filled, Holdings, PrefixStore
+from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
@@ -131,22 +132,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
         """Answer a heartbeat with the engine's status and the prefix store's holdings."""
-        status = self._engine.status()
-        holdings = await asyncio.to_thread(self.prefixes.holdings) if self.prefixes is not None else Holdings(0, 0, 0)
+        store = None
+        if self.prefixes is not None:
+            held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
+            store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held)
         return prefill_pb2.PrefillStatus(
-            epoch=status.epoch,
-            epoch_error=status.epoch_error,
-            num_jobs=status.num_jobs,
-            progress=status.progress,
-            num_jobs_done=status.num_jobs_done,
+            **scalars(prefill_pb2.PrefillStatus, self._engine.status()),
             layout_fingerprint=self._engine.decoder.layout.fingerprint,
             version=__version__,
-            stall=status.stall,
-            prefix_bytes=holdings.num_bytes,
-            num_prefix_blocks=holdings.num_blocks,
-            prefix_room_bytes=holdings.limit_bytes,
-            prefix_store=self.prefixes.identity if self.prefixes is not None else "",
             kernels=kernels_to_proto(KERNELS.choice),
+            prefix_store=store,
         )
 
     async def ListPrefixBlocks(

@@ -257,6 +257,8 @@ Global___PrefillStatusRequest: _TypeAlias = PrefillStatusRequest  # noqa: Y015
 
 @_typing.final
 class PrefillStatus(_message.Message):
+    """What a prefill rank holds and does. GroupState shows it to operators as it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -267,11 +269,8 @@ class PrefillStatus(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
-    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
-    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -283,17 +282,13 @@ class PrefillStatus(_message.Message):
     version: _builtins.str
     stall: _builtins.str
     """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
-    prefix_bytes: _builtins.int
-    """What the prefix store of the node holds, and how many bytes it may hold; 0 where there is none."""
-    num_prefix_blocks: _builtins.int
-    prefix_room_bytes: _builtins.int
-    prefix_store: _builtins.str
-    """Equal for workers of either role that share a prefix store, and different for all others; empty where there is
-    none.
-    """
     @_builtins.property
     def kernels(self) -> _common_pb2.KernelChoice:
         """The kernels in use."""
+
+    @_builtins.property
+    def prefix_store(self) -> _common_pb2.PrefixStoreStatus:
+        """The prefix store of the node; unset where there is none."""
 
     def __init__(
         self,
@@ -306,15 +301,12 @@ class PrefillStatus(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
         stall: _builtins.str = ...,
-        prefix_bytes: _builtins.int = ...,
-        num_prefix_blocks: _builtins.int = ...,
-        prefix_room_bytes: _builtins.int = ...,
-        prefix_store: _builtins.str = ...,
         kernels: _common_pb2.KernelChoice | None = ...,
+        prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "prefix_store", b"prefix_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "num_prefix_blocks", b"num_prefix_blocks", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from baton.client import AsyncClient
 from baton.clock import Clock
+from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -21,7 +22,6 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.results import ClusterState
 from baton.resume import Reconnect
 from baton.streams import AsyncStream
 from baton.types import SampledToken, TokenEvent
@@ -336,13 +336,16 @@ def holdings(state: ClusterState) -> str:
     """Return what a cluster holds and what does not balance, for people; empty when nothing is held."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
+        held = group.generation or GenerationStatus()
         counts |= {
-            f"slots of {group.name}": group.num_slots - group.num_free,
-            f"bytes of {group.name}": group.num_bytes_held,
+            f"slots of {group.name}": held.num_slots - held.num_free,
+            f"bytes of {group.name}": held.num_bytes_held,
             f"requests of {group.name}": group.num_requests,
             f"leaked of {group.name}": group.num_leaked,
         }
     parts = [f"{count} {name}" for name, count in counts.items() if count]
+    silent = (each.name for each in state.groups if each.role == "generate" and each.generation is None)
+    parts += [f"{name} does not answer" for name in silent]
     return ", ".join([*parts, *(f"{group.name}: {group.imbalance}" for group in state.groups if group.imbalance)])
 
 

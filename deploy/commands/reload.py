@@ -12,7 +12,7 @@ from deploy.commands.drain import restore, withdraw
 if TYPE_CHECKING:
     import grpc
 
-    from baton.results import GroupState
+    from baton.cluster_state import GroupState
 
 _ANSWER_S = 10.0
 
@@ -122,7 +122,7 @@ class _Rollout:
         return lines
 
     def _groups(self) -> "tuple[GroupState, ...]":
-        from baton.proto_types import cluster_state_from_proto
+        from baton.cluster_state import cluster_state_from_proto
         from baton.status import translate_rpc_errors
         from baton.v1 import orchestrator_pb2
 

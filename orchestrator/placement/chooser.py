@@ -181,10 +181,10 @@ class Chooser:
 
     def _lacks_memory(self, group: GenerationGroup, record: RequestRecord) -> bool:
         """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
-        memory, cost = self._members.memory.get(group.name), self._planner.cost
-        if memory is None or not memory.num_bytes:
+        free, cost = self._members.num_bytes_free.get(group.name), self._planner.cost
+        if free is None:
             return False
-        return memory.num_bytes_free < record.num_slots * record.num_tokens * cost.num_layers * cost.kv_bytes
+        return free < record.num_slots * record.num_tokens * cost.num_layers * cost.kv_bytes
 
     def _chains(
         self, generation: GenerationGroup, prospects: Prospects

@@ -38,8 +38,9 @@ def groups(client: baton.Client) -> tuple[baton.GroupState, ...]:
     state = client.cluster_state()
     assert_type(state, baton.ClusterState)
     for group in state.groups:
-        assert_type(group.kv, baton.KvLedger)
-        assert_type(group.prefixes, baton.PrefixHoldings)
+        assert_type(group.generation, baton.GenerationStatus | None)
+        for status in group.ranks.values():
+            assert_type(status, baton.PrefillStatus)
     return state.groups
 
 
