@@ -17,6 +17,7 @@ from baton.results import (
     ModelInfo,
     Placement,
     PlacementTerms,
+    PrefillTrace,
     RankTiming,
     Timings,
     Usage,
@@ -175,106 +176,46 @@ def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
     return read(Usage, message)
 
 
-_ALIKE_TIMINGS = ("received_ns", "admitted_ns", "leased_ns", "first_token_ns", "finished_ns", "residency")
-"""Fields of Timings that its message has under the same name and with the same type."""
-
-
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
     """Return the times at which a request's stages began and ended, as a message."""
-    ranks = [
-        orchestrator_pb2.RankTiming(
-            rank=rank.rank,
-            tokens=range_to_proto(rank.tokens),
-            start_ns=rank.start_ns,
-            end_ns=rank.end_ns,
-            wait_s=rank.wait_s,
-            push_start_ns=rank.push_start_ns,
-            push_end_ns=rank.push_end_ns,
-            num_bytes_pushed=rank.num_bytes_pushed,
-            num_bytes_sent=rank.num_bytes_sent,
-            num_messages_sent=rank.num_messages_sent,
-            send_s=rank.send_s,
-            layers=[
-                prefill_pb2.TimeSpan(start_unix_ns=layer.start_ns, end_unix_ns=layer.end_ns) for layer in rank.layers
-            ],
-        )
-        for rank in timings.ranks
-    ]
-    return orchestrator_pb2.Timings(
-        **{name: getattr(timings, name) for name in _ALIKE_TIMINGS},
-        ranks=ranks,
-        width=None if timings.width is None else _width_to_proto(timings.width),
-        placement=None if timings.placement is None else _placement_to_proto(timings.placement),
+    trace = timings.prefill
+    prefill = orchestrator_pb2.PrefillTrace(
+        placement=None if trace.placement is None else orchestrator_pb2.Placement(**asdict(trace.placement)),
+        width=None if trace.width is None else orchestrator_pb2.WidthChoice(**asdict(trace.width)),
+        ranks=[_rank_timing_to_proto(rank) for rank in trace.ranks],
     )
+    return orchestrator_pb2.Timings(**vars(timings) | {"prefill": prefill})
 
 
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
     """Return the message's timings of a request. Raises InvalidArgumentError for a rank's reversed token range."""
-    return Timings(
-        **{name: getattr(message, name) for name in _ALIKE_TIMINGS},
-        ranks=tuple(
-            RankTiming(
-                rank=each.rank,
-                tokens=range_from_proto(each.tokens),
-                start_ns=each.start_ns,
-                end_ns=each.end_ns,
-                wait_s=each.wait_s,
-                push_start_ns=each.push_start_ns,
-                push_end_ns=each.push_end_ns,
-                num_bytes_pushed=each.num_bytes_pushed,
-                num_bytes_sent=each.num_bytes_sent,
-                num_messages_sent=each.num_messages_sent,
-                send_s=each.send_s,
-                layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in each.layers),
-            )
-            for each in message.ranks
-        ),
-        width=_width_from_proto(message.width) if message.HasField("width") else None,
-        placement=_placement_from_proto(message.placement) if message.HasField("placement") else None,
+    prefill = PrefillTrace(
+        placement=_placement_from_proto(message.prefill.placement) if message.prefill.HasField("placement") else None,
+        width=_width_from_proto(message.prefill.width) if message.prefill.HasField("width") else None,
+        ranks=tuple(rank_timing_from_proto(each) for each in message.prefill.ranks),
     )
+    return read(Timings, message, prefill=prefill)
 
 
-def _width_to_proto(choice: WidthChoice) -> orchestrator_pb2.WidthChoice:
-    return orchestrator_pb2.WidthChoice(
-        width=choice.width,
-        num_ranks=choice.num_ranks,
-        num_ahead=choice.num_ahead,
-        num_jobs=choice.num_jobs,
-        options=[
-            orchestrator_pb2.WidthOption(width=each.width, own_s=each.own_s, others_s=each.others_s)
-            for each in choice.options
-        ],
-    )
+def _rank_timing_to_proto(rank: RankTiming) -> prefill_pb2.RankTiming:
+    layers = [prefill_pb2.TimeSpan(start_ns=layer.start_ns, end_ns=layer.end_ns) for layer in rank.layers]
+    return prefill_pb2.RankTiming(**vars(rank) | {"tokens": range_to_proto(rank.tokens), "layers": layers})
+
+
+def rank_timing_from_proto(message: prefill_pb2.RankTiming) -> RankTiming:
+    """Return the message's timing of one prefill rank. Raises InvalidArgumentError for a reversed token range."""
+    layers = tuple([Interval(layer.start_ns, layer.end_ns) for layer in message.layers])
+    return read(RankTiming, message, tokens=range_from_proto(message.tokens), layers=layers)
 
 
 def _width_from_proto(message: orchestrator_pb2.WidthChoice) -> WidthChoice:
-    return WidthChoice(
-        width=message.width,
-        num_ranks=message.num_ranks,
-        num_ahead=message.num_ahead,
-        num_jobs=message.num_jobs,
-        options=tuple(WidthOption(each.width, each.own_s, each.others_s) for each in message.options),
-    )
-
-
-def _placement_to_proto(placement: Placement) -> orchestrator_pb2.Placement:
-    return orchestrator_pb2.Placement(
-        reason=placement.reason,
-        chain=None if placement.chain is None else orchestrator_pb2.PlacementTerms(**asdict(placement.chain)),
-        local=None if placement.local is None else orchestrator_pb2.PlacementTerms(**asdict(placement.local)),
-    )
+    return read(WidthChoice, message, options=tuple(read(WidthOption, each) for each in message.options))
 
 
 def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
-    return Placement(
-        reason=message.reason,
-        chain=_terms_from_proto(message.chain) if message.HasField("chain") else None,
-        local=_terms_from_proto(message.local) if message.HasField("local") else None,
-    )
-
-
-def _terms_from_proto(message: orchestrator_pb2.PlacementTerms) -> PlacementTerms:
-    return PlacementTerms(message.queue_s, message.prefill_s, message.steps_s, message.transfer_s, message.others_s)
+    chain = read(PlacementTerms, message.chain) if message.HasField("chain") else None
+    local = read(PlacementTerms, message.local) if message.HasField("local") else None
+    return Placement(message.reason, chain, local)
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:

@@ -152,6 +152,19 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class PrefillTrace:
+    """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who
+    tune a cluster: what it holds may change with any version."""
+
+    placement: Placement | None = None
+    """Where the request was prefilled, and why; None when it was not placed."""
+    width: WidthChoice | None = None
+    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
+    ranks: tuple[RankTiming, ...] = ()
+    """Timings of the chain's ranks; empty when the generation group prefilled by itself."""
+
+
+@dataclass(frozen=True)
 class Timings:
     """Instants of the request's last attempt, by the server's clock, in unix nanoseconds; 0 for a stage not reached."""
 
@@ -162,13 +175,10 @@ class Timings:
     """When the request got a slot."""
     first_token_ns: int
     finished_ns: int
-    ranks: tuple[RankTiming, ...]
-    width: WidthChoice | None = None
-    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
-    placement: Placement | None = None
-    """Where the request was prefilled, and why; None when it was not placed."""
     residency: str = ""
     """Residency policy of the generation group, which says what KV is attended to; empty when it had none."""
+    prefill: PrefillTrace = PrefillTrace()
+    """How the prompt was prefilled, for those who tune a cluster."""
 
     @property
     def time_to_first_token_s(self) -> float | None:

@@ -28,13 +28,19 @@ from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.job import Job, JobReport, TimeSpan
+from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_sender import PushSession, PushSummary, open_push
-from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto, range_from_proto
+from transport.proto_types import (
+    history_from_proto,
+    kernels_to_proto,
+    lease_from_proto,
+    range_from_proto,
+    range_to_proto,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -310,29 +316,21 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...]
 
 def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> prefill_pb2.PrefillReport:
     """Return one rank's report of a job as a message."""
-    return prefill_pb2.PrefillReport(
-        rank=report.rank,
-        run=_span_to_proto(report.run),
-        layers=[_span_to_proto(layer) for layer in report.layers],
-        wait_s=report.wait_s,
-        push=prefill_pb2.TimeSpan(start_unix_ns=push.first_unix_ns, end_unix_ns=push.last_unix_ns),
+    timing = prefill_pb2.RankTiming(
+        **scalars(prefill_pb2.RankTiming, report),
+        tokens=range_to_proto(report.tokens),
+        layers=[prefill_pb2.TimeSpan(**vars(layer)) for layer in report.layers],
+        push_start_ns=push.first_unix_ns,
+        push_end_ns=push.last_unix_ns,
         num_bytes_pushed=push.num_bytes,
-        num_bytes_sent=report.num_bytes_sent,
-        num_messages_sent=report.num_messages_sent,
-        send_s=report.send_s,
-        stored_blocks=filled.stored,
-        evicted_blocks=filled.evicted,
     )
+    return prefill_pb2.PrefillReport(timing=timing, stored_blocks=filled.stored, evicted_blocks=filled.evicted)
 
 
 def _block_tokens(request: prefill_pb2.PrefillJob) -> int:
     if not request.block_tokens:
         raise InvalidArgumentError("block_tokens = 0 is out of range: say how many tokens a block has")
     return request.block_tokens
-
-
-def _span_to_proto(span: TimeSpan) -> prefill_pb2.TimeSpan:
-    return prefill_pb2.TimeSpan(start_unix_ns=span.start_unix_ns, end_unix_ns=span.end_unix_ns)
 
 
 def _retrieve(future: "asyncio.Future[Any]") -> None:

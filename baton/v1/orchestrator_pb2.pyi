@@ -316,10 +316,8 @@ class Timings(_message.Message):
     LEASED_NS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     FINISHED_NS_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
-    PLACEMENT_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """When the request left the queue."""
@@ -330,15 +328,7 @@ class Timings(_message.Message):
     residency: _builtins.str
     """The residency policy of the generation group, which says what KV is attended to. Empty when it had none."""
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTiming]: ...
-    @_builtins.property
-    def width(self) -> Global___WidthChoice:
-        """Unset when the generation group prefilled by itself."""
-
-    @_builtins.property
-    def placement(self) -> Global___Placement:
-        """Unset when the request was not placed."""
-
+    def prefill(self) -> Global___PrefillTrace: ...
     def __init__(
         self,
         *,
@@ -347,18 +337,54 @@ class Timings(_message.Message):
         leased_ns: _builtins.int = ...,
         first_token_ns: _builtins.int = ...,
         finished_ns: _builtins.int = ...,
-        ranks: _abc.Iterable[Global___RankTiming] | None = ...,
-        width: Global___WidthChoice | None = ...,
-        placement: Global___Placement | None = ...,
         residency: _builtins.str = ...,
+        prefill: Global___PrefillTrace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "placement", b"placement", "ranks", b"ranks", "received_ns", b"received_ns", "residency", b"residency", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "prefill", b"prefill", "received_ns", b"received_ns", "residency", b"residency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class PrefillTrace(_message.Message):
+    """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who tune
+    a cluster: its messages may change with any version.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Unset when the request was not placed."""
+
+    @_builtins.property
+    def width(self) -> Global___WidthChoice:
+        """Unset when the generation group prefilled by itself."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.RankTiming]:
+        """One for each rank of the chain; none when the generation group prefilled by itself."""
+
+    def __init__(
+        self,
+        *,
+        placement: Global___Placement | None = ...,
+        width: Global___WidthChoice | None = ...,
+        ranks: _abc.Iterable[_prefill_pb2.RankTiming] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "ranks", b"ranks", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillTrace: _TypeAlias = PrefillTrace  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -498,63 +524,6 @@ class WidthOption(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WidthOption: _TypeAlias = WidthOption  # noqa: Y015
-
-@_typing.final
-class RankTiming(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANK_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    START_NS_FIELD_NUMBER: _builtins.int
-    END_NS_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    PUSH_START_NS_FIELD_NUMBER: _builtins.int
-    PUSH_END_NS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_PUSHED_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
-    SEND_S_FIELD_NUMBER: _builtins.int
-    rank: _builtins.int
-    start_ns: _builtins.int
-    end_ns: _builtins.int
-    wait_s: _builtins.float
-    push_start_ns: _builtins.int
-    push_end_ns: _builtins.int
-    num_bytes_pushed: _builtins.int
-    num_bytes_sent: _builtins.int
-    num_messages_sent: _builtins.int
-    """Messages in which bytes were sent to the next rank, and the seconds during which they were on their way."""
-    send_s: _builtins.float
-    @_builtins.property
-    def tokens(self) -> _common_pb2.TokenRange: ...
-    @_builtins.property
-    def layers(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimeSpan]:
-        """When each layer was computed, waits included."""
-
-    def __init__(
-        self,
-        *,
-        rank: _builtins.int = ...,
-        tokens: _common_pb2.TokenRange | None = ...,
-        start_ns: _builtins.int = ...,
-        end_ns: _builtins.int = ...,
-        wait_s: _builtins.float = ...,
-        push_start_ns: _builtins.int = ...,
-        push_end_ns: _builtins.int = ...,
-        num_bytes_pushed: _builtins.int = ...,
-        num_bytes_sent: _builtins.int = ...,
-        layers: _abc.Iterable[_prefill_pb2.TimeSpan] | None = ...,
-        num_messages_sent: _builtins.int = ...,
-        send_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankTiming: _TypeAlias = RankTiming  # noqa: Y015
 
 @_typing.final
 class GetModelRequest(_message.Message):

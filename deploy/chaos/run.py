@@ -224,7 +224,7 @@ class ChaosRun:
             tuple(choice.tokens for choice in output.choices),
             0 if usage is None else usage.num_attempts,
             0 if usage is None else usage.num_cached_tokens,
-            0 if timings is None else len(timings.ranks),
+            0 if timings is None else len(timings.prefill.ranks),
             output.num_resumes,
             ended_with,
             (*watch.complaints, *([ended_with] if outcome is Outcome.WRONG else [])),

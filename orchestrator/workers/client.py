@@ -15,10 +15,11 @@ import grpc
 
 from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import Epoch, JobId, Rank, ReserveNumber, StreamNumber
+from baton.ids import Epoch, JobId, ReserveNumber, StreamNumber
 from baton.prefix_blocks import PromptBlocks
-from baton.results import Interval, RankTiming
-from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
+from baton.proto_types import rank_timing_from_proto
+from baton.results import RankTiming
+from baton.types import Lease, LeaseRef, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
@@ -185,9 +186,9 @@ class WorkerClient:
         """
         with _worker_errors(self._endpoint):
             report = await self._prefill.Run(plan.job)
-        chain = plan.chain
-        timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
-        return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
+        return RankReport(
+            rank_timing_from_proto(report.timing), tuple(report.stored_blocks), tuple(report.evicted_blocks)
+        )
 
     async def generation_status(self, timeout_s: float) -> GenerationStatus:
         """Return what this generation group holds and does now."""
@@ -280,20 +281,3 @@ def _worker_errors(endpoint: str) -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # grpc.aio's report of it
-
-
-def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming:
-    return RankTiming(
-        rank=report.rank,
-        tokens=tokens,
-        start_ns=report.run.start_unix_ns,
-        end_ns=report.run.end_unix_ns,
-        wait_s=report.wait_s,
-        push_start_ns=report.push.start_unix_ns,
-        push_end_ns=report.push.end_unix_ns,
-        num_bytes_pushed=report.num_bytes_pushed,
-        num_bytes_sent=report.num_bytes_sent,
-        num_messages_sent=report.num_messages_sent,
-        send_s=report.send_s,
-        layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in report.layers),
-    )

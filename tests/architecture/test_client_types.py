@@ -45,9 +45,9 @@ def groups(client: baton.Client) -> tuple[baton.GroupState, ...]:
 
 
 def ranks(timings: baton.Timings) -> tuple[baton.RankTiming, ...]:
-    assert_type(timings.width, baton.WidthChoice | None)
-    assert_type(timings.placement, baton.Placement | None)
-    return timings.ranks
+    assert_type(timings.prefill.width, baton.WidthChoice | None)
+    assert_type(timings.prefill.placement, baton.Placement | None)
+    return timings.prefill.ranks
 
 
 async def collected(client: baton.AsyncClient) -> baton.Completion:

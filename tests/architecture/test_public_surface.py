@@ -21,6 +21,7 @@ from baton.results import (
     ModelInfo,
     Placement,
     PlacementTerms,
+    PrefillTrace,
     RankTiming,
     Timings,
     Usage,
@@ -31,8 +32,8 @@ from deploy.cli import build_parser
 
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion FinishReason GenerationStatus GroupState
-    ModelInfo Placement PlacementTerms PrefillStatus RankTiming Reconnect SampledToken SamplingParams Stream
-    Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
+    ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace RankTiming Reconnect SampledToken SamplingParams
+    Stream Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {
@@ -50,7 +51,8 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width placement residency",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns residency prefill",
+    PrefillTrace: "placement width ranks",
     Placement: "reason chain local",
     PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
     WidthChoice: "width num_ranks num_ahead num_jobs options",

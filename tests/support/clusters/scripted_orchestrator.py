@@ -168,6 +168,11 @@ def _end(num_tokens: int, reason: generate_pb2.FinishReason.ValueType) -> orches
 
 def _finished(request: orchestrator_pb2.GenerateRequest) -> orchestrator_pb2.GenerateEvent:
     usage = orchestrator_pb2.Usage(num_prompt_tokens=5, num_output_tokens=request.sampling.max_tokens, num_attempts=1)
-    rank = orchestrator_pb2.RankTiming(rank=0, tokens=common_pb2.TokenRange(start=0, end=5), num_bytes_pushed=9)
-    timings = orchestrator_pb2.Timings(received_ns=10**9, first_token_ns=3 * 10**9, finished_ns=4 * 10**9, ranks=[rank])
+    rank = prefill_pb2.RankTiming(rank=0, tokens=common_pb2.TokenRange(start=0, end=5), num_bytes_pushed=9)
+    timings = orchestrator_pb2.Timings(
+        received_ns=10**9,
+        first_token_ns=3 * 10**9,
+        finished_ns=4 * 10**9,
+        prefill=orchestrator_pb2.PrefillTrace(ranks=[rank]),
+    )
     return orchestrator_pb2.GenerateEvent(finished=orchestrator_pb2.Finished(usage=usage, timings=timings))

@@ -92,7 +92,7 @@ async def test_output_says_what_the_server_said(ask: Ask) -> None:
     assert (output.num_prompt_tokens, output.finish, output.num_resumes) == (5, FinishReason.LENGTH, 0)
     assert output.usage == Usage(num_prompt_tokens=5, num_output_tokens=6, num_attempts=1)
     assert isinstance(output.timings, Timings) and output.timings.time_to_first_token_s == 2.0
-    assert output.timings.ranks[0].num_bytes_pushed == 9
+    assert output.timings.prefill.ranks[0].num_bytes_pushed == 9
 
 
 async def test_sampling_and_metadata_are_sent(ask: Ask) -> None:

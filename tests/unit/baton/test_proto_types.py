@@ -14,6 +14,7 @@ from baton.results import (
     Interval,
     Placement,
     PlacementTerms,
+    PrefillTrace,
     RankTiming,
     Timings,
     Usage,
@@ -33,9 +34,9 @@ PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTe
 @pytest.mark.parametrize(
     "timings",
     [
-        Timings(1, 2, 3, 4, 5, (RANK,), WIDTH),
-        Timings(1, 2, 3, 4, 5, (), None, PLACEMENT),
-        Timings(1, 2, 3, 4, 5, (), None, Placement("never"), "infinigen"),
+        Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(None, WIDTH, (RANK,))),
+        Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(PLACEMENT)),
+        Timings(1, 2, 3, 4, 5, "infinigen", PrefillTrace(Placement("never"))),
     ],
 )
 def test_timings_round_trip(timings: Timings) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError, ConfigError, InvalidArgumentError, ResourceExhaustedError
-from baton.results import RankTiming, Timings
+from baton.results import PrefillTrace, RankTiming, Timings
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
 from orchestrator.observability.metrics import Metrics, stages
@@ -46,7 +46,7 @@ def rank(number: int, start_ms: int, end_ms: int, push_end_ms: int) -> RankTimin
 
 def timings(marks_ms: tuple[int, int, int, int], *ranks: RankTiming) -> Timings:
     received, admitted, leased, first = (mark * MS for mark in marks_ms)
-    return Timings(received, admitted, leased, first, first + 1, ranks)
+    return Timings(received, admitted, leased, first, first + 1, prefill=PrefillTrace(ranks=ranks))
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
     async with relay() as made:  # whose patience with absent chains is 10 s
         await drain(made, "chain")
         answer = await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 5)
-        assert answer.finished is not None and not answer.finished.timings.ranks
+        assert answer.finished is not None and not answer.finished.timings.prefill.ranks
         state = await made.state()
         assert list(state.why_degraded) == [
             "chain is drained",
@@ -103,7 +103,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
         ]
         await undrain(made, "chain")
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.ranks
+        assert answer.finished is not None and answer.finished.timings.prefill.ranks
         await made.until_empty()
 
 
@@ -194,7 +194,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
         made.members.update(sound)  # another life: its own breaker
         assert not (await made.state()).groups[0].is_broken
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.ranks
+        assert answer.finished is not None and answer.finished.timings.prefill.ranks
         await made.until_empty()
 
 

@@ -83,7 +83,7 @@ async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParam
     assert got.finished is not None
     usage, timings = got.finished.usage, timings_from_proto(got.finished.timings)
     assert usage.num_attempts == 1
-    num_bytes = sum(rank.num_bytes_pushed for rank in timings.ranks)
+    num_bytes = sum(rank.num_bytes_pushed for rank in timings.prefill.ranks)
     num_pushed, rest = divmod(num_bytes, made.decoder.layout.token_bytes)
     assert not rest
     return Turn(prompt_ids, tuple(got.token_ids), usage.num_cached_tokens, num_pushed)
