@@ -22,10 +22,11 @@ import grpc
 
 from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
+from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
-from baton.proto_types import cluster_state_from_proto, model_from_proto
+from baton.proto_types import model_from_proto
 from baton.requests import Source, call_metadata, check_deadline, make_request
-from baton.results import ClusterState, ModelInfo
+from baton.results import ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors

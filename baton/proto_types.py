@@ -7,17 +7,17 @@ VersionMismatchError, never an assert.
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
 from baton.results import (
-    ClusterState,
-    GroupState,
     Interval,
-    KvLedger,
     ModelInfo,
     Placement,
     PlacementTerms,
-    PrefixHoldings,
+    PrefillTrace,
     RankTiming,
     Timings,
     Usage,
@@ -27,6 +27,23 @@ from baton.results import (
 from baton.sampling_params import SamplingParams, check_list_lengths
 from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
+
+
+def read(kind: type[T], message: Message, **converted: Any) -> T:
+    """Return a value of a dataclass: of its fields, those in `converted` are given, the others are the message's."""
+    same = {each.name: getattr(message, each.name) for each in fields(kind) if each.name not in converted}
+    return kind(**same, **converted)
+
+
+def scalars(kind: type[Message], value: object) -> dict[str, Any]:
+    """Return the numbers and texts of a value that messages of this kind have under the same names."""
+    names = [each.name for each in kind.DESCRIPTOR.fields if each.message_type is None]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def range_to_proto(tokens: TokenRange) -> common_pb2.TokenRange:
@@ -63,45 +80,20 @@ def sampled_from_proto(message: common_pb2.SampledToken) -> SampledToken:
 
 def params_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
     """Return the sampling parameters as a message with all fields set explicitly."""
-    return common_pb2.SamplingParams(
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        logit_bias=params.logit_bias,
-        seed=params.seed,
-        stop=params.stop,
-        stop_token_ids=params.stop_token_ids,
-        ignore_eos=params.ignore_eos,
-        logprobs=params.logprobs,
-        prompt_logprobs=params.prompt_logprobs,
-        n=params.n,
-    )
+    return common_pb2.SamplingParams(**vars(params))
 
 
 def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     """Return the message's parameters. Raises InvalidArgumentError; a list that is too long is refused uncopied."""
     check_list_lengths(len(message.stop), len(message.stop_token_ids), len(message.logit_bias))
-    return SamplingParams(
-        max_tokens=message.max_tokens,
-        min_tokens=message.min_tokens,
-        temperature=message.temperature,
-        top_k=message.top_k,
+    return read(
+        SamplingParams,
+        message,
         top_p=message.top_p if message.HasField("top_p") else 1.0,
-        min_p=message.min_p,
         repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
-        presence_penalty=message.presence_penalty,
-        frequency_penalty=message.frequency_penalty,
         logit_bias=dict(message.logit_bias),
-        seed=message.seed,
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
-        ignore_eos=message.ignore_eos,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         n=message.n if message.HasField("n") else 1,
@@ -181,219 +173,51 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
 
 def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
     """Return the message's usage: tokens and attempts of a request."""
-    return Usage(
-        num_prompt_tokens=message.num_prompt_tokens,
-        num_output_tokens=message.num_output_tokens,
-        num_attempts=message.num_attempts,
-        num_cached_tokens=message.num_cached_tokens,
-    )
-
-
-_ALIKE_TIMINGS = ("received_ns", "admitted_ns", "leased_ns", "first_token_ns", "finished_ns", "residency")
-"""Fields of Timings that its message has under the same name and with the same type."""
+    return read(Usage, message)
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
     """Return the times at which a request's stages began and ended, as a message."""
-    ranks = [
-        orchestrator_pb2.RankTiming(
-            rank=rank.rank,
-            tokens=range_to_proto(rank.tokens),
-            start_ns=rank.start_ns,
-            end_ns=rank.end_ns,
-            wait_s=rank.wait_s,
-            push_start_ns=rank.push_start_ns,
-            push_end_ns=rank.push_end_ns,
-            num_bytes_pushed=rank.num_bytes_pushed,
-            num_bytes_sent=rank.num_bytes_sent,
-            num_messages_sent=rank.num_messages_sent,
-            send_s=rank.send_s,
-            layers=[
-                prefill_pb2.TimeSpan(start_unix_ns=layer.start_ns, end_unix_ns=layer.end_ns) for layer in rank.layers
-            ],
-        )
-        for rank in timings.ranks
-    ]
-    return orchestrator_pb2.Timings(
-        **{name: getattr(timings, name) for name in _ALIKE_TIMINGS},
-        ranks=ranks,
-        width=None if timings.width is None else _width_to_proto(timings.width),
-        placement=None if timings.placement is None else _placement_to_proto(timings.placement),
+    trace = timings.prefill
+    prefill = orchestrator_pb2.PrefillTrace(
+        placement=None if trace.placement is None else orchestrator_pb2.Placement(**asdict(trace.placement)),
+        width=None if trace.width is None else orchestrator_pb2.WidthChoice(**asdict(trace.width)),
+        ranks=[_rank_timing_to_proto(rank) for rank in trace.ranks],
     )
+    return orchestrator_pb2.Timings(**vars(timings) | {"prefill": prefill})
 
 
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
     """Return the message's timings of a request. Raises InvalidArgumentError for a rank's reversed token range."""
-    return Timings(
-        **{name: getattr(message, name) for name in _ALIKE_TIMINGS},
-        ranks=tuple(
-            RankTiming(
-                rank=each.rank,
-                tokens=range_from_proto(each.tokens),
-                start_ns=each.start_ns,
-                end_ns=each.end_ns,
-                wait_s=each.wait_s,
-                push_start_ns=each.push_start_ns,
-                push_end_ns=each.push_end_ns,
-                num_bytes_pushed=each.num_bytes_pushed,
-                num_bytes_sent=each.num_bytes_sent,
-                num_messages_sent=each.num_messages_sent,
-                send_s=each.send_s,
-                layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in each.layers),
-            )
-            for each in message.ranks
-        ),
-        width=_width_from_proto(message.width) if message.HasField("width") else None,
-        placement=_placement_from_proto(message.placement) if message.HasField("placement") else None,
+    prefill = PrefillTrace(
+        placement=_placement_from_proto(message.prefill.placement) if message.prefill.HasField("placement") else None,
+        width=_width_from_proto(message.prefill.width) if message.prefill.HasField("width") else None,
+        ranks=tuple(rank_timing_from_proto(each) for each in message.prefill.ranks),
     )
+    return read(Timings, message, prefill=prefill)
 
 
-def _width_to_proto(choice: WidthChoice) -> orchestrator_pb2.WidthChoice:
-    return orchestrator_pb2.WidthChoice(
-        width=choice.width,
-        num_ranks=choice.num_ranks,
-        num_ahead=choice.num_ahead,
-        num_jobs=choice.num_jobs,
-        options=[
-            orchestrator_pb2.WidthOption(width=each.width, own_s=each.own_s, others_s=each.others_s)
-            for each in choice.options
-        ],
-    )
+def _rank_timing_to_proto(rank: RankTiming) -> prefill_pb2.RankTiming:
+    layers = [prefill_pb2.TimeSpan(start_ns=layer.start_ns, end_ns=layer.end_ns) for layer in rank.layers]
+    return prefill_pb2.RankTiming(**vars(rank) | {"tokens": range_to_proto(rank.tokens), "layers": layers})
+
+
+def rank_timing_from_proto(message: prefill_pb2.RankTiming) -> RankTiming:
+    """Return the message's timing of one prefill rank. Raises InvalidArgumentError for a reversed token range."""
+    layers = tuple([Interval(layer.start_ns, layer.end_ns) for layer in message.layers])
+    return read(RankTiming, message, tokens=range_from_proto(message.tokens), layers=layers)
 
 
 def _width_from_proto(message: orchestrator_pb2.WidthChoice) -> WidthChoice:
-    return WidthChoice(
-        width=message.width,
-        num_ranks=message.num_ranks,
-        num_ahead=message.num_ahead,
-        num_jobs=message.num_jobs,
-        options=tuple(WidthOption(each.width, each.own_s, each.others_s) for each in message.options),
-    )
-
-
-def _placement_to_proto(placement: Placement) -> orchestrator_pb2.Placement:
-    return orchestrator_pb2.Placement(
-        reason=placement.reason,
-        chain=None if placement.chain is None else orchestrator_pb2.PlacementTerms(**asdict(placement.chain)),
-        local=None if placement.local is None else orchestrator_pb2.PlacementTerms(**asdict(placement.local)),
-    )
+    return read(WidthChoice, message, options=tuple(read(WidthOption, each) for each in message.options))
 
 
 def _placement_from_proto(message: orchestrator_pb2.Placement) -> Placement:
-    return Placement(
-        reason=message.reason,
-        chain=_terms_from_proto(message.chain) if message.HasField("chain") else None,
-        local=_terms_from_proto(message.local) if message.HasField("local") else None,
-    )
-
-
-def _terms_from_proto(message: orchestrator_pb2.PlacementTerms) -> PlacementTerms:
-    return PlacementTerms(**{term.name: getattr(message, term.name) for term in fields(PlacementTerms)})
+    chain = read(PlacementTerms, message.chain) if message.HasField("chain") else None
+    local = read(PlacementTerms, message.local) if message.HasField("local") else None
+    return Placement(message.reason, chain, local)
 
 
 def model_from_proto(message: orchestrator_pb2.Model) -> ModelInfo:
     """Return the served model and its limits."""
-    return ModelInfo(
-        name=message.name,
-        max_tokens=message.max_tokens,
-        vocab_size=message.vocab_size,
-        dtype=message.dtype,
-        has_chat_template=message.has_chat_template,
-        layout_fingerprint=message.layout_fingerprint,
-    )
-
-
-def cluster_state_from_proto(message: orchestrator_pb2.ClusterState) -> ClusterState:
-    """Return the message's state of groups, queue and slots."""
-    return ClusterState(
-        groups=tuple(group_state_from_proto(group) for group in message.groups),
-        num_queued=message.num_queued,
-        num_running=message.num_running,
-        num_degraded=message.num_degraded,
-        version=message.version,
-        num_queued_tokens=message.num_queued_tokens,
-        why_not_serving=tuple(message.why_not_serving),
-        why_degraded=tuple(message.why_degraded),
-        metrics_endpoint=message.metrics_endpoint,
-    )
-
-
-def cluster_state_to_proto(state: ClusterState) -> orchestrator_pb2.ClusterState:
-    """Return the state of groups, queue and slots as a message."""
-    return orchestrator_pb2.ClusterState(
-        groups=[group_state_to_proto(group) for group in state.groups],
-        num_queued=state.num_queued,
-        num_running=state.num_running,
-        num_degraded=state.num_degraded,
-        version=state.version,
-        num_queued_tokens=state.num_queued_tokens,
-        why_not_serving=state.why_not_serving,
-        why_degraded=state.why_degraded,
-        metrics_endpoint=state.metrics_endpoint,
-    )
-
-
-_ALIKE = (
-    *("name", "role", "epoch", "is_ready", "num_slots", "num_free", "num_bytes_held", "num_leaked", "num_requests"),
-    *("num_leased", "num_active", "num_quarantined", "num_preemptions", "imbalance", "is_drained", "is_broken"),
-    *("residency", "is_approximate"),
-)
-"""Fields of GroupState that its message has under the same name and with the same type."""
-
-
-def group_state_from_proto(message: orchestrator_pb2.GroupState) -> GroupState:
-    """Return the message's state of one group."""
-    alike = {name: getattr(message, name) for name in _ALIKE}
-    return GroupState(
-        endpoints=tuple(message.endpoints),
-        processors=tuple(message.processors),
-        kv=kv_ledger_from_proto(message.kv),
-        prefixes=PrefixHoldings(
-            num_blocks=message.num_prefix_blocks,
-            num_bytes=message.num_prefix_bytes,
-            max_bytes=message.max_prefix_bytes,
-            num_bytes_read=message.num_prefix_bytes_read,
-            num_disk_bytes_read=message.num_prefix_disk_bytes_read,
-            num_bytes_stored=message.num_prefix_bytes_stored,
-        ),
-        **alike,
-    )
-
-
-def group_state_to_proto(group: GroupState) -> orchestrator_pb2.GroupState:
-    """Return the state of one group as a message."""
-    alike = {name: getattr(group, name) for name in _ALIKE}
-    return orchestrator_pb2.GroupState(
-        endpoints=group.endpoints,
-        processors=group.processors,
-        kv=kv_ledger_to_proto(group.kv),
-        num_prefix_blocks=group.prefixes.num_blocks,
-        num_prefix_bytes=group.prefixes.num_bytes,
-        max_prefix_bytes=group.prefixes.max_bytes,
-        num_prefix_bytes_read=group.prefixes.num_bytes_read,
-        num_prefix_disk_bytes_read=group.prefixes.num_disk_bytes_read,
-        num_prefix_bytes_stored=group.prefixes.num_bytes_stored,
-        **alike,
-    )
-
-
-def kv_ledger_from_proto(message: generate_pb2.KvLedger) -> KvLedger:
-    """Return the message's account of a generation group's KV memory; all 0 when the group reports none."""
-    return KvLedger(
-        num_bytes=message.num_bytes,
-        num_bytes_free=message.num_bytes_free,
-        num_bytes_leased=message.num_bytes_leased,
-        num_bytes_active=message.num_bytes_active,
-        num_bytes_quarantined=message.num_bytes_quarantined,
-    )
-
-
-def kv_ledger_to_proto(kv: KvLedger) -> generate_pb2.KvLedger:
-    """Return the KV memory's account as a message. Negative free bytes are sent as 0, so that it does not balance."""
-    return generate_pb2.KvLedger(
-        num_bytes=kv.num_bytes,
-        num_bytes_free=max(kv.num_bytes_free, 0),
-        num_bytes_leased=kv.num_bytes_leased,
-        num_bytes_active=kv.num_bytes_active,
-        num_bytes_quarantined=kv.num_bytes_quarantined,
-    )
+    return read(ModelInfo, message)

@@ -153,6 +153,19 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class PrefillTrace:
+    """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who
+    tune a cluster: what it holds may change with any version."""
+
+    placement: Placement | None = None
+    """Where the request was prefilled, and why; None when it was not placed."""
+    width: WidthChoice | None = None
+    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
+    ranks: tuple[RankTiming, ...] = ()
+    """Timings of the chain's ranks; empty when the generation group prefilled by itself."""
+
+
+@dataclass(frozen=True)
 class Timings:
     """Instants of the request's last attempt, by the server's clock, in unix nanoseconds; 0 for a stage not reached."""
 
@@ -163,13 +176,10 @@ class Timings:
     """When the request got a slot."""
     first_token_ns: int
     finished_ns: int
-    ranks: tuple[RankTiming, ...]
-    width: WidthChoice | None = None
-    """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
-    placement: Placement | None = None
-    """Where the request was prefilled, and why; None when it was not placed."""
     residency: str = ""
     """Residency policy of the generation group, which says what KV is attended to; empty when it had none."""
+    prefill: PrefillTrace = PrefillTrace()
+    """How the prompt was prefilled, for those who tune a cluster."""
 
     @property
     def time_to_first_token_s(self) -> float | None:
@@ -242,110 +252,3 @@ class ModelInfo:
     has_chat_template: bool
     layout_fingerprint: str
     """Fingerprint of the KV layout: equal for groups that store KV alike (KvLayout.fingerprint)."""
-
-
-@dataclass(frozen=True)
-class KvLedger:
-    """A generation group's KV memory, by the state of the slots that it is promised to."""
-
-    num_bytes: int = 0
-    """Bytes in all; 0 if unknown."""
-    num_bytes_free: int = 0
-    """Bytes that are promised to no slot."""
-    num_bytes_leased: int = 0
-    """Bytes of slots into which KV is pushed, or whose KV waits for its row to join the batch."""
-    num_bytes_active: int = 0
-    """Bytes of slots that are rows of the batch."""
-    num_bytes_quarantined: int = 0
-    """Bytes of slots that were freed while a writer was inside."""
-
-    @property
-    def num_bytes_taken(self) -> int:
-        """Bytes that are promised to slots, whatever their state."""
-        return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
-
-    @property
-    def imbalance(self) -> str:
-        """Why free and taken bytes do not add up, in one line for people; empty when they do."""
-        free, taken = self.num_bytes_free, self.num_bytes_taken
-        if free >= 0 and free + taken == self.num_bytes:
-            return ""
-        return f"{free} bytes free and {taken} promised are not the {self.num_bytes} of KV"
-
-
-@dataclass(frozen=True)
-class PrefixHoldings:
-    """What the prefix store of a group's node holds. Groups of one node, of either role, share one store."""
-
-    num_blocks: int = 0
-    num_bytes: int = 0
-    max_bytes: int = 0
-    """Bytes that the store may hold; 0 if there is no store."""
-    num_bytes_read: int = 0
-    """Bytes that the generation group's slots got from the store, since its worker began."""
-    num_disk_bytes_read: int = 0
-    """Bytes that the generation group's slots got from the store's files on disk, since its worker began."""
-    num_bytes_stored: int = 0
-    """Bytes that the generation group's answers added to the store, since its worker began."""
-
-
-@dataclass(frozen=True)
-class GroupState:
-    """One group of workers, as the orchestrator sees it."""
-
-    name: str
-    role: str
-    """Role of the group: prefill or generate."""
-    endpoints: tuple[str, ...]
-    """Address of each rank, host:port."""
-    epoch: int
-    is_ready: bool
-    num_slots: int
-    num_free: int
-    num_bytes_held: int
-    num_leaked: int
-    """Slots or jobs held for over 2 s by no request that the orchestrator knows."""
-    num_requests: int
-    """Requests of this orchestrator that the group serves."""
-    num_leased: int = 0
-    """Slots that are leased and not yet rows of the batch."""
-    num_active: int = 0
-    """Slots that are rows of the batch."""
-    num_quarantined: int = 0
-    """Slots that were freed while a writer was inside."""
-    kv: KvLedger = KvLedger()
-    num_preemptions: int = 0
-    """Rows so far that gave their memory to older ones, and were prefilled again."""
-    imbalance: str = ""
-    """Why slots or bytes do not add up, in one line for people; empty when they do."""
-    is_drained: bool = False
-    """Whether the group gets no new work because an operator drained it."""
-    is_broken: bool = False
-    """Whether the group gets no new work for a while, because attempts there failed again and again."""
-    prefixes: PrefixHoldings = PrefixHoldings()
-    residency: str = ""
-    """Residency policy of a generation group; empty for a prefill group."""
-    is_approximate: bool = False
-    """Whether the residency policy attends to less than all tokens."""
-    processors: tuple[str, ...] = ()
-    """Kinds of processor that the group's workers run on, each with the kernels in use there."""
-
-
-@dataclass(frozen=True)
-class ClusterState:
-    """Groups, queue and slots, as the orchestrator sees them."""
-
-    groups: tuple[GroupState, ...]
-    num_queued: int
-    num_running: int
-    num_degraded: int
-    """Requests so far whose generation group prefilled by itself because no prefill group was ready."""
-    version: str
-    num_queued_tokens: int = 0
-    """Prompt tokens of the requests that wait."""
-    why_not_serving: tuple[str, ...] = ()
-    """Why the health service says NOT_SERVING, one line a reason; empty while it says SERVING."""
-    why_degraded: tuple[str, ...] = ()
-    """Why the cluster serves worse than it could, one line a reason; empty while it does not."""
-    metrics_endpoint: str = ""
-    """Address, host:port, at which Prometheus finds /metrics; empty when there is none."""

@@ -79,8 +79,8 @@ async def serve(controller: Controller, arrival: Arrival) -> Served:
     assert finished is not None, "a stream without an end"
     assert first_s and not finished.error, finished
     timings = finished.timings
-    reason = timings.width.reason if timings.width is not None else "prefilled by the generation group"
-    return Served(arrival, first_s - start_s, len(timings.ranks), reason)
+    reason = timings.prefill.width.reason if timings.prefill.width is not None else "prefilled by the generation group"
+    return Served(arrival, first_s - start_s, len(timings.prefill.ranks), reason)
 
 
 class _Bench:

@@ -76,7 +76,7 @@ async def ask(controller: Controller, prompt_ids: tuple[int, ...], num_tokens: i
         raise finished.error
     ttft_s = finished.timings.time_to_first_token_s
     assert ttft_s is not None, "a stream ended without a token"
-    pushed = sum(rank.num_bytes_pushed for rank in finished.timings.ranks)
+    pushed = sum(rank.num_bytes_pushed for rank in finished.timings.prefill.ranks)
     return Asked(ttft_s, pushed, finished.usage.num_cached_tokens, known_ids)
 
 

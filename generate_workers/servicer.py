@@ -20,7 +20,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId, StreamNumber
 from baton.prefix_blocks import BlockNaming
-from baton.proto_types import kv_ledger_to_proto
+from baton.proto_types import scalars
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -121,33 +121,21 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     ) -> generate_pb2.GenerationStatus:
         """Answer a heartbeat. Raises UnavailableError when the engine has failed or is closed, so that the worker is
         replaced."""
-        status = self.engine.status()
-        ledger = status.ledger
-        answer = generate_pb2.GenerationStatus(
-            num_slots=ledger.num_slots,
-            num_free=ledger.num_free,
-            num_leased=ledger.num_leased,
-            num_active=ledger.num_active,
-            num_quarantined=ledger.num_quarantined,
-            num_bytes_held=ledger.num_bytes_held,
-            num_steps=status.num_steps,
+        status, traits = self.engine.status(), self.engine.residency.traits
+        kept = [generate_pb2.KeptStream(request_id=name, num_slots=held) for name, held in self._streams.kept()]
+        return generate_pb2.GenerationStatus(
+            **scalars(generate_pb2.GenerationStatus, status),
+            **scalars(generate_pb2.GenerationStatus, status.ledger),
+            kv=generate_pb2.KvLedger(**scalars(generate_pb2.KvLedger, status.ledger.kv)),
             layout_fingerprint=self._layout.fingerprint,
             version=__version__,
-            kept=[
-                generate_pb2.KeptStream(request_id=request_id, num_slots=num_slots)
-                for request_id, num_slots in self._streams.kept()
-            ],
-            kv=kv_ledger_to_proto(ledger.kv),
-            num_preemptions=status.num_preemptions,
-            imbalance=ledger.imbalance,
+            kept=kept,
             last_step=None if status.last_step is None else self._step_to_proto(status.last_step),
-            residency=self.engine.residency.traits.name,
-            is_approximate=not self.engine.residency.traits.is_exact,
+            residency=traits.name,
+            is_approximate=not traits.is_exact,
             kernels=kernels_to_proto(KERNELS.choice),
+            prefix_store=None if self.prefixes is None else await _prefix_store(self.prefixes),
         )
-        if self.prefixes is not None:
-            await _add_prefixes(answer, self.prefixes)
-        return answer
 
     def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
         rows = max(step.num_decode_rows, 1)
@@ -203,7 +191,7 @@ class GenerationServer:
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         prefixes = None
         if prefix_folder is not None:
-            prefixes = GroupPrefixes(prefix_folder, slots, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         batcher = DecodeFirst.of(config, decoder.config)
         engine = GenerationEngine(decoder, tokenizer, slots, clock, config, batcher=batcher, reclaim=reclaim)
@@ -224,14 +212,13 @@ class GenerationServer:
             await prefixes.close()
 
 
-async def _add_prefixes(status: generate_pb2.GenerationStatus, prefixes: GroupPrefixes) -> None:
-    holdings = await asyncio.to_thread(prefixes.store.holdings)
-    status.prefix_store = prefixes.store.identity
-    status.prefix_bytes, status.num_prefix_blocks = holdings.num_bytes, holdings.num_blocks
-    status.prefix_room_bytes = holdings.bound_bytes
-    status.num_prefix_bytes_read = prefixes.loader.num_bytes
-    status.num_prefix_disk_bytes_read = prefixes.loader.num_disk_bytes
-    status.num_prefix_bytes_stored = prefixes.saver.num_bytes
+async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus:
+    return common_pb2.PrefixStoreStatus(
+        **scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(prefixes.store.holdings)),
+        **scalars(common_pb2.PrefixStoreStatus, prefixes.loader),
+        **scalars(common_pb2.PrefixStoreStatus, prefixes.saver),
+        identity=prefixes.store.identity,
+    )
 
 
 def messages_of(batch: Iterable[generate_pb2.StreamEvent]) -> Iterator[generate_pb2.StreamEvents]:

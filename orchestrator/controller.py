@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from baton.clock import Clock
+from baton.cluster_state import ClusterState, StepSample
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -23,7 +24,6 @@ from baton.errors import (
     RequestCancelledError,
     UnavailableError,
 )
-from baton.results import ClusterState
 from baton.types import FinishReason, TokenEvent
 from orchestrator.admission.fair_queue import FairQueue
 from orchestrator.admission.forecast import ChainForecast, Forecast
@@ -39,7 +39,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Event, Finished, RequestMove, RequestRecord, Started
 from orchestrator.requests.request import Request
 from orchestrator.workers.census import Census
-from orchestrator.workers.client import Clients, StepSample
+from orchestrator.workers.client import Clients
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)

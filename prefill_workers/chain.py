@@ -28,11 +28,12 @@ from concurrent.futures import Future
 from torch import Tensor
 
 from baton.clock import Clock
+from baton.results import Interval
 from baton.types import SampledToken
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
-from prefill_workers.job import Job, JobReport, KvOutlet, TimeSpan
+from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.relay import Relay
 
 _OVERHEAD_TOKENS = 32
@@ -64,7 +65,7 @@ class ChainJob:
         self._needs: int | None = None
         self._computed = False
         self._turns = self._run()
-        self._layer_spans: list[TimeSpan] = []
+        self._layer_spans: list[Interval] = []
         self._wait_s = 0.0
 
     @property
@@ -115,11 +116,12 @@ class ChainJob:
 
     def report(self) -> JobReport:
         """Return what this rank did for the job; to be called once the job is over."""
-        run = TimeSpan(self._layer_spans[0].start_unix_ns, self._layer_spans[-1].end_unix_ns)
         place = self.job.chunks.index(self.relay.own)
         return JobReport(
             rank=self.job.ranks[place],
-            run=run,
+            tokens=self.relay.own,
+            start_ns=self._layer_spans[0].start_ns,
+            end_ns=self._layer_spans[-1].end_ns,
             layers=tuple(self._layer_spans),
             wait_s=self._wait_s,
             num_bytes_sent=self.relay.num_bytes_sent,
@@ -142,7 +144,7 @@ class ChainJob:
                 hidden_TD = yield from self._attend(layer, q_TNH, hidden_TD)
             elif relay.target is None:
                 hidden_TD = yield from self._attend(layer, q_TNH[-1:], hidden_TD[-1:])
-            self._layer_spans.append(TimeSpan(start_ns, self._clock.unix_ns()))
+            self._layer_spans.append(Interval(start_ns, self._clock.unix_ns()))
         self.outlet.finish(self._sample(hidden_TD) if relay.target is None else ())
 
     def _attend(self, layer: int, q_TNH: Tensor, hidden_TD: Tensor) -> Generator[int, None, Tensor]:

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from baton.errors import InvalidArgumentError
 from baton.ids import Epoch, JobId, Rank, RequestId
+from baton.results import Interval
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenRange
 from modeling.kv.buffers import KvBuffer
@@ -120,21 +121,17 @@ class KvOutlet(Protocol):
 
 
 @dataclass(frozen=True)
-class TimeSpan:
-    """A half-open interval of wall-clock time."""
-
-    start_unix_ns: int
-    end_unix_ns: int
-
-
-@dataclass(frozen=True)
 class JobReport:
     """Times and counts of one rank's work on one job."""
 
     rank: Rank
-    run: TimeSpan
-    """Time from the job's first turn to its last."""
-    layers: tuple[TimeSpan, ...]
+    tokens: TokenRange
+    """Tokens of the prompt that the rank computed."""
+    start_ns: int
+    """Start of the job's first turn, in unix nanoseconds."""
+    end_ns: int
+    """End of the job's last turn, in unix nanoseconds."""
+    layers: tuple[Interval, ...]
     """One interval per layer, waits and other jobs' turns included."""
     wait_s: float
     """Seconds in which the job could only wait for earlier ranks' KV, summed over all layers."""

@@ -17,23 +17,30 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
+from baton.proto_types import scalars
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
-from modeling.prefix_store.store import Filled, Holdings, PrefixStore
+from modeling.prefix_store.store import Filled, PrefixStore
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
-from prefill_workers.job import Job, JobReport, TimeSpan
+from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_sender import PushSession, PushSummary, open_push
-from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto, range_from_proto
+from transport.proto_types import (
+    history_from_proto,
+    kernels_to_proto,
+    lease_from_proto,
+    range_from_proto,
+    range_to_proto,
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -123,22 +130,16 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def GetStatus(self, request: prefill_pb2.PrefillStatusRequest, context: Context) -> prefill_pb2.PrefillStatus:
         """Answer a heartbeat with the engine's status and the prefix store's holdings."""
-        status = self._engine.status()
-        holdings = await asyncio.to_thread(self.prefixes.holdings) if self.prefixes is not None else Holdings(0, 0, 0)
+        store = None
+        if self.prefixes is not None:
+            held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
+            store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held)
         return prefill_pb2.PrefillStatus(
-            epoch=status.epoch,
-            epoch_error=status.epoch_error,
-            num_jobs=status.num_jobs,
-            progress=status.progress,
-            num_jobs_done=status.num_jobs_done,
+            **scalars(prefill_pb2.PrefillStatus, self._engine.status()),
             layout_fingerprint=self._engine.decoder.layout.fingerprint,
             version=__version__,
-            stall=status.stall,
-            prefix_bytes=holdings.num_bytes,
-            num_prefix_blocks=holdings.num_blocks,
-            prefix_room_bytes=holdings.bound_bytes,
-            prefix_store=self.prefixes.identity if self.prefixes is not None else "",
             kernels=kernels_to_proto(KERNELS.choice),
+            prefix_store=store,
         )
 
     async def ListPrefixBlocks(
@@ -228,7 +229,7 @@ class PrefillServer:
         store = None
         if prefix_folder is not None:
             layout = decoder.layout
-            store = NodeStore(prefix_folder, layout, bound_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
         servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
@@ -288,29 +289,21 @@ def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...]
 
 def report_to_proto(report: JobReport, push: PushSummary, filled: Filled) -> prefill_pb2.PrefillReport:
     """Return one rank's report of a job as a message."""
-    return prefill_pb2.PrefillReport(
-        rank=report.rank,
-        run=_span_to_proto(report.run),
-        layers=[_span_to_proto(layer) for layer in report.layers],
-        wait_s=report.wait_s,
-        push=prefill_pb2.TimeSpan(start_unix_ns=push.first_unix_ns, end_unix_ns=push.last_unix_ns),
+    timing = prefill_pb2.RankTiming(
+        **scalars(prefill_pb2.RankTiming, report),
+        tokens=range_to_proto(report.tokens),
+        layers=[prefill_pb2.TimeSpan(**vars(layer)) for layer in report.layers],
+        push_start_ns=push.first_unix_ns,
+        push_end_ns=push.last_unix_ns,
         num_bytes_pushed=push.num_bytes,
-        num_bytes_sent=report.num_bytes_sent,
-        num_messages_sent=report.num_messages_sent,
-        send_s=report.send_s,
-        stored_blocks=filled.stored,
-        evicted_blocks=filled.evicted,
     )
+    return prefill_pb2.PrefillReport(timing=timing, stored_blocks=filled.stored, evicted_blocks=filled.evicted)
 
 
 def _block_tokens(request: prefill_pb2.PrefillJob) -> int:
     if not request.block_tokens:
         raise InvalidArgumentError("block_tokens = 0 is out of range: say how many tokens a block has")
     return request.block_tokens
-
-
-def _span_to_proto(span: TimeSpan) -> prefill_pb2.TimeSpan:
-    return prefill_pb2.TimeSpan(start_unix_ns=span.start_unix_ns, end_unix_ns=span.end_unix_ns)
 
 
 def _retrieve(future: "asyncio.Future[Any]") -> None:

@@ -1,1 +1,1 @@
-"""Settings of the running process: its cores, its garbage collection and its memory."""
+"""Settings of the running process: its cores, its garbage collection and its memory; and where it keeps files."""

@@ -383,6 +383,49 @@ class KernelChoice(_message.Message):
 Global___KernelChoice: _TypeAlias = KernelChoice  # noqa: Y015
 
 @_typing.final
+class PrefixStoreStatus(_message.Message):
+    """A worker's node's prefix store, and the worker's use of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    IDENTITY_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_READ_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_STORED_FIELD_NUMBER: _builtins.int
+    NUM_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
+    identity: _builtins.str
+    """Equal for workers of either role that share the store, and different for all others."""
+    num_blocks: _builtins.int
+    """What the store holds, and the bytes that it may hold."""
+    num_bytes: _builtins.int
+    limit_bytes: _builtins.int
+    num_bytes_read: _builtins.int
+    """Of a generation group: bytes of KV so far that slots got from the store, and that answers added to it."""
+    num_bytes_stored: _builtins.int
+    num_disk_bytes_read: _builtins.int
+    """The part of num_bytes_read that came from disk."""
+    def __init__(
+        self,
+        *,
+        identity: _builtins.str = ...,
+        num_blocks: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        limit_bytes: _builtins.int = ...,
+        num_bytes_read: _builtins.int = ...,
+        num_bytes_stored: _builtins.int = ...,
+        num_disk_bytes_read: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "limit_bytes", b"limit_bytes", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_read", b"num_bytes_read", "num_bytes_stored", b"num_bytes_stored", "num_disk_bytes_read", b"num_disk_bytes_read"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixStoreStatus: _TypeAlias = PrefixStoreStatus  # noqa: Y015
+
+@_typing.final
 class ListPrefixBlocksRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

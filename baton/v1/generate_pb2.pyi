@@ -282,6 +282,8 @@ Global___GenerationStatusRequest: _TypeAlias = GenerationStatusRequest  # noqa: 
 
 @_typing.final
 class GenerationStatus(_message.Message):
+    """What a generation group holds and does. GroupState shows it to operators as it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_SLOTS_FIELD_NUMBER: _builtins.int
@@ -298,22 +300,18 @@ class GenerationStatus(_message.Message):
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     IMBALANCE_FIELD_NUMBER: _builtins.int
     LAST_STEP_FIELD_NUMBER: _builtins.int
-    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
-    PREFIX_STORE_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
     IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
+    """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
     num_leased: _builtins.int
     num_active: _builtins.int
     num_quarantined: _builtins.int
     num_bytes_held: _builtins.int
+    """Bytes of KV for which pages were taken."""
     num_steps: _builtins.int
     """Grows with every step."""
     layout_fingerprint: _builtins.str
@@ -322,26 +320,13 @@ class GenerationStatus(_message.Message):
     """Rows so far that gave their memory to older ones, and were prefilled again later."""
     imbalance: _builtins.str
     """Why slots or bytes in the group's own books do not add up, for people; empty when they do."""
-    prefix_bytes: _builtins.int
-    """What the prefix store of the node holds, and how many bytes it may hold; 0 where there is none."""
-    num_prefix_blocks: _builtins.int
-    prefix_room_bytes: _builtins.int
-    prefix_store: _builtins.str
-    """Equal for workers of either role that share a prefix store, and different for all others; empty where there is
-    none.
-    """
-    num_prefix_bytes_read: _builtins.int
-    """Bytes of KV so far that slots got from the prefix store, and that slots gave to it."""
-    num_prefix_bytes_stored: _builtins.int
-    num_prefix_disk_bytes_read: _builtins.int
-    """The part of num_prefix_bytes_read that came from disk."""
     residency: _builtins.str
     """The residency policy: where KV lives, and which of it is attended to."""
     is_approximate: _builtins.bool
     """Whether rows attend to less than all tokens."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStream]:
-        """Streams that have outlived their call."""
+        """Streams that have outlived their call; not part of what operators see."""
 
     @_builtins.property
     def kv(self) -> Global___KvLedger: ...
@@ -352,6 +337,10 @@ class GenerationStatus(_message.Message):
     @_builtins.property
     def kernels(self) -> _common_pb2.KernelChoice:
         """The kernels in use."""
+
+    @_builtins.property
+    def prefix_store(self) -> _common_pb2.PrefixStoreStatus:
+        """The prefix store of the node; unset where there is none."""
 
     def __init__(
         self,
@@ -370,20 +359,14 @@ class GenerationStatus(_message.Message):
         num_preemptions: _builtins.int = ...,
         imbalance: _builtins.str = ...,
         last_step: Global___StepSample | None = ...,
-        prefix_bytes: _builtins.int = ...,
-        num_prefix_blocks: _builtins.int = ...,
-        prefix_room_bytes: _builtins.int = ...,
-        prefix_store: _builtins.str = ...,
-        num_prefix_bytes_read: _builtins.int = ...,
-        num_prefix_bytes_stored: _builtins.int = ...,
-        num_prefix_disk_bytes_read: _builtins.int = ...,
         residency: _builtins.str = ...,
         is_approximate: _builtins.bool = ...,
         kernels: _common_pb2.KernelChoice | None = ...,
+        prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "residency", b"residency", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -396,23 +379,24 @@ class KvLedger(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUM_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_FREE_FIELD_NUMBER: _builtins.int
     NUM_BYTES_LEASED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_ACTIVE_FIELD_NUMBER: _builtins.int
     NUM_BYTES_QUARANTINED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FREE_FIELD_NUMBER: _builtins.int
     num_bytes: _builtins.int
-    num_bytes_free: _builtins.int
     num_bytes_leased: _builtins.int
     num_bytes_active: _builtins.int
     num_bytes_quarantined: _builtins.int
+    num_bytes_free: _builtins.int
+    """Negative only where the books do not balance."""
     def __init__(
         self,
         *,
         num_bytes: _builtins.int = ...,
-        num_bytes_free: _builtins.int = ...,
         num_bytes_leased: _builtins.int = ...,
         num_bytes_active: _builtins.int = ...,
         num_bytes_quarantined: _builtins.int = ...,
+        num_bytes_free: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

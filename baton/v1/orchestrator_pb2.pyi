@@ -316,10 +316,8 @@ class Timings(_message.Message):
     LEASED_NS_FIELD_NUMBER: _builtins.int
     FIRST_TOKEN_NS_FIELD_NUMBER: _builtins.int
     FINISHED_NS_FIELD_NUMBER: _builtins.int
-    RANKS_FIELD_NUMBER: _builtins.int
-    WIDTH_FIELD_NUMBER: _builtins.int
-    PLACEMENT_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """When the request left the queue."""
@@ -330,15 +328,7 @@ class Timings(_message.Message):
     residency: _builtins.str
     """The residency policy of the generation group, which says what KV is attended to. Empty when it had none."""
     @_builtins.property
-    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankTiming]: ...
-    @_builtins.property
-    def width(self) -> Global___WidthChoice:
-        """Unset when the generation group prefilled by itself."""
-
-    @_builtins.property
-    def placement(self) -> Global___Placement:
-        """Unset when the request was not placed."""
-
+    def prefill(self) -> Global___PrefillTrace: ...
     def __init__(
         self,
         *,
@@ -347,18 +337,54 @@ class Timings(_message.Message):
         leased_ns: _builtins.int = ...,
         first_token_ns: _builtins.int = ...,
         finished_ns: _builtins.int = ...,
-        ranks: _abc.Iterable[Global___RankTiming] | None = ...,
-        width: Global___WidthChoice | None = ...,
-        placement: Global___Placement | None = ...,
         residency: _builtins.str = ...,
+        prefill: Global___PrefillTrace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "placement", b"placement", "ranks", b"ranks", "received_ns", b"received_ns", "residency", b"residency", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "prefill", b"prefill", "received_ns", b"received_ns", "residency", b"residency"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class PrefillTrace(_message.Message):
+    """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who tune
+    a cluster: its messages may change with any version.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    WIDTH_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def placement(self) -> Global___Placement:
+        """Unset when the request was not placed."""
+
+    @_builtins.property
+    def width(self) -> Global___WidthChoice:
+        """Unset when the generation group prefilled by itself."""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.RankTiming]:
+        """One for each rank of the chain; none when the generation group prefilled by itself."""
+
+    def __init__(
+        self,
+        *,
+        placement: Global___Placement | None = ...,
+        width: Global___WidthChoice | None = ...,
+        ranks: _abc.Iterable[_prefill_pb2.RankTiming] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "ranks", b"ranks", "width", b"width"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefillTrace: _TypeAlias = PrefillTrace  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -500,63 +526,6 @@ class WidthOption(_message.Message):
 Global___WidthOption: _TypeAlias = WidthOption  # noqa: Y015
 
 @_typing.final
-class RankTiming(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    RANK_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    START_NS_FIELD_NUMBER: _builtins.int
-    END_NS_FIELD_NUMBER: _builtins.int
-    WAIT_S_FIELD_NUMBER: _builtins.int
-    PUSH_START_NS_FIELD_NUMBER: _builtins.int
-    PUSH_END_NS_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_PUSHED_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
-    NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
-    SEND_S_FIELD_NUMBER: _builtins.int
-    rank: _builtins.int
-    start_ns: _builtins.int
-    end_ns: _builtins.int
-    wait_s: _builtins.float
-    push_start_ns: _builtins.int
-    push_end_ns: _builtins.int
-    num_bytes_pushed: _builtins.int
-    num_bytes_sent: _builtins.int
-    num_messages_sent: _builtins.int
-    """Messages in which bytes were sent to the next rank, and the seconds during which they were on their way."""
-    send_s: _builtins.float
-    @_builtins.property
-    def tokens(self) -> _common_pb2.TokenRange: ...
-    @_builtins.property
-    def layers(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.TimeSpan]:
-        """When each layer was computed, waits included."""
-
-    def __init__(
-        self,
-        *,
-        rank: _builtins.int = ...,
-        tokens: _common_pb2.TokenRange | None = ...,
-        start_ns: _builtins.int = ...,
-        end_ns: _builtins.int = ...,
-        wait_s: _builtins.float = ...,
-        push_start_ns: _builtins.int = ...,
-        push_end_ns: _builtins.int = ...,
-        num_bytes_pushed: _builtins.int = ...,
-        num_bytes_sent: _builtins.int = ...,
-        layers: _abc.Iterable[_prefill_pb2.TimeSpan] | None = ...,
-        num_messages_sent: _builtins.int = ...,
-        send_s: _builtins.float = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___RankTiming: _TypeAlias = RankTiming  # noqa: Y015
-
-@_typing.final
 class GetModelRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -680,77 +649,67 @@ Global___ClusterState: _TypeAlias = ClusterState  # noqa: Y015
 
 @_typing.final
 class GroupState(_message.Message):
+    """One group of workers: what the orchestrator knows of it, and what its workers say of themselves."""
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class RanksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        @_builtins.property
+        def value(self) -> _prefill_pb2.PrefillStatus: ...
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _prefill_pb2.PrefillStatus | None = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     NAME_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     ENDPOINTS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     IS_READY_FIELD_NUMBER: _builtins.int
-    NUM_SLOTS_FIELD_NUMBER: _builtins.int
-    NUM_FREE_FIELD_NUMBER: _builtins.int
-    NUM_BYTES_HELD_FIELD_NUMBER: _builtins.int
     NUM_LEAKED_FIELD_NUMBER: _builtins.int
     NUM_REQUESTS_FIELD_NUMBER: _builtins.int
-    NUM_LEASED_FIELD_NUMBER: _builtins.int
-    NUM_ACTIVE_FIELD_NUMBER: _builtins.int
-    NUM_QUARANTINED_FIELD_NUMBER: _builtins.int
-    KV_FIELD_NUMBER: _builtins.int
-    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
-    IMBALANCE_FIELD_NUMBER: _builtins.int
     IS_DRAINED_FIELD_NUMBER: _builtins.int
     IS_BROKEN_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
-    MAX_PREFIX_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BYTES_READ_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BYTES_STORED_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
-    RESIDENCY_FIELD_NUMBER: _builtins.int
-    IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
-    PROCESSORS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     role: _builtins.str
     """prefill or generate."""
     epoch: _builtins.int
     is_ready: _builtins.bool
-    num_slots: _builtins.int
-    num_free: _builtins.int
-    num_bytes_held: _builtins.int
+    """Whether new work may go to the group."""
     num_leaked: _builtins.int
     """Slots or jobs held for over 2 s by no request that the orchestrator knows."""
     num_requests: _builtins.int
     """Requests of this orchestrator that the group serves."""
-    num_leased: _builtins.int
-    """Slots by state, as in GenerationStatus; with num_free they are all."""
-    num_active: _builtins.int
-    num_quarantined: _builtins.int
-    num_preemptions: _builtins.int
-    imbalance: _builtins.str
-    """Why slots or bytes do not add up, for people; empty when they do."""
     is_drained: _builtins.bool
     """Whether the group gets no new work because an operator drained it."""
     is_broken: _builtins.bool
     """Whether the group gets no new work for a while, because attempts there failed again and again."""
-    num_prefix_blocks: _builtins.int
-    """What the prefix store of the group's node holds, and may hold; 0 where there is none."""
-    num_prefix_bytes: _builtins.int
-    max_prefix_bytes: _builtins.int
-    num_prefix_bytes_read: _builtins.int
-    """Of a generation group: bytes so far that its slots got from the prefix store, and that its answers added to it."""
-    num_prefix_bytes_stored: _builtins.int
-    num_prefix_disk_bytes_read: _builtins.int
-    """The part of num_prefix_bytes_read that came from disk."""
-    residency: _builtins.str
-    """Of a generation group: its residency policy, and whether that attends to less than all tokens."""
-    is_approximate: _builtins.bool
     @_builtins.property
-    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def endpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Address of each rank."""
+
     @_builtins.property
-    def kv(self) -> _generate_pb2.KvLedger: ...
+    def generation(self) -> _generate_pb2.GenerationStatus:
+        """What a generation group said last; unset for a prefill group, and while the group does not answer."""
+
     @_builtins.property
-    def processors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of processor that the group's workers run on, each with the kernels in use there, for people."""
+    def ranks(self) -> _containers.MessageMap[_builtins.int, _prefill_pb2.PrefillStatus]:
+        """What the ranks of a prefill group said last, by rank; those that do not answer are missing."""
 
     def __init__(
         self,
@@ -760,32 +719,16 @@ class GroupState(_message.Message):
         endpoints: _abc.Iterable[_builtins.str] | None = ...,
         epoch: _builtins.int = ...,
         is_ready: _builtins.bool = ...,
-        num_slots: _builtins.int = ...,
-        num_free: _builtins.int = ...,
-        num_bytes_held: _builtins.int = ...,
         num_leaked: _builtins.int = ...,
         num_requests: _builtins.int = ...,
-        num_leased: _builtins.int = ...,
-        num_active: _builtins.int = ...,
-        num_quarantined: _builtins.int = ...,
-        kv: _generate_pb2.KvLedger | None = ...,
-        num_preemptions: _builtins.int = ...,
-        imbalance: _builtins.str = ...,
         is_drained: _builtins.bool = ...,
         is_broken: _builtins.bool = ...,
-        num_prefix_blocks: _builtins.int = ...,
-        num_prefix_bytes: _builtins.int = ...,
-        max_prefix_bytes: _builtins.int = ...,
-        num_prefix_bytes_read: _builtins.int = ...,
-        num_prefix_bytes_stored: _builtins.int = ...,
-        num_prefix_disk_bytes_read: _builtins.int = ...,
-        residency: _builtins.str = ...,
-        is_approximate: _builtins.bool = ...,
-        processors: _abc.Iterable[_builtins.str] | None = ...,
+        generation: _generate_pb2.GenerationStatus | None = ...,
+        ranks: _abc.Mapping[_builtins.int, _prefill_pb2.PrefillStatus] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kv", b"kv"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "imbalance", b"imbalance", "is_approximate", b"is_approximate", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "kv", b"kv", "max_prefix_bytes", b"max_prefix_bytes", "name", b"name", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leaked", b"num_leaked", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_prefix_blocks", b"num_prefix_blocks", "num_prefix_bytes", b"num_prefix_bytes", "num_prefix_bytes_read", b"num_prefix_bytes_read", "num_prefix_bytes_stored", b"num_prefix_bytes_stored", "num_prefix_disk_bytes_read", b"num_prefix_disk_bytes_read", "num_quarantined", b"num_quarantined", "num_requests", b"num_requests", "num_slots", b"num_slots", "processors", b"processors", "residency", b"residency", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["endpoints", b"endpoints", "epoch", b"epoch", "generation", b"generation", "is_broken", b"is_broken", "is_drained", b"is_drained", "is_ready", b"is_ready", "name", b"name", "num_leaked", b"num_leaked", "num_requests", b"num_requests", "ranks", b"ranks", "role", b"role"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

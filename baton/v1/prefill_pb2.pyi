@@ -153,46 +153,54 @@ Global___PrefillJob: _TypeAlias = PrefillJob  # noqa: Y015
 
 @_typing.final
 class TimeSpan(_message.Message):
-    """Half-open interval of wall-clock time."""
+    """Half-open interval of wall-clock time, unix nanoseconds."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    START_UNIX_NS_FIELD_NUMBER: _builtins.int
-    END_UNIX_NS_FIELD_NUMBER: _builtins.int
-    start_unix_ns: _builtins.int
-    end_unix_ns: _builtins.int
+    START_NS_FIELD_NUMBER: _builtins.int
+    END_NS_FIELD_NUMBER: _builtins.int
+    start_ns: _builtins.int
+    end_ns: _builtins.int
     def __init__(
         self,
         *,
-        start_unix_ns: _builtins.int = ...,
-        end_unix_ns: _builtins.int = ...,
+        start_ns: _builtins.int = ...,
+        end_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_ns", b"end_unix_ns", "start_unix_ns", b"start_unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "start_ns", b"start_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TimeSpan: _TypeAlias = TimeSpan  # noqa: Y015
 
 @_typing.final
-class PrefillReport(_message.Message):
+class RankTiming(_message.Message):
+    """A rank's work on one job; instants in unix nanoseconds."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
-    RUN_FIELD_NUMBER: _builtins.int
-    LAYERS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    START_NS_FIELD_NUMBER: _builtins.int
+    END_NS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
-    PUSH_FIELD_NUMBER: _builtins.int
+    PUSH_START_NS_FIELD_NUMBER: _builtins.int
+    PUSH_END_NS_FIELD_NUMBER: _builtins.int
     NUM_BYTES_PUSHED_FIELD_NUMBER: _builtins.int
     NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
     NUM_MESSAGES_SENT_FIELD_NUMBER: _builtins.int
     SEND_S_FIELD_NUMBER: _builtins.int
-    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
-    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
+    start_ns: _builtins.int
+    end_ns: _builtins.int
     wait_s: _builtins.float
     """Seconds spent waiting for earlier ranks' KV, in all layers."""
+    push_start_ns: _builtins.int
+    """From the first piece offered to the last piece acknowledged."""
+    push_end_ns: _builtins.int
     num_bytes_pushed: _builtins.int
     num_bytes_sent: _builtins.int
     """Bytes of KV sent on to the next rank of the chain."""
@@ -200,15 +208,44 @@ class PrefillReport(_message.Message):
     """Messages in which bytes were sent to the next rank, and the seconds during which they were on their way."""
     send_s: _builtins.float
     @_builtins.property
-    def run(self) -> Global___TimeSpan: ...
+    def tokens(self) -> _common_pb2.TokenRange:
+        """Tokens that the rank computed."""
+
     @_builtins.property
     def layers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TimeSpan]:
         """When each layer was computed, waits included."""
 
-    @_builtins.property
-    def push(self) -> Global___TimeSpan:
-        """From the first piece offered to the last piece acknowledged."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        tokens: _common_pb2.TokenRange | None = ...,
+        start_ns: _builtins.int = ...,
+        end_ns: _builtins.int = ...,
+        wait_s: _builtins.float = ...,
+        push_start_ns: _builtins.int = ...,
+        push_end_ns: _builtins.int = ...,
+        num_bytes_pushed: _builtins.int = ...,
+        num_bytes_sent: _builtins.int = ...,
+        layers: _abc.Iterable[Global___TimeSpan] | None = ...,
+        num_messages_sent: _builtins.int = ...,
+        send_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_ns", b"end_ns", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push_end_ns", b"push_end_ns", "push_start_ns", b"push_start_ns", "rank", b"rank", "send_s", b"send_s", "start_ns", b"start_ns", "tokens", b"tokens", "wait_s", b"wait_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+Global___RankTiming: _TypeAlias = RankTiming  # noqa: Y015
+
+@_typing.final
+class PrefillReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STORED_BLOCKS_FIELD_NUMBER: _builtins.int
+    EVICTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    TIMING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def stored_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Of keep_blocks, those that are in the store now: the first ones, without a gap. Set by the last rank."""
@@ -217,24 +254,18 @@ class PrefillReport(_message.Message):
     def evicted_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Blocks of any prompt that were evicted to make room for the stored ones."""
 
+    @_builtins.property
+    def timing(self) -> Global___RankTiming: ...
     def __init__(
         self,
         *,
-        rank: _builtins.int = ...,
-        run: Global___TimeSpan | None = ...,
-        layers: _abc.Iterable[Global___TimeSpan] | None = ...,
-        wait_s: _builtins.float = ...,
-        push: Global___TimeSpan | None = ...,
-        num_bytes_pushed: _builtins.int = ...,
-        num_bytes_sent: _builtins.int = ...,
-        num_messages_sent: _builtins.int = ...,
-        send_s: _builtins.float = ...,
         stored_blocks: _abc.Iterable[_builtins.str] | None = ...,
         evicted_blocks: _abc.Iterable[_builtins.str] | None = ...,
+        timing: Global___RankTiming | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["push", b"push", "run", b"run"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_blocks", b"evicted_blocks", "layers", b"layers", "num_bytes_pushed", b"num_bytes_pushed", "num_bytes_sent", b"num_bytes_sent", "num_messages_sent", b"num_messages_sent", "push", b"push", "rank", b"rank", "run", b"run", "send_s", b"send_s", "stored_blocks", b"stored_blocks", "wait_s", b"wait_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evicted_blocks", b"evicted_blocks", "stored_blocks", b"stored_blocks", "timing", b"timing"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -257,6 +288,8 @@ Global___PrefillStatusRequest: _TypeAlias = PrefillStatusRequest  # noqa: Y015
 
 @_typing.final
 class PrefillStatus(_message.Message):
+    """What a prefill rank holds and does. GroupState shows it to operators as it is."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -267,11 +300,8 @@ class PrefillStatus(_message.Message):
     LAYOUT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     STALL_FIELD_NUMBER: _builtins.int
-    PREFIX_BYTES_FIELD_NUMBER: _builtins.int
-    NUM_PREFIX_BLOCKS_FIELD_NUMBER: _builtins.int
-    PREFIX_ROOM_BYTES_FIELD_NUMBER: _builtins.int
-    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
+    PREFIX_STORE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     epoch_error: _builtins.str
     """Why the epoch has ended; empty while it lives."""
@@ -283,17 +313,13 @@ class PrefillStatus(_message.Message):
     version: _builtins.str
     stall: _builtins.str
     """Why the engine is thought to hang, so that this rank must be replaced; empty while it is well."""
-    prefix_bytes: _builtins.int
-    """What the prefix store of the node holds, and how many bytes it may hold; 0 where there is none."""
-    num_prefix_blocks: _builtins.int
-    prefix_room_bytes: _builtins.int
-    prefix_store: _builtins.str
-    """Equal for workers of either role that share a prefix store, and different for all others; empty where there is
-    none.
-    """
     @_builtins.property
     def kernels(self) -> _common_pb2.KernelChoice:
         """The kernels in use."""
+
+    @_builtins.property
+    def prefix_store(self) -> _common_pb2.PrefixStoreStatus:
+        """The prefix store of the node; unset where there is none."""
 
     def __init__(
         self,
@@ -306,15 +332,12 @@ class PrefillStatus(_message.Message):
         layout_fingerprint: _builtins.str = ...,
         version: _builtins.str = ...,
         stall: _builtins.str = ...,
-        prefix_bytes: _builtins.int = ...,
-        num_prefix_blocks: _builtins.int = ...,
-        prefix_room_bytes: _builtins.int = ...,
-        prefix_store: _builtins.str = ...,
         kernels: _common_pb2.KernelChoice | None = ...,
+        prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "prefix_store", b"prefix_store"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "num_prefix_blocks", b"num_prefix_blocks", "prefix_bytes", b"prefix_bytes", "prefix_room_bytes", b"prefix_room_bytes", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "epoch_error", b"epoch_error", "kernels", b"kernels", "layout_fingerprint", b"layout_fingerprint", "num_jobs", b"num_jobs", "num_jobs_done", b"num_jobs_done", "prefix_store", b"prefix_store", "progress", b"progress", "stall", b"stall", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

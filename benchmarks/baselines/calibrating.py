@@ -68,6 +68,6 @@ def measured_link(ranks: Ranks, pace: Pace) -> Link:
 def _besides(outcome: Outcome) -> float:
     """Return the seconds of a prefill before its first and after its last layer on any rank: commands, logits, the
     answer."""
-    runs = [answer.report.run for answer in outcome.answers if answer.report is not None]
-    span_ns = max(run.end_unix_ns for run in runs) - min(run.start_unix_ns for run in runs)
+    reports = [answer.report for answer in outcome.answers if answer.report is not None]
+    span_ns = max(report.end_ns for report in reports) - min(report.start_ns for report in reports)
     return max(outcome.seconds - span_ns / 1e9, 0.0)

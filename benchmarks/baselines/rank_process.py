@@ -65,8 +65,7 @@ class Answer:
     def compute_s(self) -> float:
         """Seconds in which this rank of a chain did not wait for earlier ranks' KV."""
         assert self.report is not None
-        run = self.report.run
-        return (run.end_unix_ns - run.start_unix_ns) / 1e9 - self.report.wait_s
+        return (self.report.end_ns - self.report.start_ns) / 1e9 - self.report.wait_s
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from baton.results import KvLedger
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
 from benchmarks.gateways.process import Answer, usage
@@ -20,7 +19,7 @@ from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
 from generate_workers.engine.status import EngineStatus
 from generate_workers.servicer import GenerationServicer
-from generate_workers.slots.leases import SlotLedger
+from generate_workers.slots.leases import KvLedger, SlotLedger
 from transport.channel import bind, make_server
 
 LAYOUT = KvLayout("scripted", num_layers=1, num_kv_heads=1, head_dim=1, dtype="float32")

@@ -45,9 +45,9 @@ def split(times: StreamTimes, timings: Timings) -> dict[str, float]:
         "in": timings.received_ns,
         "queue": timings.admitted_ns,
         "reserve": timings.leased_ns,
-        "dispatch": min(rank.start_ns for rank in timings.ranks),
-        "chain": max(rank.end_ns for rank in timings.ranks),
-        "push_tail": max(max(rank.push_end_ns, rank.end_ns) for rank in timings.ranks),
+        "dispatch": min(rank.start_ns for rank in timings.prefill.ranks),
+        "chain": max(rank.end_ns for rank in timings.prefill.ranks),
+        "push_tail": max(max(rank.push_end_ns, rank.end_ns) for rank in timings.prefill.ranks),
         "commit_join": timings.first_token_ns,
         "out": times.first_ns,
     }

@@ -85,8 +85,8 @@ async def ask(controller: Controller, arrival: Arrival) -> Asked:
                 first_s = clock.now_s()
             elif isinstance(event, Finished):
                 timings = _timings(event)
-    assert timings is not None and timings.placement is not None, "a stream without an end"
-    return Asked(arrival.num_tokens, first_s - start_s, timings.placement.reason)
+    assert timings is not None and timings.prefill.placement is not None, "a stream without an end"
+    return Asked(arrival.num_tokens, first_s - start_s, timings.prefill.placement.reason)
 
 
 @contextlib.asynccontextmanager

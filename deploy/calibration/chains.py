@@ -182,7 +182,8 @@ def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
 
 def _sample(output: Completion) -> Sample:
     assert output.usage is not None and output.timings is not None, "a stream ended without its last message"
-    ranks, ttft_s, width = output.timings.ranks, output.timings.time_to_first_token_s, output.timings.width
+    prefill, ttft_s = output.timings.prefill, output.timings.time_to_first_token_s
+    ranks, width = prefill.ranks, prefill.width
     if not ranks or ttft_s is None or width is None or output.usage.num_attempts > 1:
         raise UnavailableError(
             "the prefill group lost a prompt, or a generation group prefilled it: calibrate when `baton status` shows "

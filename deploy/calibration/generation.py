@@ -7,6 +7,7 @@ interpolated.
 import argparse
 from typing import TYPE_CHECKING
 
+from baton.errors import UnavailableError
 from deploy.options import numbers as option_values
 
 if TYPE_CHECKING:
@@ -42,7 +43,10 @@ def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
     from deploy.calibration.steps import LEAST_CONTEXT, Grid, default_batches, default_contexts, longest_context
 
     max_tokens = client.model().max_tokens
-    num_slots = max(group.num_slots for group in client.cluster_state().groups if group.role == "generate")
+    held = [group.generation for group in client.cluster_state().groups if group.generation is not None]
+    if not held:
+        raise UnavailableError("no generation group says how many slots it has: wait until one answers")
+    num_slots = max(status.num_slots for status in held)
     batches = default_batches(num_slots)
     if args.batches is not None:
         batches = option_values.counts("--batches", args.batches, batches[-1])

@@ -87,7 +87,7 @@ class Report:
     def num_by_chains(self) -> int:
         """Requests that a chain of prefill ranks prefilled, in the last attempt."""
         timings = [answer.output.timings for answer in self.answers]
-        return sum(each is not None and bool(each.ranks) for each in timings)
+        return sum(each is not None and bool(each.prefill.ranks) for each in timings)
 
     @property
     def num_cached_tokens(self) -> int:

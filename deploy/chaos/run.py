@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from baton.client import AsyncClient
 from baton.clock import Clock
+from baton.cluster_state import ClusterState, GenerationStatus
 from baton.errors import BatonError, DeadlineExceededError, UnavailableError
-from baton.results import ClusterState
 from baton.resume import Reconnect
 from baton.streams import AsyncStream
 from baton.types import SampledToken, TokenEvent
@@ -213,13 +213,17 @@ def holdings(state: ClusterState) -> str:
     """Return what a cluster holds and what does not balance, for people; empty when nothing is held."""
     counts = {"queued": state.num_queued, "running": state.num_running}
     for group in state.groups:
+        held = group.generation or GenerationStatus()
         counts |= {
-            f"slots of {group.name}": group.num_slots - group.num_free,
-            f"bytes of {group.name}": group.num_bytes_held,
+            f"slots of {group.name}": held.num_slots - held.num_free,
+            f"bytes of {group.name}": held.num_bytes_held,
             f"requests of {group.name}": group.num_requests,
             f"leaked of {group.name}": group.num_leaked,
         }
-    return ", ".join([*(f"{count} {name}" for name, count in counts.items() if count), *imbalances(state)])
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    silent = (each for each in state.groups if each.role == "generate" and each.generation is None)
+    parts += [f"{group.name} does not answer" for group in silent]
+    return ", ".join([*parts, *imbalances(state)])
 
 
 def imbalances(state: ClusterState) -> list[str]:

@@ -9,7 +9,7 @@ from deploy.commands.admin_channel import add_key_option, admin_channel, given_k
 from deploy.options.command import add_command
 
 if TYPE_CHECKING:
-    from baton.results import GroupState
+    from baton.cluster_state import GroupState
     from baton.v1.admin_pb2_grpc import AdminStub
 
 _DESCRIPTION = """\
@@ -74,8 +74,8 @@ def withdraw(stub: "AdminStub", group: str, *, keep: bool, timeout_s: float | No
     UnavailableError when that is not done within `timeout_s`, or the drain was undone meanwhile."""
     from rich.console import Console
 
+    from baton.cluster_state import group_state_from_proto
     from baton.errors import DeadlineExceededError
-    from baton.proto_types import group_state_from_proto
     from baton.status import translate_rpc_errors
     from baton.v1 import admin_pb2
 
@@ -114,6 +114,6 @@ def restore(stub: "AdminStub", group: str, *, timeout_s: float | None, model: st
 def left_of(state: "GroupState") -> str:
     """Return what a group has left to do, in words for people."""
     requests = f"{state.num_requests} request{'' if state.num_requests == 1 else 's'}"
-    if state.role != "generate":
+    if (held := state.generation) is None:
         return requests
-    return f"{requests}, {state.num_slots - state.num_free} of {state.num_slots} slots"
+    return f"{requests}, {held.num_slots - held.num_free} of {held.num_slots} slots"

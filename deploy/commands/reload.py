@@ -13,7 +13,7 @@ from deploy.options.command import add_command
 if TYPE_CHECKING:
     import grpc
 
-    from baton.results import GroupState
+    from baton.cluster_state import GroupState
 
 _ANSWER_S = 10.0
 
@@ -119,7 +119,7 @@ class _Rollout:
         return lines
 
     def _groups(self) -> "tuple[GroupState, ...]":
-        from baton.proto_types import cluster_state_from_proto
+        from baton.cluster_state import cluster_state_from_proto
         from baton.v1 import orchestrator_pb2
 
         state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)

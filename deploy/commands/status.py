@@ -6,13 +6,13 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from baton.proto_types import cluster_state_from_proto
-from baton.results import ClusterState, GroupState
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, cluster_state_from_proto
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import load_record
+from transport.proto_types import kernels_from_proto
 
 _ANSWER_S = 5.0
 
@@ -37,7 +37,7 @@ def show_status(name: str, api_key: str | None = None) -> int:
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
-    for line in (*_health(state), *predictions, *_processors(state)):
+    for line in (*_health(state), *predictions, *processors_of(state)):
         print(line)
     if state.metrics_endpoint:
         print(f"metrics on http://{state.metrics_endpoint}/metrics")
@@ -51,7 +51,8 @@ def groups_table(state: ClusterState) -> Table:
     """Return the table of groups, one row a group."""
     table = Table("group", "ready", "epoch", "requests", "leaked", "preempted", "endpoints", box=None)
     for group in state.groups:
-        counts = (group.epoch, group.num_requests, group.num_leaked, group.num_preemptions)
+        preempted = "" if group.generation is None else group.generation.num_preemptions
+        counts = (group.epoch, group.num_requests, group.num_leaked, preempted)
         table.add_row(group.name, readiness(group), *(str(count) for count in counts), " ".join(group.endpoints))
     return table
 
@@ -62,24 +63,25 @@ def slots_table(state: ClusterState) -> Table:
     of earlier prompts."""
     table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", box=None)
     for group in state.groups:
-        if group.role != "generate":
-            continue
-        slots = (group.num_slots, group.num_free, group.num_leased, group.num_active, group.num_quarantined)
-        table.add_row(group.name, "slots", *(str(count) for count in slots), "")
-        kv = group.kv
-        parts = (kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined)
-        mib = (kv.num_bytes, *parts, group.num_bytes_held)
-        table.add_row(_policy(group), "KV, MiB", *(f"{num_bytes / 2**20:.1f}" for num_bytes in mib))
+        if (held := group.generation) is not None:
+            slots = (held.num_slots, held.num_free, held.num_leased, held.num_active, held.num_quarantined)
+            table.add_row(group.name, "slots", *(str(count) for count in slots), "")
+            kv = held.kv
+            parts = (kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined)
+            table.add_row(_policy(held), "KV, MiB", *map(_mib, (kv.num_bytes, *parts, held.num_bytes_held)))
     for group in state.groups:
-        if group.prefixes.max_bytes:
-            most, held = group.prefixes.max_bytes, group.prefixes.num_bytes
-            all_mib, free_mib, held_mib = (f"{num_bytes / 2**20:.1f}" for num_bytes in (most, most - held, held))
-            table.add_row(group.name, "prefixes, MiB", all_mib, free_mib, "", "", "", held_mib)
+        if (store := group.prefix_store) is not None:
+            whole, free = store.limit_bytes, store.limit_bytes - store.num_bytes
+            table.add_row(group.name, "prefixes, MiB", _mib(whole), _mib(free), "", "", "", _mib(store.num_bytes))
     return table
 
 
-def _policy(group: GroupState) -> str:
-    return f"{group.residency} (approximate)" if group.is_approximate else ""
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f}"
+
+
+def _policy(held: GenerationStatus) -> str:
+    return f"{held.residency} (approximate)" if held.is_approximate else ""
 
 
 def readiness(group: GroupState) -> str:
@@ -98,11 +100,14 @@ def _health(state: ClusterState) -> Iterator[str]:
         yield f"prefills without a prefill group so far, though there are some: {state.num_degraded}"
 
 
-def _processors(state: ClusterState) -> Iterator[str]:
+def processors_of(state: ClusterState) -> Iterator[str]:
     """Yield a line for each kind of processor: the groups that have workers there, and the kernels that they use."""
-    for processor in dict.fromkeys(each for group in state.groups for each in group.processors):
-        groups = ", ".join(group.name for group in state.groups if processor in group.processors)
-        yield f"{groups} on {processor}"
+    groups: dict[str, dict[str, None]] = {}
+    for group in state.groups:
+        for status in group.statuses:
+            kernels = kernels_from_proto(status.kernels)
+            groups.setdefault(f"{kernels.processor}: {kernels}", {})[group.name] = None
+    yield from (f"{', '.join(names)} on {processor}" for processor, names in groups.items())
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:

@@ -27,18 +27,19 @@ def draw_timeline(
 
 def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
     """Return the rows from the request's arrival to its first token."""
-    pushed_ns = max((rank.push_end_ns for rank in timings.ranks), default=first_ns)
+    prefill = timings.prefill
+    pushed_ns = max((rank.push_end_ns for rank in prefill.ranks), default=first_ns)
     shown = Interval(timings.received_ns, max(first_ns, pushed_ns))
     scale = _Scale(shown, _bar_width(width))
     queue = Interval(timings.received_ns, timings.leased_ns)
-    lines = [] if timings.placement is None else [Text(timings.placement.text, style="dim")]
-    lines += [] if timings.width is None else [Text(timings.width.reason, style="dim")]
+    lines = [] if prefill.placement is None else [Text(prefill.placement.text, style="dim")]
+    lines += [] if prefill.width is None else [Text(prefill.width.reason, style="dim")]
     lines.append(_row("queue, slot", scale.bar([queue], "\u2591", "white"), f"{_seconds(queue) * 1e3:.0f} ms"))
-    for rank in timings.ranks:
+    for rank in prefill.ranks:
         lines.extend(_rank_rows(rank, scale))
-    if not timings.ranks:
-        prefill = Interval(timings.leased_ns, first_ns)
-        lines.append(_row("local prefill", scale.bar([prefill], "\u2588", "cyan"), f"{_seconds(prefill):.3f} s"))
+    if not prefill.ranks:
+        local = Interval(timings.leased_ns, first_ns)
+        lines.append(_row("local prefill", scale.bar([local], "\u2588", "cyan"), f"{_seconds(local):.3f} s"))
     commit = scale.point(first_ns, "\u25c6", "bold yellow")
     lines.append(_row("commit, 1st token", commit, f"TTFT {(first_ns - timings.received_ns) / 1e9:.3f} s"))
     return [*lines, _axis(scale)]

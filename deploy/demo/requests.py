@@ -9,7 +9,7 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
-from baton.results import ClusterState
+from baton.cluster_state import ClusterState, GenerationStatus
 from baton.streams import AsyncStream
 from deploy.commands.generate import describe
 from deploy.commands.timeline import draw_timeline
@@ -103,7 +103,8 @@ def group_table(state: ClusterState) -> Table:
     """Return the table of groups, one row a group."""
     table = Table("group", "ready", "slots", "free", "leaked", box=None)
     for group in state.groups:
-        counts = (group.num_slots, group.num_free, group.num_leaked)
+        held = group.generation or GenerationStatus()
+        counts = (held.num_slots, held.num_free, group.num_leaked)
         table.add_row(group.name, "yes" if group.is_ready else "no", *(str(count) for count in counts))
     return table
 

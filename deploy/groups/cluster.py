@@ -95,7 +95,6 @@ class Cluster:
                     ready=group.ready,
                     prefix_store=group.prefix_store,
                     layout_fingerprint=group.layout_fingerprint,
-                    processors=group.processors,
                 )
                 for group in self.prefill
                 if group.endpoints and group.links is not None
@@ -111,7 +110,6 @@ class Cluster:
                     prefix_store=group.prefix_store,
                     residency=group.residency,
                     is_approximate=group.is_approximate,
-                    processors=group.processors,
                 )
                 for group in self.generation
                 if group.endpoints

@@ -119,8 +119,6 @@ class WorkerGroup:
         """Residency policy of a generation engine, as it was reported at the engine's start; empty for a chain."""
         self.is_approximate = False
         """Whether the residency policy attends to less than all tokens."""
-        self._kernels: dict[int, KernelChoice] = {}
-        """Kernels of each rank, as the worker reported them at its start."""
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
@@ -140,12 +138,6 @@ class WorkerGroup:
     def endpoints(self) -> tuple[str, ...]:
         """Addresses of the workers, host:port, in rank order."""
         return tuple(self.workers[rank].handle.endpoint for rank in sorted(self.workers))
-
-    @property
-    def processors(self) -> tuple[str, ...]:
-        """Kinds of processor that the workers run on, in rank order, each with the kernels in use there."""
-        choices = (self._kernels[rank] for rank in sorted(self._kernels))
-        return tuple(dict.fromkeys(f"{choice.processor}: {choice}" for choice in choices))
 
     async def until_ready(self) -> None:
         """Wait until the group is ready."""
@@ -208,12 +200,11 @@ class WorkerGroup:
             raise UnavailableError(f"{where} does not answer ({error.code()})") from error
         self._around.agreement.check(worker.handle.config, status)
         self.layout_fingerprint = status.layout_fingerprint
-        self._kernels[worker.handle.config.rank] = kernels_from_proto(status.kernels)
         if self.links is not None and isinstance(status, prefill_pb2.PrefillStatus):
             self.links.skip_to(status.epoch)
         if isinstance(status, generate_pb2.GenerationStatus):
             self.residency, self.is_approximate = status.residency, status.is_approximate
-        self.prefix_store = status.prefix_store
+        self.prefix_store = status.prefix_store.identity
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
         """Wake the supervisor when the worker's process has ended. A wait that fails wakes it, too, and leaves the rest

@@ -83,7 +83,7 @@ class AnswerSaver:
     """Saves the answers of one group. Any thread may call it."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
-        self.num_bytes = 0
+        self.num_bytes_stored = 0
         """Bytes copied from slots so far."""
         self._slots = slots
         self._store = store
@@ -203,4 +203,4 @@ class AnswerSaver:
         for writer in room.writers:
             for layer in range(self._store.layout.num_layers):
                 writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
-            self.num_bytes += len(writer.tokens) * self._store.layout.token_bytes
+            self.num_bytes_stored += len(writer.tokens) * self._store.layout.token_bytes

@@ -18,10 +18,10 @@ class GroupPrefixes:
     """Prefix store, loader and saver of one table of slots. Used on the loop."""
 
     def __init__(
-        self, folder: Path, slots: SlotTable, *, bound_bytes: int, clock: Clock, disk: DiskPlace | None = None
+        self, folder: Path, slots: SlotTable, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
     ) -> None:
         """Raise ConfigError when a folder cannot be made."""
-        self._node = NodeStore(folder, slots.layout, bound_bytes=bound_bytes, clock=clock, disk=disk)
+        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)

@@ -30,10 +30,10 @@ class PrefixLoader:
     """Reserves slots of one group with the blocks that their prompts begin with. Used on the loop."""
 
     def __init__(self, slots: SlotTable, store: PrefixStore) -> None:
-        self.num_bytes = 0
+        self.num_bytes_read = 0
         """Bytes that slots have begun with so far."""
-        self.num_disk_bytes = 0
-        """Part of `num_bytes` that was read from disk."""
+        self.num_disk_bytes_read = 0
+        """Part of `num_bytes_read` that was read from disk."""
         self._slots = slots
         self._store = store
         self._loads: set[asyncio.Task[None]] = set()
@@ -50,8 +50,8 @@ class PrefixLoader:
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
-        self.num_bytes += sum(block.num_bytes for block in found.blocks)
-        self.num_disk_bytes += found.num_disk_bytes
+        self.num_bytes_read += sum(block.num_bytes for block in found.blocks)
+        self.num_disk_bytes_read += found.num_disk_bytes
         if found.blocks or request.prefills_locally:
             load = asyncio.create_task(self._load(lease, found.blocks, request.prefills_locally))
             self._loads.add(load)

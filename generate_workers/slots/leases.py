@@ -16,7 +16,6 @@ from enum import Enum
 from typing import Self
 
 from baton.ids import SlotId, Stamp
-from baton.results import KvLedger
 from baton.types import Lease, LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes, RowKv
 from generate_workers.slots.loop_waiter import LoopWaiter
@@ -216,6 +215,35 @@ class Seat:
     """First token of the choice when the KV was pushed, else None."""
     num_cached: int = 0
     """Tokens whose KV is in place."""
+
+
+@dataclass(frozen=True)
+class KvLedger:
+    """A generation group's KV memory, by the state of the slots that it is promised to."""
+
+    num_bytes: int = 0
+    """Bytes in all; 0 if unknown."""
+    num_bytes_free: int = 0
+    """Bytes that are promised to no slot."""
+    num_bytes_leased: int = 0
+    """Bytes of slots into which KV is pushed, or whose KV waits for its row to join the batch."""
+    num_bytes_active: int = 0
+    """Bytes of slots that are rows of the batch."""
+    num_bytes_quarantined: int = 0
+    """Bytes of slots that were freed while a writer was inside."""
+
+    @property
+    def num_bytes_taken(self) -> int:
+        """Bytes that are promised to slots, whatever their state."""
+        return self.num_bytes_leased + self.num_bytes_active + self.num_bytes_quarantined
+
+    @property
+    def imbalance(self) -> str:
+        """Why free and taken bytes do not add up, in one line for people; empty when they do."""
+        free, taken = self.num_bytes_free, self.num_bytes_taken
+        if free >= 0 and free + taken == self.num_bytes:
+            return ""
+        return f"{free} bytes free and {taken} promised are not the {self.num_bytes} of KV"
 
 
 @dataclass(frozen=True)

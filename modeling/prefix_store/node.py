@@ -17,22 +17,22 @@ class DiskPlace:
     """Folder on disk for blocks that memory may have no room for, and the bytes that they may take."""
 
     folder: Path
-    bound_bytes: int
+    limit_bytes: int
 
 
 class NodeStore:
     """The prefix store of a node, and this worker's hold on its folders. Blocks while it is made and closed."""
 
     def __init__(
-        self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, disk: DiskPlace | None = None
+        self, folder: Path, layout: KvLayout, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
     ) -> None:
         """Raise ConfigError when a folder cannot be made."""
         self._folders = [StoreFolder(folder)]
         below = None
         if disk is not None:
             self._folders.append(StoreFolder(disk.folder))
-            below = PrefixStore(disk.folder, layout, bound_bytes=disk.bound_bytes, clock=clock)
-        self.blocks = PrefixStore(folder, layout, bound_bytes=bound_bytes, clock=clock, below=below)
+            below = PrefixStore(disk.folder, layout, limit_bytes=disk.limit_bytes, clock=clock)
+        self.blocks = PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=clock, below=below)
 
     def close(self) -> None:
         """Let go of the folders. Call once."""

@@ -6,7 +6,7 @@ one page (`block_files`). Callers name blocks: equal names must mean equal token
 
 What holds at any moment, even when processes die:
 
-    bound     files take no more than `bound_bytes` together. Room is taken under the folder's lock, for whole blocks;
+    limit     files take no more than `limit_bytes` together. Room is taken under the folder's lock, for whole blocks;
               where there is none, the blocks that were used longest ago are evicted first
     readers   hold a shared lock on the file for as long as it is mapped, so for as long as any view of it lives;
               mapped files are not evicted. A block that is gone, being removed, or not of its layout is a stale hint
@@ -60,7 +60,7 @@ class Holdings:
 
     num_blocks: int
     num_bytes: int
-    bound_bytes: int
+    limit_bytes: int
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,16 @@ class Room:
 
 
 class PrefixStore:
-    """The blocks in `folder`, of one layout, at most `bound_bytes` of them; shared by all workers of a node. `clock`'s
+    """The blocks in `folder`, of one layout, at most `limit_bytes` of them; shared by all workers of a node. `clock`'s
     unix time orders blocks by last use. Raises ConfigError when there is no such folder."""
 
     def __init__(
-        self, folder: Path, layout: KvLayout, *, bound_bytes: int, clock: Clock, below: "PrefixStore | None" = None
+        self, folder: Path, layout: KvLayout, *, limit_bytes: int, clock: Clock, below: "PrefixStore | None" = None
     ) -> None:
         """`below`: a store on disk, with a bound of its own, in which blocks are looked up when they are gone here."""
         if not folder.is_dir():
             raise ConfigError(f"prefix store: {folder} is no folder: make one in /dev/shm")
-        self.bound_bytes = bound_bytes
+        self.limit_bytes = limit_bytes
         self.layout = layout
         self.below = below
         self._folder = folder
@@ -150,7 +150,7 @@ class PrefixStore:
         process takes room. While others write, a removed block may be counted together with the one that takes its
         place."""
         sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
-        return Holdings(len(sizes), sum(sizes), self.bound_bytes)
+        return Holdings(len(sizes), sum(sizes), self.limit_bytes)
 
     def names(self) -> list[str]:
         """Return the names of all sealed blocks: those below first, then those here, from the one used longest ago."""
@@ -262,9 +262,9 @@ class PrefixStore:
                 os.utime(path, ns=(now_ns - index, now_ns - index))
                 room.present.append(path.name)
                 continue
-            room.evicted += shelf.clear(self.bound_bytes - size)
+            room.evicted += shelf.clear(self.limit_bytes - size)
             shelf.num_bytes += size
-            if shelf.num_bytes > min(self.bound_bytes, left_bytes):
+            if shelf.num_bytes > min(self.limit_bytes, left_bytes):
                 break
             room.writers.append(BlockWriter(path, self.layout, part, now_ns - index))
 

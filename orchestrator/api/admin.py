@@ -12,8 +12,8 @@ from typing import Any
 
 import grpc
 
+from baton.cluster_state import group_state_to_proto
 from baton.errors import InvalidArgumentError
-from baton.proto_types import group_state_to_proto
 from baton.v1 import admin_pb2 as pb
 from baton.v1 import admin_pb2_grpc, orchestrator_pb2
 from orchestrator.observability.state import Overview

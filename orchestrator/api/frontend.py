@@ -19,9 +19,10 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
+from baton.cluster_state import cluster_state_to_proto
 from baton.endless import Pauses, repeat
 from baton.errors import DeadlineExceededError
-from baton.proto_types import cluster_state_to_proto, event_to_proto, timings_to_proto
+from baton.proto_types import event_to_proto, timings_to_proto
 from baton.requests import BY_CHAIN
 from baton.results import ModelInfo
 from baton.types import TokenEvent

@@ -162,7 +162,8 @@ class Dispatcher:
     async def _keeps(self, group: GenerationGroup, request_id: RequestId) -> bool:
         try:
             with self._clients.use(group.endpoint) as worker:
-                return request_id in (await worker.generation_holdings(_ANSWER_S)).kept
+                status = await worker.generation_status(_ANSWER_S)
+            return any(each.request_id == request_id for each in status.kept)
         except BatonError as error:
             logger.info("%s does not say what it has kept: %s", group.name, error)
             return False

@@ -13,7 +13,6 @@ from typing import ClassVar, TypeVar
 
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
-from baton.results import KvLedger
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.prefill_book import Backlogs
 
@@ -44,8 +43,6 @@ class PrefillGroup:
     none."""
     layout_fingerprint: str = ""
     """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
-    processors: tuple[str, ...] = ()
-    """Kinds of processor that the ranks run on, each with the kernels in use there; for people to read."""
 
     @property
     def life(self) -> Hashable:
@@ -71,8 +68,6 @@ class GenerationGroup:
     """Name of the group's residency policy, which decides where KV lives and to which part of it rows attend."""
     is_approximate: bool = False
     """Whether the group's rows attend to fewer than all tokens."""
-    processors: tuple[str, ...] = ()
-    """The kind of processor that the group runs on, with the kernels in use there; for people to read."""
 
     def may_serve(self, *, exact: bool) -> bool:
         """Return whether the group may serve a request that, if `exact`, needs attention to all tokens."""
@@ -175,8 +170,8 @@ class Members:
         """Breakers of the groups' lives; set once, by the controller. None: no group ever counts as broken."""
         self.backlogs = Backlogs()
         """Jobs that prefill groups have before them, by the groups' lives. Written by the dispatcher."""
-        self.memory: dict[str, KvLedger] = {}
-        """KV memory of generation groups by name, as they reported it last. Written by the census."""
+        self.num_bytes_free: dict[str, int] = {}
+        """Bytes of KV that generation groups have free, by name, as they reported last. Written by the census."""
         self.orders = Orders()
         """Orders in force; replaced as a whole, by `keep_orders`."""
         self._loads: dict[str, Load] = {}

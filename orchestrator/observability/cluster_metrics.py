@@ -4,16 +4,18 @@ Used by `orchestrator.observability.metrics_server`. docs/metrics.md lists all n
 the scrape.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from baton.results import ClusterState, GroupState
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger
 
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of a sample's label values and its value."""
+_STATES = ("free", "leased", "active", "quarantined")
+"""States of slots, in the order in which samples name them."""
 
 
 class StateCollector(Collector):
@@ -28,7 +30,7 @@ class StateCollector(Collector):
         state = self._read()
         yield from _of_the_cluster(state)
         yield from _of_groups(state.groups)
-        yield from _of_generation_groups([group for group in state.groups if group.role == "generate"])
+        yield from _of_generation_groups({each.name: each.generation for each in state.groups if each.generation})
 
 
 def _of_the_cluster(state: ClusterState) -> Iterator[Metric]:
@@ -54,59 +56,58 @@ def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
     ):
         samples = list(zip(names, map(float, values), strict=True))
         yield _gauge(f"baton_group_{name}", text, samples, "group", "role")
-    stores = [group for group in groups if group.prefixes.max_bytes]
-    held = [((group.name,), float(group.prefixes.num_bytes)) for group in stores]
+    stores = [((group.name,), store) for group in groups if (store := group.prefix_store) is not None]
+    held = [(name, store.num_bytes) for name, store in stores]
     yield _gauge("baton_prefix_store_bytes", "KV of earlier prompts on the group's node", held, "group")
-    most = [((group.name,), float(group.prefixes.max_bytes)) for group in stores]
-    yield _gauge("baton_prefix_store_limit_bytes", "What that may come to", most, "group")
+    limits = [(name, store.limit_bytes) for name, store in stores]
+    yield _gauge("baton_prefix_store_limit_bytes", "What that may come to", limits, "group")
 
 
-def _of_generation_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
+def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Metric]:
+    """Yield what generation groups say of themselves: groups that do not answer are left out."""
+
+    def of_each(number: Callable[[GenerationStatus], float]) -> _Samples:
+        return [((name,), number(status)) for name, status in groups.items()]
+
+    def by_state(numbers: Callable[[GenerationStatus], tuple[int, int, int, int]]) -> _Samples:
+        return [
+            ((name, state), number)
+            for name, status in groups.items()
+            for state, number in zip(_STATES, numbers(status), strict=True)
+        ]
+
     policies = [
-        ((group.name, group.residency, "approximate" if group.is_approximate else "exact"), 1.0) for group in groups
+        ((name, status.residency, "approximate" if status.is_approximate else "exact"), 1.0)
+        for name, status in groups.items()
     ]
     text = "1; which KV is attended to"
     yield _gauge("baton_group_residency", text, policies, "group", "residency", "attention")
-    slots = [
-        ((group.name, state), float(count))
-        for group in groups
-        for state, count in (
-            ("free", group.num_free),
-            ("leased", group.num_leased),
-            ("active", group.num_active),
-            ("quarantined", group.num_quarantined),
-        )
-    ]
+    slots = by_state(lambda status: (status.num_free, status.num_leased, status.num_active, status.num_quarantined))
     yield _gauge("baton_slots", "Slots, by state: together all", slots, "group", "state")
-    promised = [
-        ((group.name, state), float(num_bytes))
-        for group in groups
-        for state, num_bytes in (
-            ("free", group.kv.num_bytes_free),
-            ("leased", group.kv.num_bytes_leased),
-            ("active", group.kv.num_bytes_active),
-            ("quarantined", group.kv.num_bytes_quarantined),
-        )
-    ]
+    promised = by_state(lambda status: _promised(status.kv))
     yield _gauge("baton_kv_bytes", "KV memory, by the state of its slots: together all", promised, "group", "state")
-    held = [((group.name,), float(group.num_bytes_held)) for group in groups]
+    held = of_each(lambda status: status.num_bytes_held)
     yield _gauge("baton_kv_held_bytes", "Of that, what pages were taken for", held, "group")
-    unbalanced = [((group.name,), float(bool(group.imbalance))) for group in groups]
+    unbalanced = of_each(lambda status: bool(status.imbalance))
     yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
-    preemptions = [((group.name,), float(group.num_preemptions)) for group in groups]
+    preemptions = of_each(lambda status: status.num_preemptions)
     yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
-    stores = [group for group in groups if group.prefixes.max_bytes]
+    stores = {name: status.prefix_store for name, status in groups.items() if status.HasField("prefix_store")}
     read = [
-        ((group.name, tier), float(num_bytes))
-        for group in stores
+        ((name, tier), num_bytes)
+        for name, store in stores.items()
         for tier, num_bytes in (
-            ("memory", group.prefixes.num_bytes_read - group.prefixes.num_disk_bytes_read),
-            ("disk", group.prefixes.num_disk_bytes_read),
+            ("memory", store.num_bytes_read - store.num_disk_bytes_read),
+            ("disk", store.num_disk_bytes_read),
         )
     ]
     yield _counter("baton_prefix_read_bytes", "KV that slots got from their node's store", read, "group", "tier")
-    stored = [((group.name,), float(group.prefixes.num_bytes_stored)) for group in stores]
+    stored = [((name,), store.num_bytes_stored) for name, store in stores.items()]
     yield _counter("baton_prefix_stored_bytes", "KV that answers brought to their node's store", stored, "group")
+
+
+def _promised(kv: KvLedger) -> tuple[int, int, int, int]:
+    return kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:

@@ -6,7 +6,7 @@ the workers' books do not balance or slots are leaked, because then no request c
 
 from collections.abc import Sequence
 
-from baton.results import GroupState
+from baton.cluster_state import GroupState
 from orchestrator.membership.members import AbsentGroup
 
 

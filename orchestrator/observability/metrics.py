@@ -65,7 +65,7 @@ class Metrics:
 
     def ended(self, record: RequestRecord, finished: Finished) -> None:
         """Count a request that has ended, and its times."""
-        timings, usage = finished.timings, finished.usage
+        timings, usage, placement = finished.timings, finished.usage, finished.timings.prefill.placement
         self._requests.labels("" if finished.error is None else type(finished.error).__name__).inc()
         for reason in finished.reasons:
             self._choices.labels(reason.value).inc()
@@ -82,8 +82,8 @@ class Metrics:
         if num_between > 0:
             span_s = (record.last_token_ns - record.first_token_ns) / 1e9
             self._token.observe(max(span_s, 0.0) * record.num_slots / num_between)
-        if timings.placement is not None and timings.leased_ns and not record.request.num_given:
-            self._decisions.labels(timings.placement.reason).inc()
+        if placement is not None and timings.leased_ns and not record.request.num_given:
+            self._decisions.labels(placement.reason).inc()
         self._prefilled(timings)
         if usage.num_attempts == 1:
             self._prefilled_locally(timings)
@@ -95,21 +95,22 @@ class Metrics:
 
     def _prefilled(self, timings: Timings) -> None:
         """Observe the times and bytes that the ranks of a chain have reported."""
-        for rank in timings.ranks:
+        ranks, width = timings.prefill.ranks, timings.prefill.width
+        for rank in ranks:
             label = str(rank.rank)
             self._ranks.labels(label).observe(max(rank.end_ns - rank.start_ns, 0) / 1e9)
             self._waits.labels(label).observe(rank.wait_s)
             self._pushed.inc(rank.num_bytes_pushed)
-        if timings.width is not None:
-            self._widths.labels(str(timings.width.width)).inc()
-            if timings.ranks and timings.width.predicted_s is not None:
-                measured_s = (max(rank.end_ns for rank in timings.ranks) - timings.leased_ns) / 1e9
-                self.predicted("prefill", timings.width.predicted_s, measured_s)
+        if width is not None:
+            self._widths.labels(str(width.width)).inc()
+            if ranks and width.predicted_s is not None:
+                measured_s = (max(rank.end_ns for rank in ranks) - timings.leased_ns) / 1e9
+                self.predicted("prefill", width.predicted_s, measured_s)
 
     def _prefilled_locally(self, timings: Timings) -> None:
         """Observe the ratio of predicted to measured time of a local prefill by the generation group, if there was a
         prediction."""
-        placement, took_ns = timings.placement, timings.first_token_ns - timings.leased_ns
+        placement, took_ns = timings.prefill.placement, timings.first_token_ns - timings.leased_ns
         if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
             self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)
 
@@ -132,10 +133,10 @@ def stages(timings: Timings) -> Iterator[tuple[str, float]]:
     if not timings.first_token_ns or not 0 < timings.leased_ns <= timings.first_token_ns:
         return
     marks = [("queue", timings.admitted_ns), ("placement", timings.leased_ns)]
-    if timings.ranks:
-        computed_ns = max(rank.end_ns for rank in timings.ranks)
-        marks += [("prefill", computed_ns), ("transfer", max(rank.push_end_ns for rank in timings.ranks))]
-    marks.append(("insert" if timings.ranks else "prefill", timings.first_token_ns))
+    if ranks := timings.prefill.ranks:
+        computed_ns = max(rank.end_ns for rank in ranks)
+        marks += [("prefill", computed_ns), ("transfer", max(rank.push_end_ns for rank in ranks))]
+    marks.append(("insert" if ranks else "prefill", timings.first_token_ns))
     before_ns = timings.received_ns
     for stage, mark_ns in marks:
         at_ns = min(max(mark_ns, before_ns), timings.first_token_ns)

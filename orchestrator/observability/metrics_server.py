@@ -14,8 +14,8 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, start_http_server
 
+from baton.cluster_state import ClusterState
 from baton.errors import ConfigError
-from baton.results import ClusterState
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0

@@ -11,8 +11,8 @@ from functools import partial
 
 from baton import __version__
 from baton.clock import Clock
+from baton.cluster_state import ClusterState, GroupState
 from baton.errors import NotFoundError, UnavailableError
-from baton.results import ClusterState, GroupState
 from orchestrator.admission.gate import Admission
 from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.membership.members import Members
@@ -180,7 +180,8 @@ class Overview:
         """
         if group.num_requests or self._members.load(group.name).num_requests:  # when asked, and now
             return False
-        if group.num_free == group.num_slots and not group.num_bytes_held:
+        if group.role == "prefill":
             return True
-        is_ready = any(each.name == group.name and each.ready for each in self._members.present.groups)
-        return not is_ready and group.name not in self._members.memory  # has the groups that answered last
+        if (held := group.generation) is not None:
+            return held.num_free == held.num_slots and not held.num_bytes_held
+        return not any(each.name == group.name and each.ready for each in self._members.present.groups)

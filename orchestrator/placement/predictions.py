@@ -93,11 +93,11 @@ class Prospects:
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
         """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
-        memory, cost = self._outlook.members.memory.get(generation.name), self._outlook.planner.cost
-        if memory is None or not memory.num_bytes:
+        free, cost = self._outlook.members.num_bytes_free.get(generation.name), self._outlook.planner.cost
+        if free is None:
             return False
         num_tokens = self._record.num_slots * self._record.num_tokens
-        return memory.num_bytes_free < num_tokens * cost.num_layers * cost.kv_bytes
+        return free < num_tokens * cost.num_layers * cost.kv_bytes
 
     def _chain(self, generation: GenerationGroup, group: PrefillGroup) -> ChainWay:
         """Return the prompt's chain in that prefill group: behind what is cached there, with KV for `generation`."""

@@ -16,7 +16,7 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import Placement, RankTiming, Timings, Usage, WidthChoice
+from baton.results import Placement, PrefillTrace, RankTiming, Timings, Usage, WidthChoice
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from orchestrator.requests.request import Request
@@ -306,10 +306,8 @@ class RequestRecord:
             leased_ns=attempt.leased_ns,
             first_token_ns=self.first_token_ns,
             finished_ns=now_ns,
-            ranks=attempt.ranks,
-            width=attempt.width,
-            placement=attempt.placement,
             residency=attempt.residency,
+            prefill=PrefillTrace(attempt.placement, attempt.width, attempt.ranks),
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"

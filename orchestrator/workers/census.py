@@ -1,4 +1,4 @@
-"""Asks all workers what they hold, and finds leaks and books that do not balance.
+"""Asks all workers for their status, and finds leaks.
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
 kept for a client to resume. A slot that is only leased ends by its ttl if its lease was of a Reserve whose answer was
@@ -12,12 +12,13 @@ from collections import deque
 from collections.abc import Callable
 
 from baton.clock import Clock
+from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
 from baton.endless import Pauses, repeat
 from baton.errors import BatonError
-from baton.results import GroupState, PrefixHoldings
-from orchestrator.membership.members import GenerationGroup, Members, PrefillGroup
+from baton.ids import Epoch
+from orchestrator.membership.members import GenerationGroup, Group, Members, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
-from orchestrator.workers.client import Clients, GenerationHoldings, StepSample
+from orchestrator.workers.client import Clients
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ class Leaks:
 
 
 class Census:
-    """Holdings and leaks of all groups that are present."""
+    """Statuses and leaks of the workers of all groups that are present."""
 
     def __init__(
         self,
@@ -98,9 +99,10 @@ class Census:
         self._lease_ttl_s = lease_ttl_s
         self._leaks: dict[str, Leaks] = {}
         """Leaks of each worker, by endpoint."""
-        self._holdings: dict[str, GenerationHoldings] = {}
-        self._prefixes: dict[str, PrefixHoldings] = {}
-        """Holdings of the prefix stores of ranks' nodes, by a rank's endpoint."""
+        self._generation: dict[str, GenerationStatus] = {}
+        """Latest status of each generation group that answers, by endpoint."""
+        self._ranks: dict[str, PrefillStatus] = {}
+        """Latest status of each rank that answers, by endpoint."""
         self._on_step = on_step
 
     async def run(self, period_s: float) -> None:
@@ -123,19 +125,15 @@ class Census:
             *(self._ask_rank(group, endpoint) for group in view.prefill for endpoint in group.endpoints),
         )
         present = self._members.present.endpoints  # other workers may have come, or been asked, meanwhile
-        for endpoint in (self._leaks.keys() | self._holdings.keys() | self._prefixes.keys()) - present:
+        for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
             self._leaks.pop(endpoint, None)
-            self._holdings.pop(endpoint, None)
-            self._prefixes.pop(endpoint, None)
+            self._generation.pop(endpoint, None)
+            self._ranks.pop(endpoint, None)
         await self._clients.prune(present)
 
     def groups(self) -> tuple[GroupState, ...]:
         """Return the states of all groups, as their workers answered last."""
-        view = self._members.present
-        return (
-            *(self._prefill_state(group) for group in view.prefill),
-            *(self._generation_state(group) for group in view.generation),
-        )
+        return tuple(self._state(group) for group in self._members.present.groups)
 
     def group(self, name: str) -> GroupState | None:
         """Return the state of the group of that name; None when there is none."""
@@ -145,29 +143,32 @@ class Census:
         leaks = self._leaks_of(group.endpoint)
         try:
             with self._clients.use(group.endpoint) as worker:
-                held = await worker.generation_holdings(_TIMEOUT_S)
+                status = await worker.generation_status(_TIMEOUT_S)
         except BatonError as error:
             self._unanswered(group.endpoint, leaks, error)
-            self._members.memory.pop(group.name, None)
+            self._members.num_bytes_free.pop(group.name, None)
             return
-        before = self._holdings.get(group.endpoint)
-        if held.step is not None and before is not None and held.num_steps != before.num_steps:
-            self._on_step(held.step)
-        self._holdings[group.endpoint] = held
-        self._members.memory[group.name] = held.kv
-        known = self._members.load(group.name).num_slots + held.num_kept
-        leaks.observe(self._clock.now_s(), held.num_slots - held.num_free - known, held.num_leased)
+        num_kept = sum(each.num_slots for each in status.kept)
+        status.ClearField("kept")  # names requests, and clients of all tenants may see the status
+        before = self._generation.get(group.endpoint)
+        if status.HasField("last_step") and before is not None and status.num_steps != before.num_steps:
+            self._on_step(status.last_step)
+        self._generation[group.endpoint] = status
+        if status.kv.num_bytes:
+            self._members.num_bytes_free[group.name] = status.kv.num_bytes_free
+        known = self._members.load(group.name).num_slots + num_kept
+        leaks.observe(self._clock.now_s(), status.num_slots - status.num_free - known, status.num_leased)
 
     async def _ask_rank(self, group: PrefillGroup, endpoint: str) -> None:
         leaks = self._leaks_of(endpoint)
         try:
             with self._clients.use(endpoint) as worker:
-                held = await worker.prefill_holdings(_TIMEOUT_S)
+                status = await worker.prefill_status(_TIMEOUT_S)
         except BatonError as error:
             self._unanswered(endpoint, leaks, error)
             return
-        self._prefixes[endpoint] = held.prefixes
-        leaks.observe(self._clock.now_s(), held.num_jobs - self._members.load(group.name).num_requests)
+        self._ranks[endpoint] = status
+        leaks.observe(self._clock.now_s(), status.num_jobs - self._members.load(group.name).num_requests)
 
     def _leaks_of(self, endpoint: str) -> Leaks:
         return self._leaks.setdefault(endpoint, Leaks(self._lease_ttl_s))
@@ -175,67 +176,29 @@ class Census:
     def _unanswered(self, endpoint: str, leaks: Leaks, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
         leaks.forget()
-        self._holdings.pop(endpoint, None)
-        self._prefixes.pop(endpoint, None)
+        self._generation.pop(endpoint, None)
+        self._ranks.pop(endpoint, None)
 
     def _num_leaked(self, endpoint: str) -> int:
         leaks = self._leaks.get(endpoint)
         return 0 if leaks is None else leaks.num_leaked
 
-    def _prefill_state(self, group: PrefillGroup) -> GroupState:
+    def _state(self, group: Group) -> GroupState:
+        if isinstance(group, PrefillGroup):
+            role, endpoints, epoch, generation = "prefill", group.endpoints, group.epoch, None
+        else:
+            role, endpoints, epoch = "generate", (group.endpoint,), Epoch(0)
+            generation = self._generation.get(group.endpoint)
         return GroupState(
             name=group.name,
-            role="prefill",
-            endpoints=group.endpoints,
-            epoch=group.epoch,
+            role=role,
+            endpoints=endpoints,
+            epoch=epoch,
             is_ready=self._members.may_have_work(group),
-            num_slots=0,
-            num_free=0,
-            num_bytes_held=0,
-            num_leaked=max((self._num_leaked(endpoint) for endpoint in group.endpoints), default=0),
+            num_leaked=max((self._num_leaked(endpoint) for endpoint in endpoints), default=0),
             num_requests=self._members.load(group.name).num_requests,
             is_drained=self._members.is_drained(group),
             is_broken=self._members.is_broken(group),
-            prefixes=next(
-                (self._prefixes[each] for each in group.endpoints if each in self._prefixes), PrefixHoldings()
-            ),
-            processors=group.processors,
+            generation=generation,
+            ranks={rank: self._ranks[each] for rank, each in enumerate(endpoints) if each in self._ranks},
         )
-
-    def _generation_state(self, group: GenerationGroup) -> GroupState:
-        asked = self._holdings.get(group.endpoint)
-        held = asked or GenerationHoldings(group.num_slots, 0, 0)
-        return GroupState(
-            name=group.name,
-            role="generate",
-            endpoints=(group.endpoint,),
-            epoch=0,
-            is_ready=self._members.may_have_work(group),
-            num_slots=held.num_slots,
-            num_free=held.num_free,
-            num_bytes_held=held.num_bytes,
-            num_leaked=self._num_leaked(group.endpoint),
-            num_requests=self._members.load(group.name).num_requests,
-            num_leased=held.num_leased,
-            num_active=held.num_active,
-            num_quarantined=held.num_quarantined,
-            kv=held.kv,
-            num_preemptions=held.num_preemptions,
-            imbalance="" if asked is None else imbalance(asked),
-            prefixes=held.prefixes,
-            is_drained=self._members.is_drained(group),
-            is_broken=self._members.is_broken(group),
-            residency=group.residency,
-            is_approximate=group.is_approximate,
-            processors=group.processors,
-        )
-
-
-def imbalance(held: GenerationHoldings) -> str:
-    """Return, for people, why the group's own books or its reported slots do not balance; empty when all do."""
-    num_taken = held.num_leased + held.num_active + held.num_quarantined
-    if held.imbalance:
-        return held.imbalance
-    if held.num_free + num_taken != held.num_slots:
-        return f"{held.num_free} slots free and {num_taken} taken are not the {held.num_slots} that there are"
-    return held.kv.imbalance

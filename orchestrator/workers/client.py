@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 
 import grpc
 
+from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import Rank, RequestId, ReserveNumber, StreamNumber
-from baton.proto_types import kv_ledger_from_proto
-from baton.results import Interval, KvLedger, PrefixHoldings, RankTiming
-from baton.types import Lease, LeaseRef, TokenEvent, TokenRange
+from baton.ids import ReserveNumber, StreamNumber
+from baton.proto_types import rank_timing_from_proto
+from baton.results import RankTiming
+from baton.types import Lease, LeaseRef, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
@@ -43,54 +44,6 @@ class RankReport:
     """Names of blocks that the node's prefix store holds now, of those that were to be kept: the first ones."""
     evicted: tuple[str, ...]
     """Names of blocks that were evicted to make room for the stored ones."""
-
-
-@dataclass(frozen=True)
-class PrefillHoldings:
-    """The jobs and cached prefixes that a prefill rank reports."""
-
-    num_jobs: int
-    """Number of jobs in flight."""
-    prefixes: PrefixHoldings
-    """Holdings of the prefix store of the rank's node."""
-
-
-@dataclass(frozen=True)
-class StepSample:
-    """One forward pass of a generation group's batch."""
-
-    num_rows: int
-    """Number of rows that got a token."""
-    num_prefill_tokens: int
-    """Number of tokens of local prefill computed in the same step."""
-    context_tokens: float
-    """Mean number of tokens to which a row attended."""
-    duration_s: float
-
-
-@dataclass(frozen=True)
-class GenerationHoldings:
-    """The slots, memory and cached prefixes that a generation group reports."""
-
-    num_slots: int
-    num_free: int
-    num_bytes: int
-    num_kept: int = 0
-    """Number of slots of streams that an earlier life of the orchestrator left."""
-    kept: frozenset[RequestId] = frozenset()
-    """Requests of the streams that an earlier life of the orchestrator left."""
-    num_leased: int = 0
-    num_active: int = 0
-    num_quarantined: int = 0
-    kv: KvLedger = field(default_factory=KvLedger)
-    num_preemptions: int = 0
-    imbalance: str = ""
-    """Why the group's own books do not balance; empty when they do."""
-    num_steps: int = 0
-    step: StepSample | None = None
-    """The latest step; None before the first."""
-    prefixes: PrefixHoldings = field(default_factory=PrefixHoldings)
-    """Holdings of the prefix store of the group's node."""
 
 
 class EventStream:
@@ -189,37 +142,14 @@ class WorkerClient:
         """
         with _worker_errors(self._endpoint):
             report = await self._prefill.Run(job.message)
-        chain = job.chain
-        timing = _timing(report, chain.chunks[chain.ranks.index(Rank(report.rank))])
-        return RankReport(timing, tuple(report.stored_blocks), tuple(report.evicted_blocks))
-
-    async def generation_holdings(self, timeout_s: float) -> GenerationHoldings:
-        """Return what this generation group holds now."""
-        with _worker_errors(self._endpoint):
-            status = await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
-        return GenerationHoldings(
-            num_slots=status.num_slots,
-            num_free=status.num_free,
-            num_bytes=status.num_bytes_held,
-            num_kept=sum(each.num_slots for each in status.kept),
-            kept=frozenset(RequestId(each.request_id) for each in status.kept),
-            num_leased=status.num_leased,
-            num_active=status.num_active,
-            num_quarantined=status.num_quarantined,
-            kv=kv_ledger_from_proto(status.kv),
-            num_preemptions=status.num_preemptions,
-            imbalance=status.imbalance,
-            num_steps=status.num_steps,
-            step=_step(status.last_step) if status.HasField("last_step") else None,
-            prefixes=PrefixHoldings(
-                num_blocks=status.num_prefix_blocks,
-                num_bytes=status.prefix_bytes,
-                max_bytes=status.prefix_room_bytes,
-                num_bytes_read=status.num_prefix_bytes_read,
-                num_disk_bytes_read=status.num_prefix_disk_bytes_read,
-                num_bytes_stored=status.num_prefix_bytes_stored,
-            ),
+        return RankReport(
+            rank_timing_from_proto(report.timing), tuple(report.stored_blocks), tuple(report.evicted_blocks)
         )
+
+    async def generation_status(self, timeout_s: float) -> GenerationStatus:
+        """Return what this generation group holds and does now."""
+        with _worker_errors(self._endpoint):
+            return await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
         """Return the names of the blocks in the prefix store of this worker's node, the least recently used first."""
@@ -228,14 +158,10 @@ class WorkerClient:
             reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
 
-    async def prefill_holdings(self, timeout_s: float) -> PrefillHoldings:
-        """Return what this prefill rank holds now."""
+    async def prefill_status(self, timeout_s: float) -> PrefillStatus:
+        """Return what this prefill rank holds and does now."""
         with _worker_errors(self._endpoint):
-            status = await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
-        return PrefillHoldings(
-            num_jobs=status.num_jobs,
-            prefixes=PrefixHoldings(status.num_prefix_blocks, status.prefix_bytes, status.prefix_room_bytes),
-        )
+            return await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
 
 
 @dataclass
@@ -286,24 +212,3 @@ def _worker_errors(endpoint: str) -> Iterator[None]:
         if task is not None and task.cancelling():
             raise
         raise UnavailableError(f"the worker at {endpoint} cancelled a call") from error  # grpc.aio's report of it
-
-
-def _step(message: generate_pb2.StepSample) -> StepSample:
-    return StepSample(message.num_rows, message.num_prefill_tokens, message.context_tokens, message.duration_s)
-
-
-def _timing(report: prefill_pb2.PrefillReport, tokens: TokenRange) -> RankTiming:
-    return RankTiming(
-        rank=report.rank,
-        tokens=tokens,
-        start_ns=report.run.start_unix_ns,
-        end_ns=report.run.end_unix_ns,
-        wait_s=report.wait_s,
-        push_start_ns=report.push.start_unix_ns,
-        push_end_ns=report.push.end_unix_ns,
-        num_bytes_pushed=report.num_bytes_pushed,
-        num_bytes_sent=report.num_bytes_sent,
-        num_messages_sent=report.num_messages_sent,
-        send_s=report.send_s,
-        layers=tuple(Interval(layer.start_unix_ns, layer.end_unix_ns) for layer in report.layers),
-    )

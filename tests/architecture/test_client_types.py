@@ -38,15 +38,16 @@ def groups(client: baton.Client) -> tuple[baton.GroupState, ...]:
     state = client.cluster_state()
     assert_type(state, baton.ClusterState)
     for group in state.groups:
-        assert_type(group.kv, baton.KvLedger)
-        assert_type(group.prefixes, baton.PrefixHoldings)
+        assert_type(group.generation, baton.GenerationStatus | None)
+        for status in group.ranks.values():
+            assert_type(status, baton.PrefillStatus)
     return state.groups
 
 
 def ranks(timings: baton.Timings) -> tuple[baton.RankTiming, ...]:
-    assert_type(timings.width, baton.WidthChoice | None)
-    assert_type(timings.placement, baton.Placement | None)
-    return timings.ranks
+    assert_type(timings.prefill.width, baton.WidthChoice | None)
+    assert_type(timings.prefill.placement, baton.Placement | None)
+    return timings.prefill.ranks
 
 
 async def collected(client: baton.AsyncClient) -> baton.Completion:

@@ -11,18 +11,17 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
+from google.protobuf.message import Message
 
 import baton
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from baton.results import (
     Choice,
-    ClusterState,
     Completion,
-    GroupState,
-    KvLedger,
     ModelInfo,
     Placement,
     PlacementTerms,
-    PrefixHoldings,
+    PrefillTrace,
     RankTiming,
     Timings,
     Usage,
@@ -32,9 +31,9 @@ from baton.results import (
 from deploy.cli import build_parser
 
 NAMES = """
-    AsyncClient AsyncStream BatonError Choice Client ClusterState Completion FinishReason GroupState KvLedger
-    ModelInfo Placement PlacementTerms PrefixHoldings RankTiming Reconnect SampledToken SamplingParams Stream
-    Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
+    AsyncClient AsyncStream BatonError Choice Client ClusterState Completion FinishReason GenerationStatus GroupState
+    ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace RankTiming Reconnect SampledToken SamplingParams
+    Stream Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
 """
 
 CLIENT = {
@@ -52,7 +51,8 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns ranks width placement residency",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns residency prefill",
+    PrefillTrace: "placement width ranks",
     Placement: "reason chain local",
     PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
     WidthChoice: "width num_ranks num_ahead num_jobs options",
@@ -64,11 +64,7 @@ FIELDS = {
     ModelInfo: "name max_tokens vocab_size dtype has_chat_template layout_fingerprint",
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
     " metrics_endpoint",
-    GroupState: "name role endpoints epoch is_ready num_slots num_free num_bytes_held num_leaked num_requests"
-    " num_leased num_active num_quarantined kv num_preemptions imbalance is_drained is_broken"
-    " prefixes residency is_approximate processors",
-    PrefixHoldings: "num_blocks num_bytes max_bytes num_bytes_read num_disk_bytes_read num_bytes_stored",
-    KvLedger: "num_bytes num_bytes_free num_bytes_leased num_bytes_active num_bytes_quarantined",
+    GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks",
     baton.TokenEvent: "index token text unix_ns finish error choice prompt",
     baton.SampledToken: "token_id logprob top",
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
@@ -76,6 +72,15 @@ FIELDS = {
     " frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs"
     " prompt_logprobs n",
 }
+
+STATUSES: dict[type[Message], str] = {
+    GenerationStatus: "num_slots num_free num_leased num_active num_quarantined num_bytes_held num_steps"
+    " layout_fingerprint version kept kv num_preemptions imbalance last_step residency is_approximate kernels"
+    " prefix_store",
+    PrefillStatus: "epoch epoch_error num_jobs progress num_jobs_done layout_fingerprint version stall kernels"
+    " prefix_store",
+}
+"""Fields of the workers' own messages that a GroupState holds; further ones may come."""
 
 SAMPLING = "--ignore-eos --max-tokens --min-p --seed --stop --temperature --top-k --top-p"
 CONFIGURATION = "--config --set"
@@ -146,6 +151,11 @@ def test_methods_of_the_streams(stream: type) -> None:
 @pytest.mark.parametrize("kind", FIELDS, ids=lambda kind: kind.__name__)
 def test_fields_of_what_clients_return(kind: type) -> None:
     assert [field.name for field in fields(kind)] == FIELDS[kind].split()
+
+
+@pytest.mark.parametrize("kind", STATUSES, ids=lambda kind: kind.__name__)
+def test_fields_of_what_workers_say(kind: type[Message]) -> None:
+    assert set(STATUSES[kind].split()) <= set(kind.DESCRIPTOR.fields_by_name)
 
 
 def test_commands() -> None:

@@ -115,7 +115,7 @@ async def test_a_lost_rank_costs_an_attempt_once_the_chain_is_repaired() -> None
         assert answer.token_ids == reference_ids(made.decoder, prompt(40), SHORT)
         assert answer.finished is not None
         assert answer.finished.usage.num_attempts >= 2
-        assert len(answer.finished.timings.ranks) == 2
+        assert len(answer.finished.timings.prefill.ranks) == 2
         await made.until_empty()
 
 

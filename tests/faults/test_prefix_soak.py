@@ -47,13 +47,13 @@ def vandalize(folder: Path, rng: random.Random) -> None:
                 file.truncate(path.stat().st_size // 2)
 
 
-async def watch(store: PrefixStore, bound_bytes: int) -> int:
+async def watch(store: PrefixStore, limit_bytes: int) -> int:
     """Looks until it is cancelled; how often it did."""
     num_looks = 0
     try:
         while True:
             with store.locked():
-                assert store.holdings().num_bytes <= bound_bytes
+                assert store.holdings().num_bytes <= limit_bytes
             num_looks += 1
             await asyncio.sleep(0.01)  # not for anybody: a period
     except asyncio.CancelledError:
@@ -64,13 +64,13 @@ async def watch(store: PrefixStore, bound_bytes: int) -> int:
 @pytest.mark.timeout(SOAK_S + 120)
 async def test_churn() -> None:
     rng, stems = random.Random(1), [prompt(96, seed=stem) for stem in range(4)]
-    bound_bytes = NUM_BLOCKS * file_bytes(random_decoder().layout, BLOCK)
+    limit_bytes = NUM_BLOCKS * file_bytes(random_decoder().layout, BLOCK)
     num_cached = num_asked = 0
     with prefix_folder() as folder:
-        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=bound_bytes, group_folder=folder) as made:
+        async with relay(config=CONFIG, prefix_folder=folder, prefix_bytes=limit_bytes, group_folder=folder) as made:
             store = made.ranks[0].prefixes
             assert store is not None
-            watching = asyncio.create_task(watch(store, bound_bytes))
+            watching = asyncio.create_task(watch(store, limit_bytes))
             end_s = time.monotonic() + SOAK_S
             while time.monotonic() < end_s and not watching.done():
                 ids = [(*rng.choice(stems)[: rng.randrange(1, 96)], *prompt(rng.randrange(1, 40), n)) for n in range(8)]

@@ -21,7 +21,7 @@ LONG = replace(PARAMS, max_tokens=300)
 
 def placement(answer: Answer) -> Placement:
     assert answer.finished is not None
-    found = timings_from_proto(answer.finished.timings).placement
+    found = timings_from_proto(answer.finished.timings).prefill.placement
     assert found is not None
     return found
 
@@ -33,7 +33,7 @@ async def check(made: Relay, num_tokens: int, reason: str) -> Placement:
     found = placement(answer)
     assert found.reason == reason
     assert answer.finished is not None
-    assert found.is_local == (not answer.finished.timings.ranks)
+    assert found.is_local == (not answer.finished.timings.prefill.ranks)
     return found
 
 

@@ -62,9 +62,9 @@ async def test_timings_follow_each_other_and_name_each_rank_s_part(running: Rela
     stages = [times.received_ns, times.admitted_ns, times.leased_ns, times.first_token_ns, times.finished_ns]
     assert stages == sorted(stages)
     assert stages[0] > 0
-    parts = [(rank.rank, TokenRange(rank.tokens.start, rank.tokens.end)) for rank in times.ranks]
+    parts = [(rank.rank, TokenRange(rank.tokens.start, rank.tokens.end)) for rank in times.prefill.ranks]
     assert parts == [(0, TokenRange(0, 20)), (1, TokenRange(20, 40))]
-    assert all(rank.start_ns < rank.end_ns and len(rank.layers) == 2 for rank in times.ranks)
+    assert all(rank.start_ns < rank.end_ns and len(rank.layers) == 2 for rank in times.prefill.ranks)
 
 
 async def test_sixteen_at_once_equal_one_process(running: Relay) -> None:

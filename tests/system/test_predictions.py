@@ -36,7 +36,7 @@ def error(answer: Answer) -> float:
     """Of what was predicted for the chain, as the absolute logarithm of what it took over that."""
     assert answer.finished is not None
     timings = answer.finished.timings
-    (rank,), (option,) = timings.ranks, timings.width.options
+    (rank,), (option,) = timings.prefill.ranks, timings.prefill.width.options
     return abs(math.log((rank.end_ns - rank.start_ns) / 1e9 / option.own_s))
 
 

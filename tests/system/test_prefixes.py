@@ -51,7 +51,7 @@ async def test_a_prompt_that_begins_alike_computes_what_is_missing(
         answer = await ask(relay, prompt, GREEDY)
         cached = num_shared // BLOCK * BLOCK
         assert (answer.finished.usage.num_cached_tokens, answer.num_attempts) == (cached, 1)
-        ranks = answer.timings.ranks
+        ranks = answer.timings.prefill.ranks
         assert (ranks[0].tokens.start, ranks[-1].tokens.end) == (cached, len(prompt))
         check_equal_tokens(decoder, prompt, answer.token_ids, GREEDY)
 
@@ -64,7 +64,7 @@ async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, de
     second = await ask(relay, prompt, GREEDY)
     cached = (200 + 149) // BLOCK * BLOCK
     assert (second.finished.usage.num_cached_tokens, second.num_attempts) == (cached, 1)
-    pushed = sum(rank.num_bytes_pushed for rank in second.timings.ranks)
+    pushed = sum(rank.num_bytes_pushed for rank in second.timings.prefill.ranks)
     assert pushed == (len(prompt) - cached) * decoder.layout.token_bytes
     check_equal_tokens(decoder, prompt, second.token_ids, GREEDY)
     await eventually(lambda: slots_in_use(relay), lambda used: used == (0, 0), within_s=5)

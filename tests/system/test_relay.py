@@ -55,8 +55,8 @@ async def test_sampled_tokens_equal_one_process_alone_and_among_others(
 async def test_kv_bytes_are_the_formula_and_leave_early(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 600)
     answer = await ask(relay, prompt, GREEDY)
-    ranks = answer.timings.ranks
-    assert (len(ranks), answer.timings.width.width if answer.timings.width else 0) == (3, 3)
+    ranks = answer.timings.prefill.ranks
+    assert (len(ranks), answer.timings.prefill.width.width if answer.timings.prefill.width else 0) == (3, 3)
     token_bytes = decoder.layout.token_bytes
     assert [rank.num_bytes_pushed for rank in ranks] == [len(rank.tokens) * token_bytes for rank in ranks]
     assert [rank.num_bytes_sent for rank in ranks] == [*(rank.tokens.end * token_bytes for rank in ranks[:-1]), 0]

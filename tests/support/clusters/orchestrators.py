@@ -56,6 +56,14 @@ HASTY = OrchestratorConfig(avoid_s=0.2, prefill_wait_s=0.3, generation_wait_s=0.
 StreamCall = grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateEvent]
 
 
+def held_by(group: pb.GroupState) -> int:
+    """Slots and bytes that a group holds; 1 for a generation group that does not say."""
+    held = group.generation
+    if group.role == "generate" and not group.HasField("generation"):
+        return 1
+    return held.num_slots - held.num_free + held.num_bytes_held
+
+
 def written(sample: Sample) -> str:
     """A sample's name and labels, as in the text; empty labels are none."""
     labels = ",".join(f'{name}="{value}"' for name, value in sorted(sample.labels.items()) if value)
@@ -308,7 +316,7 @@ class Relay:
 
         async def held() -> list[int]:
             state = await self.state()
-            slots = [group.num_slots - group.num_free + group.num_bytes_held for group in state.groups]
+            slots = [held_by(group) for group in state.groups]
             jobs = [rank.engine.status().num_jobs for rank in self.ranks]
             requests = [state.num_queued, state.num_running, *(group.num_requests for group in state.groups)]
             booked = [len(self.members.backlogs), len(self.server.controller._dispatcher.chooser._occupancy)]

@@ -16,8 +16,8 @@ from pathlib import Path
 import grpc
 
 from baton import Client
+from baton.cluster_state import ClusterState
 from baton.errors import BatonError
-from baton.results import ClusterState
 from baton.settings.paths import cache_folder
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
@@ -184,7 +184,9 @@ def _is_settled(client: Client) -> bool:
     except BatonError:
         return False  # no orchestrator yet
     groups = state.groups
-    held = [group.num_slots - group.num_free + group.num_bytes_held + group.num_requests for group in groups]
+    statuses = [group.generation for group in groups if group.role == "generate"]
+    held = [status is None or status.num_slots - status.num_free + status.num_bytes_held for status in statuses]
+    held += [group.num_requests for group in groups]
     if not all(group.is_ready for group in groups) or any((state.num_queued, state.num_running, *held)):
         return False
     return not any(num_jobs(each) for group in groups if group.role == "prefill" for each in group.endpoints)

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from baton.errors import BatonError
-from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc
+from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc, prefill_pb2
 from transport.channel import bind, make_server
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -25,8 +25,19 @@ MODEL = orchestrator_pb2.Model(
 STATE = orchestrator_pb2.ClusterState(
     groups=[
         orchestrator_pb2.GroupState(
-            name="g0", role="generate", endpoints=["h:1"], epoch=3, is_ready=True, num_slots=8, num_free=7
-        )
+            name="g0",
+            role="generate",
+            endpoints=["h:1"],
+            is_ready=True,
+            generation=generate_pb2.GenerationStatus(num_slots=8, num_free=7),
+        ),
+        orchestrator_pb2.GroupState(
+            name="p0",
+            role="prefill",
+            endpoints=["h:2", "h:3"],
+            epoch=3,
+            ranks={1: prefill_pb2.PrefillStatus(epoch=3, num_jobs=2)},
+        ),
     ],
     num_queued=2,
     num_running=1,
@@ -157,6 +168,11 @@ def _end(num_tokens: int, reason: generate_pb2.FinishReason.ValueType) -> orches
 
 def _finished(request: orchestrator_pb2.GenerateRequest) -> orchestrator_pb2.GenerateEvent:
     usage = orchestrator_pb2.Usage(num_prompt_tokens=5, num_output_tokens=request.sampling.max_tokens, num_attempts=1)
-    rank = orchestrator_pb2.RankTiming(rank=0, tokens=common_pb2.TokenRange(start=0, end=5), num_bytes_pushed=9)
-    timings = orchestrator_pb2.Timings(received_ns=10**9, first_token_ns=3 * 10**9, finished_ns=4 * 10**9, ranks=[rank])
+    rank = prefill_pb2.RankTiming(rank=0, tokens=common_pb2.TokenRange(start=0, end=5), num_bytes_pushed=9)
+    timings = orchestrator_pb2.Timings(
+        received_ns=10**9,
+        first_token_ns=3 * 10**9,
+        finished_ns=4 * 10**9,
+        prefill=orchestrator_pb2.PrefillTrace(ranks=[rank]),
+    )
     return orchestrator_pb2.GenerateEvent(finished=orchestrator_pb2.Finished(usage=usage, timings=timings))

@@ -35,7 +35,7 @@ from orchestrator.api.frontend import OrchestratorServer
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
-from tests.support.clusters.orchestrators import Answer
+from tests.support.clusters.orchestrators import Answer, held_by
 from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.spawners import InProcessWorker, tiny_worker
 from tests.support.engines.generation import eos_decoder
@@ -88,7 +88,7 @@ class FaultySpawner:
         store = None
         if self._prefix_folder is not None:
             layout = self._decoder.layout
-            store = NodeStore(self._prefix_folder, layout, bound_bytes=self._prefix_bytes, clock=CLOCK)
+            store = NodeStore(self._prefix_folder, layout, limit_bytes=self._prefix_bytes, clock=CLOCK)
         servicer = PrefillRankServicer(engine, HOST, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
@@ -136,7 +136,7 @@ class Storm:
         state = await self.stub.GetClusterState(pb.GetClusterStateRequest(), timeout=10)
         counts = [state.num_queued, state.num_running]
         for group in state.groups:
-            counts += [group.num_slots - group.num_free, group.num_bytes_held, group.num_requests, group.num_leaked]
+            counts += [held_by(group), group.num_requests, group.num_leaked]
         ranks = [await worker.status(10) for group in self.cluster.prefill for worker in group.workers.values()]
         return counts + [rank.num_jobs for rank in ranks if isinstance(rank, prefill_pb2.PrefillStatus)]
 

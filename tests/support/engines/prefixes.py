@@ -36,9 +36,9 @@ def prefix_folder() -> Iterator[Path]:
         assert not folder.exists() or not [name for name in blocks_in(folder) if name.startswith(".")]
 
 
-def store_in(folder: Path, layout: KvLayout, *, bound_bytes: int = PLENTY, clock: Clock | None = None) -> PrefixStore:
+def store_in(folder: Path, layout: KvLayout, *, limit_bytes: int = PLENTY, clock: Clock | None = None) -> PrefixStore:
     """A store whose clock stands still, unless it is given one."""
-    return PrefixStore(folder, layout, bound_bytes=bound_bytes, clock=clock or ManualClock(1e9))
+    return PrefixStore(folder, layout, limit_bytes=limit_bytes, clock=clock or ManualClock(1e9))
 
 
 def file_bytes(layout: KvLayout, block_tokens: int) -> int:

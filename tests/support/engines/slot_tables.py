@@ -8,7 +8,6 @@ import numpy as np
 
 from baton.clock import Clock
 from baton.ids import RequestId
-from baton.results import KvLedger
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
@@ -16,7 +15,7 @@ from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tens
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.selective import SelectiveResidency
-from generate_workers.slots.leases import SlotLedger
+from generate_workers.slots.leases import KvLedger, SlotLedger
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer

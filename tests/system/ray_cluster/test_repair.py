@@ -152,7 +152,7 @@ def test_streams_survive_a_lost_orchestrator(
     *short, _ = _collect(streams, answers)
     for each in short:  # they ran on meanwhile: nothing was prefilled again
         assert each.num_resumes
-        assert each.timings is not None and each.timings.ranks == ()
+        assert each.timings is not None and each.timings.prefill.ranks == ()
     until_settled(client)
     assert listener(cluster.target) != victim
     assert not process_start(victim)

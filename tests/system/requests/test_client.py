@@ -73,7 +73,7 @@ async def test_a_thread_gets_text_usage_and_timings(running: Relay) -> None:
     output = await asyncio.to_thread(ask)
     assert output.usage is not None and output.usage.num_output_tokens == 4
     assert output.timings is not None and (output.timings.time_to_first_token_s or 0) > 0
-    assert len(output.timings.ranks) == 2
+    assert len(output.timings.prefill.ranks) == 2
 
 
 async def test_a_stream_outlives_its_controller(running: Relay) -> None:

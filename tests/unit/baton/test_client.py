@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton import AsyncClient, Client, Completion, Reconnect
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from baton.errors import (
     BatonError,
     ChainError,
@@ -18,7 +19,7 @@ from baton.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from baton.results import ClusterState, GroupState, ModelInfo, Timings, Usage
+from baton.results import ModelInfo, Timings, Usage
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from baton.v1 import generate_pb2, orchestrator_pb2
@@ -91,7 +92,7 @@ async def test_output_says_what_the_server_said(ask: Ask) -> None:
     assert (output.num_prompt_tokens, output.finish, output.num_resumes) == (5, FinishReason.LENGTH, 0)
     assert output.usage == Usage(num_prompt_tokens=5, num_output_tokens=6, num_attempts=1)
     assert isinstance(output.timings, Timings) and output.timings.time_to_first_token_s == 2.0
-    assert output.timings.ranks[0].num_bytes_pushed == 9
+    assert output.timings.prefill.ranks[0].num_bytes_pushed == 9
 
 
 async def test_sampling_and_metadata_are_sent(ask: Ask) -> None:
@@ -307,8 +308,11 @@ async def test_many_streams_share_a_client() -> None:
 
 async def test_model_and_cluster_state() -> None:
     model = ModelInfo("scripted", 512, 2000, "float32", True, "f")
-    group = GroupState("g0", "generate", ("h:1",), 3, True, 8, 7, 0, 0, 0)
-    state = ClusterState((group,), num_queued=2, num_running=1, num_degraded=4, version="0.1.0")
+    holds = GenerationStatus(num_slots=8, num_free=7)
+    group = GroupState("g0", "generate", ("h:1",), 0, True, 0, 0, generation=holds)
+    ranks = {1: PrefillStatus(epoch=3, num_jobs=2)}
+    chain = GroupState("p0", "prefill", ("h:2", "h:3"), 3, False, 0, 0, ranks=ranks)
+    state = ClusterState((group, chain), num_queued=2, num_running=1, num_degraded=4, version="0.1.0")
 
     def ask_both(target: str) -> tuple[ModelInfo, ClusterState]:
         with Client(target) as client:

@@ -309,11 +309,11 @@ def test_report_times_every_layer() -> None:
     decoder = decoder_of()
     with ChainGroup(decoder, 2) as group:
         for report in run_chain(group, 0).reports():
-            starts = [layer.start_unix_ns for layer in report.layers]
+            starts = [layer.start_ns for layer in report.layers]
             assert len(report.layers) == decoder.config.num_layers
             assert starts == sorted(starts)
-            assert all(layer.start_unix_ns <= layer.end_unix_ns for layer in report.layers)
-            assert (report.run.start_unix_ns, report.run.end_unix_ns) == (starts[0], report.layers[-1].end_unix_ns)
+            assert all(layer.start_ns <= layer.end_ns for layer in report.layers)
+            assert (report.start_ns, report.end_ns) == (starts[0], report.layers[-1].end_ns)
 
 
 def test_wait_is_reported_by_the_rank_that_waited() -> None:

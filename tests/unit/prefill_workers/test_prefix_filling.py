@@ -102,7 +102,7 @@ def test_what_is_there_already_is_told_and_left_alone(store: PrefixStore, kv: Kv
 
 
 def test_as_much_as_there_is_room_for_is_kept_from_the_start(folder: Path, kv: KvBuffer) -> None:
-    store = store_in(folder, LAYOUT, bound_bytes=2 * file_bytes(LAYOUT, BLOCK))
+    store = store_in(folder, LAYOUT, limit_bytes=2 * file_bytes(LAYOUT, BLOCK))
     filled = filling(store)
     filled.take()
     compute(filled, kv, 9)
@@ -111,7 +111,7 @@ def test_as_much_as_there_is_room_for_is_kept_from_the_start(folder: Path, kv: K
 
 
 def test_what_had_to_go_is_told(folder: Path, kv: KvBuffer) -> None:
-    store = store_in(folder, LAYOUT, bound_bytes=3 * file_bytes(LAYOUT, BLOCK))
+    store = store_in(folder, LAYOUT, limit_bytes=3 * file_bytes(LAYOUT, BLOCK))
     keep(store, KvBuffer(LAYOUT, TokenRange(0, 8)), ["old-0", "old-1"])
     filled = filling(store)
     compute(filled, kv, START)
@@ -137,7 +137,7 @@ def test_a_disk_that_fails_takes_nothing_from_what_is_in_memory(
     disk = tmp_path / "disk"
     disk.mkdir()
     below = store_in(disk, LAYOUT)
-    store = PrefixStore(folder, LAYOUT, bound_bytes=PLENTY, clock=ManualClock(1e9), below=below)
+    store = PrefixStore(folder, LAYOUT, limit_bytes=PLENTY, clock=ManualClock(1e9), below=below)
     disk.rmdir()
     filled = filling(store)
     compute(filled, kv, START)

@@ -24,7 +24,7 @@ from prefill_workers.servicer import job_from_proto
 from tests.support.engines.chains import largest_error, reference
 from tests.support.engines.prefill_servers import CHUNKS, HOST, IDS, TIMEOUT_S, Ranks, two_ranks
 from tests.support.eventually import eventually
-from transport.proto_types import history_to_proto, range_to_proto
+from transport.proto_types import history_to_proto, range_from_proto, range_to_proto
 from transport.status import translate_rpc_errors
 
 
@@ -62,12 +62,13 @@ async def test_report_says_what_was_computed_pushed_and_sent(ranks: Ranks) -> No
     job = ranks.job(await ranks.lease())
     reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
     token_bytes = ranks.decoder.layout.token_bytes
-    assert [report.rank for report in reports] == [0, 1]
-    assert [report.num_bytes_pushed for report in reports] == [len(chunk) * token_bytes for chunk in CHUNKS]
-    assert [report.num_bytes_sent for report in reports] == [13 * token_bytes, 0]
-    for report in reports:
-        assert len(report.layers) == 3
-        assert report.run.start_unix_ns <= report.push.start_unix_ns <= report.push.end_unix_ns
+    assert [report.timing.rank for report in reports] == [0, 1]
+    assert [report.timing.num_bytes_pushed for report in reports] == [len(chunk) * token_bytes for chunk in CHUNKS]
+    assert [report.timing.num_bytes_sent for report in reports] == [13 * token_bytes, 0]
+    for chunk, timing in zip(CHUNKS, (report.timing for report in reports), strict=True):
+        assert range_from_proto(timing.tokens) == chunk
+        assert len(timing.layers) == 3
+        assert timing.start_ns <= timing.push_start_ns <= timing.push_end_ns
 
 
 async def test_refused_push_ends_the_job_on_all_ranks(ranks: Ranks) -> None:

@@ -66,7 +66,7 @@ async def test_job_behind_a_prefix_of_the_node() -> None:
             job.chunks[0].start = 7  # of the last block it may use less
             del job.keep_blocks[:]
             reports = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
-            assert [report.num_bytes_sent for report in reports] == [6 * ranks.decoder.layout.token_bytes, 0]
+            assert [report.timing.num_bytes_sent for report in reports] == [6 * ranks.decoder.layout.token_bytes, 0]
             await check_slot(ranks, lease)
             await nothing_mapped(folder)  # while the ranks live on
 
@@ -83,13 +83,16 @@ async def test_a_finished_job_is_kept_and_the_next_begins_behind_it() -> None:
                 job = behind(ranks.job(lease), num_blocks)
                 first, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
                 assert (tuple(first.stored_blocks), tuple(last.stored_blocks)) == ((), NAMES[num_blocks:])
-                assert first.num_bytes_pushed + last.num_bytes_pushed == len(IDS) * ranks.decoder.layout.token_bytes
+                assert (
+                    first.timing.num_bytes_pushed + last.timing.num_bytes_pushed
+                    == len(IDS) * ranks.decoder.layout.token_bytes
+                )
                 await check_slot(ranks, lease)
                 ranks.receiver.sink.abort(lease.ref)
-            status = await ranks.status(0)
-            assert (status.num_prefix_blocks, status.prefix_room_bytes) == (7, PLENTY)
-            assert status.prefix_bytes == 7 * file_bytes(ranks.decoder.layout, BLOCK)
-            assert status.prefix_store == (await ranks.status(1)).prefix_store != ""
+            store = (await ranks.status(0)).prefix_store
+            assert (store.num_blocks, store.limit_bytes) == (7, PLENTY)
+            assert store.num_bytes == 7 * file_bytes(ranks.decoder.layout, BLOCK)
+            assert store.identity == (await ranks.status(1)).prefix_store.identity != ""
             await nothing_mapped(folder)
 
 
@@ -244,4 +247,4 @@ async def test_rank_without_a_prefix_store_has_nothing_and_keeps_nothing() -> No
         job = behind(ranks.job(lease), 0)
         _, last = await asyncio.gather(ranks.run(0, job), ranks.run(1, job))
         assert not last.stored_blocks
-        assert (await ranks.status(0)).prefix_store == ""
+        assert not (await ranks.status(0)).HasField("prefix_store")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.results import RankTiming, Timings
+from baton.results import PrefillTrace, RankTiming, Timings
 from baton.types import TokenRange
 from benchmarks.sides.served import split
 from benchmarks.support.streams import Measured, StreamTimes, make_load
@@ -39,7 +39,7 @@ def test_spans_add_up() -> None:
         RankTiming(rank, TokenRange(rank, rank + 1), start * MS, end * MS, 0.0, start * MS, push * MS, 1, 1, ())
         for rank, start, end, push in ((0, 8, 40, 41), (1, 9, 50, 49))
     )
-    timings = Timings(2 * MS, 3 * MS, 5 * MS, 55 * MS, 60 * MS, ranks)
+    timings = Timings(2 * MS, 3 * MS, 5 * MS, 55 * MS, 60 * MS, prefill=PrefillTrace(ranks=ranks))
     spans = split(_stream(0, 58, 55), timings)
     assert spans == {
         "in": 2, "queue": 1, "reserve": 2, "dispatch": 3, "chain": 42, "push_tail": 0, "commit_join": 5, "out": 3

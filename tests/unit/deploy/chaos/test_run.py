@@ -6,6 +6,7 @@ from typing import cast
 
 import pytest
 
+from baton.cluster_state import ClusterState, GenerationStatus, GroupState
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -15,7 +16,6 @@ from baton.errors import (
     ResourceExhaustedError,
     UnavailableError,
 )
-from baton.results import ClusterState, GroupState
 from baton.sampling_params import SamplingParams
 from baton.streams import AsyncStream
 from baton.types import FinishReason, SampledToken, TokenEvent
@@ -26,7 +26,8 @@ from deploy.chaos.schedule import Ask, Leave
 ASK = Ask(0, stem=0, num_prompt_tokens=4, vocab_size=50, params=SamplingParams(max_tokens=3, n=2))
 HASTY = replace(ASK, deadline_s=1.0)
 LEAVING = replace(ASK, leave=Leave(2, 0.0))
-GROUP = GroupState("generate-0", "generate", ("127.0.0.1:1",), 0, True, 4, 4, 0, 0, 0)
+IDLE = GenerationStatus(num_slots=4, num_free=4)
+GROUP = GroupState("generate-0", "generate", ("127.0.0.1:1",), 0, True, 0, 0, generation=IDLE)
 EMPTY = ClusterState((GROUP,), 0, 0, 0, "v")
 
 
@@ -82,7 +83,8 @@ async def test_a_client_leaves_when_it_is_due() -> None:
 
 def test_what_is_held_is_named() -> None:
     assert holdings(EMPTY) == ""
-    busy = replace(GROUP, num_free=3, num_bytes_held=64, imbalance="3 and 2 are not 4")
+    status = GenerationStatus(num_slots=4, num_free=3, num_bytes_held=64, imbalance="3 and 2 are not 4")
+    busy = replace(GROUP, generation=status)
     text = holdings(replace(EMPTY, groups=(busy,), num_queued=2))
     assert text == "2 queued, 1 slots of generate-0, 64 bytes of generate-0, generate-0: 3 and 2 are not 4"
 

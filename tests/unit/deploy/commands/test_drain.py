@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.results import GroupState
+from baton.cluster_state import GenerationStatus, GroupState
 from baton.sampling_params import SamplingParams
 from deploy.cli import main
 from deploy.commands.drain import left_of
@@ -23,7 +23,7 @@ from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
 
 LONG = SamplingParams(max_tokens=150, seed=4, ignore_eos=True)
-GROUP = GroupState("g", "generate", ("h:1",), 0, True, 4, 4, 0, 0, 0)
+GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -135,10 +135,11 @@ async def test_mistakes_are_said_in_one_line(shell: Shell, arguments: tuple[str,
 async def test_status_shows_slots_memory_predictions_and_metrics(shell: Shell) -> None:
     shown = await shell.run("status", "mine")
     assert (shown.status, shown.err) == (0, "")
-    first, calibration, steps, metrics, *tables = shown.out.splitlines()
+    first, calibration, steps, processors, metrics, *tables = shown.out.splitlines()
     assert first == f"cluster mine on {shell.target}: 0 running, 0 queued with 0 prompt tokens"
     assert calibration.startswith("predictions by calibration ") and "measured" in calibration
     assert steps.endswith(": nominal rates: `baton calibrate --generate` measures them")
+    assert processors.startswith("chain, group-0, group-1 on ")
     assert metrics == f"metrics on http://{HOST}:{shell.cluster.server.metrics_port}/metrics"
     slots = next(line.split() for line in tables if line.split()[:2] == ["group-1", "slots"])
     assert slots == ["group-1", "slots", "2", "2", "0", "0", "0"]
@@ -167,5 +168,6 @@ def test_one_word_says_whether_a_group_gets_work(group: GroupState, word: str) -
 
 
 def test_what_is_left_is_counted() -> None:
-    assert left_of(replace(GROUP, num_requests=2, num_free=1)) == "2 requests, 3 of 4 slots"
+    busy = GenerationStatus(num_slots=4, num_free=1)
+    assert left_of(replace(GROUP, num_requests=2, generation=busy)) == "2 requests, 3 of 4 slots"
     assert left_of(replace(GROUP, role="prefill", num_requests=1)) == "1 request"

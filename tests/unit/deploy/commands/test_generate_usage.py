@@ -8,7 +8,7 @@ from baton.results import Choice, Completion, Timings, Usage
 from baton.types import FinishReason
 from deploy.commands.generate import describe
 
-TIMINGS = Timings(0, 0, 0, 0, 0, ())
+TIMINGS = Timings(0, 0, 0, 0, 0)
 OUTPUT = Completion(
     request_id="r",
     choices=(Choice(0, "a", (), FinishReason.LENGTH),),

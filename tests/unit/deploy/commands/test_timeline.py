@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from baton.results import Interval, RankTiming, Timings, Usage, WidthChoice, WidthOption
+from baton.results import Interval, PrefillTrace, RankTiming, Timings, Usage, WidthChoice, WidthOption
 from baton.types import FinishReason, TokenRange
 from deploy.commands.timeline import draw_timeline
 
@@ -32,7 +32,7 @@ def _draw(token_ns: list[int]) -> list[str]:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     ranks = (_rank(0, 100, 500), _rank(1, 500, 900))
     width = WidthChoice(2, 4, 1, 3, tuple(WidthOption(width, 1 / width, 0.25 * width) for width in range(1, 5)))
-    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], ranks, width)
+    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], prefill=PrefillTrace(None, width, ranks))
     draw_timeline(timings, Usage(200, 3, 1), [FinishReason.LENGTH], token_ns, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()

@@ -16,7 +16,6 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Agreement, Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
-from modeling.kernels.process_kernels import KERNELS
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 from tests.support.models.tiny_models import random_decoder
 from transport.proto_types import kernels_to_proto
@@ -170,14 +169,6 @@ def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
         VersionMismatchError, match=r"on Zen \[12\] differ in kernels: prefill-0.0 has .* prefill-0.3 has"
     ):
         agreement.check(tiny_worker("prefill", 3), differing)
-
-
-async def test_a_group_names_the_processors_of_its_ranks(bench: Bench) -> None:
-    async with running(bench):
-        kernels = KERNELS.choice
-        assert bench.chain.processors == (f"{kernels.processor}: {kernels}",)
-        (group,) = bench.cluster.view(2, 64).prefill
-        assert group.processors == bench.chain.processors
 
 
 async def test_a_new_supervisor_counts_on_from_the_epoch_that_it_finds(bench: Bench) -> None:

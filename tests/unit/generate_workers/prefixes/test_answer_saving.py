@@ -76,9 +76,9 @@ def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NA
 
 @contextmanager
 def storing(
-    folder: Path, *, bound_bytes: int = PLENTY, policy: str = "device"
+    folder: Path, *, limit_bytes: int = PLENTY, policy: str = "device"
 ) -> Iterator[tuple[Harness, PrefixStore]]:
-    store = store_in(folder, DECODER.layout, bound_bytes=bound_bytes)
+    store = store_in(folder, DECODER.layout, limit_bytes=limit_bytes)
     with harness(decoder=DECODER, store=store, policy=policy) as made:
         yield made, store
 
@@ -230,13 +230,13 @@ def waiting(made: Harness) -> int:
 
 
 def test_a_store_without_room_keeps_nothing(folder: Path) -> None:
-    with storing(folder, bound_bytes=file_bytes(DECODER.layout, BLOCK) - 1) as (made, _):
+    with storing(folder, limit_bytes=file_bytes(DECODER.layout, BLOCK) - 1) as (made, _):
         assert ask(made).until_told() == Filled()
         assert not blocks_in(folder)
 
 
 def test_what_had_to_go_is_told(folder: Path) -> None:
-    with storing(folder, bound_bytes=3 * file_bytes(DECODER.layout, BLOCK)) as (made, store):
+    with storing(folder, limit_bytes=3 * file_bytes(DECODER.layout, BLOCK)) as (made, store):
         first = ask(made).until_told()
         second = ask(made, naming=BlockNaming(BLOCK, "another")).until_told()
         assert (sorted(second.evicted), len(second.stored)) == (sorted(first.stored), 3)

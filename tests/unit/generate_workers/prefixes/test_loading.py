@@ -88,7 +88,7 @@ async def test_what_is_missing_is_pushed(slots: SlotTable, store: PrefixStore, t
     assert await slots.commit(lease.ref, [FIRST], wait_s=10) == NUM_TOKENS * LAYOUT.token_bytes
     await loader.close()
     check(slots, lease, NUM_TOKENS)
-    assert loader.num_bytes == num_present * LAYOUT.token_bytes
+    assert loader.num_bytes_read == num_present * LAYOUT.token_bytes
 
 
 @pytest.mark.parametrize(("there", "num_present"), [("abc", 12), ("a", 4), ("", 0)])

@@ -3,9 +3,8 @@
 import pytest
 
 from baton.ids import SlotId, Stamp
-from baton.results import KvLedger
 from baton.types import LeaseRef
-from generate_workers.slots.leases import TRANSITIONS, Claim, Slot, SlotLedger, SlotMove, SlotState
+from generate_workers.slots.leases import TRANSITIONS, Claim, KvLedger, Slot, SlotLedger, SlotMove, SlotState
 from tests.support.engines.slot_tables import make_memory
 from transport.coverage import Coverage
 
@@ -86,3 +85,9 @@ def kv(free: int, leased: int = 0, active: int = 0, quarantined: int = 0) -> KvL
 def test_ledger_counts_each_slot_once_and_memory_with_it(ledger: SlotLedger, imbalance: str) -> None:
     assert ledger.imbalance.startswith(imbalance)
     assert bool(ledger.imbalance) is bool(imbalance)
+
+
+def test_the_parts_of_the_memory_are_the_whole() -> None:
+    assert KvLedger(10, 4, 3, 2, 1).imbalance == ""
+    assert KvLedger(10, 5, 3, 2, 1).imbalance == "5 bytes free and 6 promised are not the 10 of KV"
+    assert KvLedger(5, -1, 3, 2, 1).imbalance

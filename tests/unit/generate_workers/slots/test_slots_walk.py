@@ -12,10 +12,9 @@ from hypothesis.strategies import integers, sampled_from
 
 from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.ids import RequestId
-from baton.results import KvLedger
 from baton.types import LeaseRef, TokenRange
 from generate_workers.slots.access import SlotReader, SlotWriter
-from generate_workers.slots.leases import SlotLedger, Standing
+from generate_workers.slots.leases import KvLedger, SlotLedger, Standing
 from generate_workers.slots.memory import MemoryLimits
 from generate_workers.slots.table import SlotTable
 from tests.support.engines.slot_tables import FIRST, is_empty, lease, make_slots, page_bytes

@@ -43,8 +43,8 @@ def same(read: tuple[KvBuffer, ...], kv: KvBuffer) -> bool:
 @pytest.fixture
 def tiers(folder: Path, tmp_path: Path) -> PrefixStore:
     """Room for two blocks, and below for four."""
-    below = store_in(tmp_path, LAYOUT, bound_bytes=4 * SIZE)
-    return PrefixStore(folder, LAYOUT, bound_bytes=2 * SIZE, clock=ManualClock(1e9), below=below)
+    below = store_in(tmp_path, LAYOUT, limit_bytes=4 * SIZE)
+    return PrefixStore(folder, LAYOUT, limit_bytes=2 * SIZE, clock=ManualClock(1e9), below=below)
 
 
 def sunk(tiers: PrefixStore, names: Sequence[str], seed: int = 0) -> tuple[KvBuffer, list[str]]:

@@ -68,7 +68,7 @@ class StoreWalk(RuleBasedStateMachine):
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="baton-test-"))
         self.clock = ManualClock(1e9)
-        self.store = store_in(self.folder, LAYOUT, bound_bytes=MAX_BLOCKS * SIZE, clock=self.clock)
+        self.store = store_in(self.folder, LAYOUT, limit_bytes=MAX_BLOCKS * SIZE, clock=self.clock)
         self.used: dict[str, int] = {}
         """Sealed blocks, and when they were used (unix ns)."""
         self.rooms: list[Writing] = []
@@ -126,7 +126,7 @@ class StoreWalk(RuleBasedStateMachine):
         num_unsealed = sum(len(each.written) for each in self.rooms if each.is_open)
         held = self.store.holdings()
         assert held.num_blocks == len(self.used) + num_unsealed
-        assert held.num_bytes == held.num_blocks * SIZE <= held.bound_bytes
+        assert held.num_bytes == held.num_blocks * SIZE <= held.limit_bytes
 
     @invariant()
     def what_was_used_is_known_and_in_order(self) -> None:

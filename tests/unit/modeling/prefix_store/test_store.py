@@ -207,7 +207,7 @@ def test_block_of_another_model_or_size_is_refused(store: PrefixStore, folder: P
 
 def bounded(folder: Path, num_blocks: int, clock: ManualClock | None = None) -> PrefixStore:
     """One with room for so many blocks, and a byte less than one more."""
-    return store_in(folder, LAYOUT, bound_bytes=(num_blocks + 1) * SIZE - 1, clock=clock)
+    return store_in(folder, LAYOUT, limit_bytes=(num_blocks + 1) * SIZE - 1, clock=clock)
 
 
 def test_what_was_used_longest_ago_goes_first(folder: Path) -> None:
@@ -244,7 +244,7 @@ def test_what_is_read_is_not_evicted(folder: Path) -> None:
     assert same(read, kv)
     del read
     assert keep(store, filled(5), ["c"]).evicted == ["b"]
-    assert store.holdings().num_bytes <= store.bound_bytes
+    assert store.holdings().num_bytes <= store.limit_bytes
 
 
 def test_a_prompt_does_not_evict_its_own_blocks_and_keeps_its_first_ones(folder: Path) -> None:
@@ -256,13 +256,13 @@ def test_a_prompt_does_not_evict_its_own_blocks_and_keeps_its_first_ones(folder:
 
 
 def test_no_room_at_all_keeps_nothing(folder: Path) -> None:
-    assert keep(store_in(folder, LAYOUT, bound_bytes=SIZE - 1), filled(5)).writers == []
+    assert keep(store_in(folder, LAYOUT, limit_bytes=SIZE - 1), filled(5)).writers == []
 
 
 def test_more_than_the_file_system_has_keeps_nothing(folder: Path) -> None:
     free = os.statvfs(folder)
     num_tokens = free.f_bavail * free.f_frsize // LAYOUT.token_bytes + 1
-    room = store_in(folder, LAYOUT, bound_bytes=1 << 60).take(["p"], TokenRange(0, num_tokens), num_tokens)
+    room = store_in(folder, LAYOUT, limit_bytes=1 << 60).take(["p"], TokenRange(0, num_tokens), num_tokens)
     assert room.writers == []
     assert blocks_in(folder) == set()
 
@@ -275,14 +275,14 @@ from pathlib import Path
 from baton.types import KvLayout, TokenRange
 from modeling.prefix_store.store import PrefixStore
 from tests.support.manual_clock import ManualClock
-store = PrefixStore(Path({str(folder)!r}), {LAYOUT!r}, bound_bytes={3 * SIZE}, clock=ManualClock(1e9))
+store = PrefixStore(Path({str(folder)!r}), {LAYOUT!r}, limit_bytes={3 * SIZE}, clock=ManualClock(1e9))
 room = store.take(["a", "b", "c"], TokenRange(0, 15), 5)
 assert len(room.writers) == 3
 os.kill(os.getpid(), signal.SIGKILL)
 """
     killed = subprocess.run([sys.executable, "-c", program], check=False)
     assert killed.returncode == -9
-    store = store_in(folder, LAYOUT, bound_bytes=3 * SIZE)
+    store = store_in(folder, LAYOUT, limit_bytes=3 * SIZE)
     assert store.holdings().num_blocks == 3
     with pytest.raises(StalePrefixError):
         store.open(["a"], BLOCK)
@@ -292,7 +292,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_churn_never_exceeds_the_bound_and_reads_what_was_written(folder: Path) -> None:
     """Writers and readers of one folder at once; what a block holds follows from its name."""
-    stop, store = threading.Event(), store_in(folder, LAYOUT, bound_bytes=10 * SIZE, clock=SystemClock())
+    stop, store = threading.Event(), store_in(folder, LAYOUT, limit_bytes=10 * SIZE, clock=SystemClock())
     most: list[int] = []
 
     def watch() -> None:
@@ -302,7 +302,7 @@ def test_churn_never_exceeds_the_bound_and_reads_what_was_written(folder: Path) 
 
     def work(seed: int) -> int:
         rng, num_read = random.Random(seed), 0
-        own = store_in(folder, LAYOUT, bound_bytes=10 * SIZE, clock=SystemClock())
+        own = store_in(folder, LAYOUT, limit_bytes=10 * SIZE, clock=SystemClock())
         for _ in range(150):
             prompt = rng.randrange(6)
             names = [f"{prompt}-{index}" for index in range(rng.randint(1, 4))]

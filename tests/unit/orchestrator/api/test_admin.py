@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
+from baton.cluster_state import GroupState
 from baton.errors import InvalidArgumentError, NotFoundError
-from baton.results import GroupState
 from baton.v1 import admin_pb2 as pb
 from orchestrator.api.admin import AdminServicer, Context
 from orchestrator.observability.state import Overview

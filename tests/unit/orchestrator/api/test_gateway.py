@@ -85,7 +85,7 @@ async def test_text_becomes_token_ids_and_the_rest_stays(tokenizer: Tokenizer) -
     assert (asked.sampling.temperature, asked.sampling.seed, asked.seeded) == (0.5, 4, True)
     assert 20_000 < asked.deadline_ms <= 30_000
     assert output.text == text_of(3)
-    assert output.usage is not None and output.timings is not None and output.timings.ranks
+    assert output.usage is not None and output.timings is not None and output.timings.prefill.ranks
 
 
 async def test_a_chat_is_rendered(tokenizer: Tokenizer) -> None:

@@ -180,11 +180,11 @@ async def test_the_ranks_that_were_chosen_are_those_that_ran() -> None:
             assert answer.token_ids == reference_ids(made.decoder, prompt(40), PARAMS)
             assert answer.finished is not None
             timings = timings_from_proto(answer.finished.timings)
-            assert tuple(rank.rank for rank in timings.ranks) == expected
-            assert sum(len(rank.tokens) for rank in timings.ranks) == 40
-            assert timings.width is not None
-            assert (timings.width.width, timings.width.num_ranks) == (len(expected), 3)
-            assert [option.width for option in timings.width.options] == [1, 2, 3]
+            assert tuple(rank.rank for rank in timings.prefill.ranks) == expected
+            assert sum(len(rank.tokens) for rank in timings.prefill.ranks) == 40
+            assert timings.prefill.width is not None
+            assert (timings.prefill.width.width, timings.prefill.width.num_ranks) == (len(expected), 3)
+            assert [option.width for option in timings.prefill.width.options] == [1, 2, 3]
         await made.until_empty()
 
 
@@ -225,9 +225,9 @@ async def test_a_light_tenant_s_prompt_passes_a_heavy_one_s_jobs_on_their_rank()
             await eventually(num_booked, lambda booked, most=number + 1: booked == most, within_s=5)  # type: ignore[misc]
         made.rank_gates[0].open()
         *_, heavy, light = await asyncio.gather(*asked)
-        assert light.timings.width is not None
-        assert (light.timings.width.num_ahead, light.timings.width.num_jobs) == (1, 3)
-        assert light.timings.ranks[0].end_ns < heavy.timings.ranks[0].start_ns
+        assert light.timings.prefill.width is not None
+        assert (light.timings.prefill.width.num_ahead, light.timings.prefill.width.num_jobs) == (1, 3)
+        assert light.timings.prefill.ranks[0].end_ns < heavy.timings.prefill.ranks[0].start_ns
         await made.until_empty()
 
 
@@ -236,7 +236,7 @@ async def test_an_inelastic_orchestrator_gives_everybody_all_ranks() -> None:
         answers = await asyncio.gather(*(made.ask(made.request(prompt(5 + n), PARAMS)) for n in range(6)))
         for answer in answers:
             assert answer.finished is not None
-            assert [rank.rank for rank in answer.finished.timings.ranks] == [0, 1]
+            assert [rank.rank for rank in answer.finished.timings.prefill.ranks] == [0, 1]
         await made.until_empty()
 
 
@@ -254,7 +254,7 @@ async def test_mixed_widths_and_clients_that_leave(seed: int) -> None:
         for ids, answer in zip(asked, await asyncio.gather(*running), strict=True):
             assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
             assert answer.finished is not None
-            widths.add(len(answer.finished.timings.ranks))
+            widths.add(len(answer.finished.timings.prefill.ranks))
         await made.until_empty()
     assert len(widths) > 1
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from baton.cluster_state import GenerationStatus, GroupState
 from baton.ids import RequestId
-from baton.results import GroupState, KvLedger
 from baton.types import Lease
 from generate_workers.slots.leases import SlotState
 from orchestrator.membership.members import AbsentGroup
@@ -17,8 +17,8 @@ from tests.support.eventually import eventually
 from transport.kv_sink import ReserveSpec
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
-GROUP = GroupState("g", "generate", ("h:1",), 0, True, 4, 4, 0, 0, 0)
-CHAIN = GroupState("p", "prefill", ("h:2",), 1, True, 0, 0, 0, 0, 0)
+GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
+CHAIN = GroupState("p", "prefill", ("h:2",), 1, True, 0, 0)
 
 
 def test_a_sound_cluster_serves_and_is_not_degraded() -> None:
@@ -30,7 +30,7 @@ def test_a_sound_cluster_serves_and_is_not_degraded() -> None:
     [
         ([], "no generation group is ready"),
         ([CHAIN, replace(GROUP, is_ready=False)], "no generation group is ready"),
-        ([GROUP, replace(GROUP, name="x", imbalance="1 is not 2")], "x: 1 is not 2"),
+        ([GROUP, replace(GROUP, name="x", generation=GenerationStatus(imbalance="1 is not 2"))], "x: 1 is not 2"),
         ([GROUP, replace(GROUP, name="x", num_leaked=2)], "x: 2 slots are held by no request"),
         ([GROUP, replace(CHAIN, num_leaked=1)], "p: 1 jobs are held by no request"),
     ],
@@ -133,9 +133,3 @@ async def test_what_a_former_orchestrator_leased_does_not_end_serving() -> None:
         assert await verdict(made) == SERVING
         made.groups[0].slots.release(seats[0].ref)
         await made.until_empty(within_s=10)
-
-
-def test_a_ledger_s_parts_are_the_whole() -> None:
-    assert KvLedger(10, 4, 3, 2, 1).imbalance == ""
-    assert KvLedger(10, 5, 3, 2, 1).imbalance == "5 bytes free and 6 promised are not the 10 of KV"
-    assert KvLedger(5, -1, 3, 2, 1).imbalance

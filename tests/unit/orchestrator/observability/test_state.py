@@ -71,7 +71,7 @@ async def test_a_running_stream_ends_by_itself_and_new_work_goes_elsewhere(pair:
     states = await draining
     assert answer.token_ids == reference_ids(pair.decoder, prompt(40), LONG)
     assert [state.num_requests for state in (states[0], states[-1])] == [1, 0]
-    assert states[-1].num_free == states[-1].num_slots == 2
+    assert states[-1].generation.num_free == states[-1].generation.num_slots == 2
     assert all(state.is_drained for state in states)
 
 
@@ -95,7 +95,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
     async with relay() as made:  # whose patience with absent chains is 10 s
         await drain(made, "chain")
         answer = await asyncio.wait_for(made.ask(made.request(prompt(40), SHORT)), 5)
-        assert answer.finished is not None and not answer.finished.timings.ranks
+        assert answer.finished is not None and not answer.finished.timings.prefill.ranks
         state = await made.state()
         assert list(state.why_degraded) == [
             "chain is drained",
@@ -103,7 +103,7 @@ async def test_a_drained_chain_leaves_prefill_to_the_generation_groups_at_once()
         ]
         await undrain(made, "chain")
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.ranks
+        assert answer.finished is not None and answer.finished.timings.prefill.ranks
         await made.until_empty()
 
 
@@ -151,7 +151,7 @@ async def test_a_group_whose_worker_is_gone_has_nothing_left_to_do(pair: Relay) 
     dead = replace(view.generation[0], endpoint="127.0.0.1:1", ready=False)
     pair.members.update(replace(view, generation=(dead, *view.generation[1:])))
     (state,) = await asyncio.wait_for(drain(pair, "group-0"), 10)
-    assert (state.is_drained, state.num_free) == (True, 0)
+    assert (state.is_drained, state.HasField("generation")) == (True, False)
     pair.members.update(view)
 
 
@@ -194,7 +194,7 @@ async def test_a_chain_that_fails_again_and_again_is_kept_out_until_a_probe_goes
         made.members.update(sound)  # another life: its own breaker
         assert not (await made.state()).groups[0].is_broken
         answer = await made.ask(made.request(prompt(40), SHORT))
-        assert answer.finished is not None and answer.finished.timings.ranks
+        assert answer.finished is not None and answer.finished.timings.prefill.ranks
         await made.until_empty()
 
 

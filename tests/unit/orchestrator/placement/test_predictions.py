@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
-from baton.results import KvLedger, Placement
+from baton.results import Placement
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
 from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
@@ -191,7 +191,7 @@ async def test_what_took_long_for_want_of_memory_teaches_nothing() -> None:
         local=LocalPrefill(2.0, 2.0, 256),
     )
     cluster = Cluster(planner, replace(CONFIG, disaggregation="never"))
-    cluster.members.memory["group"] = KvLedger(10_000, 0)
+    cluster.members.num_bytes_free["group"] = 0
     record = request(100)
     await cluster.place(record)
     record.place(cluster.clock.unix_ns())
@@ -210,7 +210,7 @@ async def test_a_group_without_memory_does_not_prefill_where_a_chain_can() -> No
     )
     cluster = Cluster(planner)
     assert (await cluster.place(request(100))).reason == "local_faster"
-    cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
+    cluster.members.num_bytes_free["group"] = 100 * 80 - 1
     assert (await cluster.place(request(100, first=1))).reason == "not_predicted"
 
 
@@ -279,7 +279,7 @@ async def test_a_group_without_memory_for_a_request_is_asked_last() -> None:
     other = replace(GROUP, name="other", endpoint="h:3", num_slots=4)
     cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
     assert (await cluster.plan(request(100))).generation == GROUP  # has more slots
-    cluster.members.memory["group"] = KvLedger(10_000, 100 * 80 - 1)
+    cluster.members.num_bytes_free["group"] = 100 * 80 - 1
     assert (await cluster.plan(request(100))).generation == other
     assert (await cluster.plan(request(99))).generation == GROUP
 

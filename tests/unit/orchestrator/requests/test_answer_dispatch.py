@@ -53,9 +53,9 @@ async def keeping(
     ranks: Path | None, groups: Path, *, config: OrchestratorConfig = CONFIG, num_ranks: int = 2, num_blocks: int = 1000
 ) -> AsyncIterator[Relay]:
     """A relay whose nodes have room for so many blocks."""
-    bound_bytes = num_blocks * BLOCK_BYTES
+    limit_bytes = num_blocks * BLOCK_BYTES
     async with relay(
-        num_ranks=num_ranks, config=config, prefix_folder=ranks, prefix_bytes=bound_bytes, group_folder=groups
+        num_ranks=num_ranks, config=config, prefix_folder=ranks, prefix_bytes=limit_bytes, group_folder=groups
     ) as made:
         yield made
         await made.until_empty()
@@ -83,7 +83,7 @@ async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParam
     assert got.finished is not None
     usage, timings = got.finished.usage, timings_from_proto(got.finished.timings)
     assert usage.num_attempts == 1
-    num_bytes = sum(rank.num_bytes_pushed for rank in timings.ranks)
+    num_bytes = sum(rank.num_bytes_pushed for rank in timings.prefill.ranks)
     num_pushed, rest = divmod(num_bytes, made.decoder.layout.token_bytes)
     assert not rest
     return Turn(prompt_ids, tuple(got.token_ids), usage.num_cached_tokens, num_pushed)
@@ -297,7 +297,7 @@ async def test_blocks_that_are_written_into_a_slot_stay_while_others_need_room(f
 async def test_many_turns_at_once_over_a_store_that_is_too_small(seed: int, folder: Path) -> None:
     """Two groups and the ranks write, evict and read at once: tokens are right, and the bound always holds."""
     rng = random.Random(seed)
-    bound_bytes = 12 * BLOCK_BYTES
+    limit_bytes = 12 * BLOCK_BYTES
 
     async def chat(made: Relay, number: int) -> None:
         ids = prompt(rng.randrange(10, 60), seed=number % 3)
@@ -312,11 +312,11 @@ async def test_many_turns_at_once_over_a_store_that_is_too_small(seed: int, fold
         assert store is not None
         while True:
             with store.locked():
-                assert store.holdings().num_bytes <= bound_bytes
+                assert store.holdings().num_bytes <= limit_bytes
             await asyncio.sleep(0.005)  # not for anybody: a period
 
     async with relay(
-        num_groups=2, config=CONFIG, prefix_folder=folder, prefix_bytes=bound_bytes, group_folder=folder
+        num_groups=2, config=CONFIG, prefix_folder=folder, prefix_bytes=limit_bytes, group_folder=folder
     ) as made:
         watching = asyncio.create_task(watch(made))
         await asyncio.gather(*(chat(made, number) for number in range(10)))

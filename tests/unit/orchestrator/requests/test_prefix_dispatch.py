@@ -51,9 +51,9 @@ async def answer(made: Relay, prompt_ids: tuple[int, ...], params: SamplingParam
     assert got.finished is not None
     usage, timings = got.finished.usage, timings_from_proto(got.finished.timings)
     assert usage.num_attempts == 1
-    assert timings.ranks[0].tokens.start == usage.num_cached_tokens
-    assert timings.ranks[-1].tokens.end == len(prompt_ids)
-    pushed = sum(rank.num_bytes_pushed for rank in timings.ranks)
+    assert timings.prefill.ranks[0].tokens.start == usage.num_cached_tokens
+    assert timings.prefill.ranks[-1].tokens.end == len(prompt_ids)
+    pushed = sum(rank.num_bytes_pushed for rank in timings.prefill.ranks)
     assert pushed == len(prompt_ids) * made.decoder.layout.token_bytes
     return usage.num_cached_tokens
 

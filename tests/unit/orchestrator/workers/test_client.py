@@ -78,7 +78,7 @@ async def served() -> AsyncIterator[Served]:
 async def test_a_worker_is_connected_to_once(served: Served) -> None:
     with served.clients.use(served.endpoint) as first, served.clients.use(served.endpoint) as second:
         assert first is second
-        assert (await first.generation_holdings(5)).num_free == 3
+        assert (await first.generation_status(5)).num_free == 3
 
 
 async def test_a_connection_in_use_survives_its_worker_s_absence(served: Served) -> None:
@@ -86,7 +86,7 @@ async def test_a_connection_in_use_survives_its_worker_s_absence(served: Served)
         stream = worker.stream(RECORD, NUMBER, OrchestratorConfig(), None)
         assert (await stream.read()).text == "r"
         await served.clients.prune(())
-        assert (await worker.generation_holdings(5)).num_slots == 4
+        assert (await worker.generation_status(5)).num_slots == 4
         stream.cancel()
     with served.clients.use(served.endpoint) as again:
         assert again is worker
@@ -94,7 +94,7 @@ async def test_a_connection_in_use_survives_its_worker_s_absence(served: Served)
 
 async def test_a_connection_to_a_worker_that_is_gone_is_closed(served: Served) -> None:
     with served.clients.use(served.endpoint) as worker:
-        await worker.generation_holdings(5)
+        await worker.generation_status(5)
     await served.clients.prune({"elsewhere:1"})
     with served.clients.use(served.endpoint) as again:
         assert again is not worker
@@ -132,4 +132,4 @@ async def test_a_cancelled_read_is_cancelled(served: Served) -> None:
 
 async def test_nobody_there_is_unavailable(served: Served) -> None:
     with served.clients.use("127.0.0.1:1") as worker, pytest.raises(UnavailableError):
-        await worker.prefill_holdings(5)
+        await worker.prefill_status(5)
