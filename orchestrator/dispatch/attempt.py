@@ -23,7 +23,8 @@ from baton.types import Lease
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
 from orchestrator.dispatch.streaming import Closings, Emit, first_event, follow
-from orchestrator.membership.members import GenerationGroup, Members
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord

@@ -16,7 +16,8 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
 from baton.results import Placement
-from orchestrator.membership.members import GenerationGroup, Members, NoGroupError
+from orchestrator.membership.members import Members, NoGroupError
+from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import ChainWay, able_groups, cheapest_group, compare, groups_with_room
 from orchestrator.placement.generation_book import Occupancy

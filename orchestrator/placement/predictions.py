@@ -11,7 +11,8 @@ from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
 from baton.results import PlacementTerms
 from baton.types import TokenRange
-from orchestrator.membership.members import GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, cheapest_chain
 from orchestrator.placement.generation_book import Occupancy

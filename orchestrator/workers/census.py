@@ -15,7 +15,8 @@ from baton.clock import Clock
 from baton.endless import Pauses, repeat
 from baton.errors import BatonError
 from baton.results import GroupState, PrefixHoldings
-from orchestrator.membership.members import GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients, GenerationHoldings, StepSample
 

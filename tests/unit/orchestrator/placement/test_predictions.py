@@ -16,8 +16,9 @@ from baton.prefix_blocks import PromptBlocks
 from baton.results import KvLedger, Placement
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
