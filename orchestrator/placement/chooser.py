@@ -95,10 +95,14 @@ class Chooser:
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
         )
-        if way is None:
-            self._book_local(record, generation, prospects)
-        else:
-            self._occupancy.place(record, generation.life)
+        self._occupancy.place(
+            record,
+            generation.life,
+            prospects.local(generation) if way is None else None,
+            now_s=self._outlook.now_s,
+            has_room=self._members.load(generation.name).num_slots <= generation.num_slots
+            and not prospects.lacks_memory(generation),
+        )
         blocks = prospects.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, way, record.wants_prompt_scores)
         reserves = way is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
@@ -129,15 +133,12 @@ class Chooser:
 
     def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:
         local, policy = prospects.local(generation), self._policy(record)
-        found = None
-        if policy != "never" and not record.wants_prompt_scores:
-            found = prospects.best_chain(generation)
-        if found is None:
+        takes_chain = policy != "never" and not record.wants_prompt_scores
+        way = prospects.best_chain(generation) if takes_chain else None
+        if way is None:
             return 0.0 if local is None else local.own_s
-        takes_local = policy == "auto" and not prospects.lacks_memory(generation)
-        if takes_local and local is not None and local.cost_s < found.terms.cost_s:
-            return local.own_s
-        return found.terms.own_s
+        is_compared = policy == "auto" and not prospects.lacks_memory(generation)
+        return local.own_s if local and is_compared and compare(way.terms, local).is_local else way.terms.own_s
 
     async def _find_generation(self, record: RequestRecord, avoid: Collection[Hashable]) -> GenerationGroup:
         """Return the group with room where the request costs least, waiting for one if need be."""
@@ -185,16 +186,6 @@ class Chooser:
         if placement.reason == "chain_faster":
             self._planner.pass_over_local()
         return None if placement.is_local else way, placement
-
-    def _book_local(self, record: RequestRecord, generation: GenerationGroup, prospects: Prospects) -> None:
-        """Record in the book that the group prefills the attempt, as predicted now."""
-        local = prospects.local(generation)
-        if local is None:
-            self._occupancy.place(record, generation.life)
-            return
-        is_over = self._members.load(generation.name).num_slots > generation.num_slots
-        has_room = not is_over and not prospects.lacks_memory(generation)
-        self._occupancy.place_local(record, generation.life, local, self._outlook.now_s, has_room=has_room)
 
     def _policy(self, record: RequestRecord) -> Disaggregation:
         return "always" if record.request.by_chain else self._config.disaggregation
