@@ -87,9 +87,11 @@ class Chooser:
         while this one waits for a chain. Lives in `full` have refused the attempt: others are asked before. If
         `uses_cached`, a chain begins behind cached blocks. Raises NoGroupError when no group has room in time.
         """
-        generation = await self._find_generation(record, record.avoid | {*full})
+        made: dict[str, PromptBlocks] = {}
+        before = Prospects(self._outlook, record, uses_cached=True, holds=False, blocks=made)
+        generation = await self._find_generation(record, before, record.avoid | {*full})
         held.enter_context(self._members.hold(generation.name, record.num_slots))
-        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True)
+        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, blocks=made)
         way, placement = await self._decide(generation, record, prospects)
         logger.info(
             "placed request=%s attempt=%d group=%s: %s",
@@ -113,7 +115,8 @@ class Chooser:
         ready."""
         if plan.way is None:
             return plan
-        prospects = Prospects(self._outlook, record, uses_cached=plan.uses_cached, holds=True)
+        made = {plan.generation.layout_fingerprint: plan.blocks}
+        prospects = Prospects(self._outlook, record, uses_cached=plan.uses_cached, holds=True, blocks=made)
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
@@ -140,9 +143,10 @@ class Chooser:
         is_compared = policy == "auto" and not prospects.lacks_memory(generation)
         return local.own_s if local and is_compared and compare(way.terms, local).is_local else way.terms.own_s
 
-    async def _find_generation(self, record: RequestRecord, avoid: Collection[Hashable]) -> GenerationGroup:
+    async def _find_generation(
+        self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
+    ) -> GenerationGroup:
         """Return the group with room where the request costs least, waiting for one if need be."""
-        prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
 
         def cost_s(group: GenerationGroup) -> float:
             return _ASKED_LAST_S if prospects.lacks_memory(group) else prospects.least_s(group)
