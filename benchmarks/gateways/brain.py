@@ -14,7 +14,8 @@ from benchmarks.gateways.process import Answer, usage
 from benchmarks.gateways.profile import Profile
 from deploy.machine.calibrations import nominal_calibration
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer

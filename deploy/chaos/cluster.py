@@ -21,7 +21,7 @@ from deploy.groups.cluster import Cluster
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Spawner
-from orchestrator.membership.members import ClusterView
+from orchestrator.membership.view import ClusterView
 
 _STATUS_S = 2.0
 _BACKOFF = Backoff(0.2, 0.5)

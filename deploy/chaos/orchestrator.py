@@ -25,7 +25,7 @@ from baton.errors import BatonError, UnavailableError
 from baton.results import ModelInfo
 from deploy.groups.group import Heartbeat
 from orchestrator.api.host import OrchestratorHost
-from orchestrator.membership.members import ClusterView, Orders
+from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 

@@ -18,7 +18,8 @@ from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.worker import Worker
 from deploy.machine.limits import tokens_of_slot
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from baton.errors import BatonError, UnavailableError
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Surroundings, WorkerGroup
 from deploy.groups.restarts import Restarts
-from orchestrator.membership.members import AbsentGroup, Orders
+from orchestrator.membership.view import AbsentGroup, Orders
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_put
 
-from orchestrator.membership.members import Orders
+from orchestrator.membership.view import Orders
 
 _KEY = "baton-supervisor"
 _SETS = ("drained", "leaving", "stand_ins")

@@ -25,7 +25,7 @@ from deploy.groups.group import Heartbeat
 from deploy.machine.calibrations import calibration_path, served_planner
 from deploy.ray_cluster.spawner import SMALL_CPU, answer, kill_process
 from orchestrator.api.host import OrchestratorHost
-from orchestrator.membership.members import ClusterView, Orders
+from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)

@@ -32,7 +32,7 @@ from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
 from deploy.ray_cluster.orchestrator import OrchestratorKeeper, OrchestratorPlan, end_orchestrator
 from deploy.ray_cluster.places import RayRoom, check_room, group_sizes, node_resources
 from deploy.ray_cluster.spawner import RaySpawner
-from orchestrator.membership.members import ClusterView, Orders
+from orchestrator.membership.view import ClusterView, Orders
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,8 @@ from baton.process.cores import pin
 from baton.process.garbage import collect_rarely
 from baton.results import ModelInfo
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.membership.members import ClusterView, Members, Orders
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer

@@ -23,7 +23,8 @@ from baton.types import Lease
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
 from orchestrator.dispatch.streaming import Closings, Emit, first_event, follow
-from orchestrator.membership.members import GenerationGroup, Members
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -91,8 +92,7 @@ class Dispatcher:
         """The chooser of groups for attempts."""
         self._members = members
         self._clients = clients
-        prefixes = self.chooser.prefixes
-        self._prefixes = prefixes
+        self._prefixes = prefixes = self.chooser.prefixes
         self._stores = PrefixStores(members, clients, prefixes)
         self._chains = ChainRunner(members, clients, planner, prefixes, clock=clock, config=config)
         self._clock = clock
@@ -100,11 +100,6 @@ class Dispatcher:
         self._numbers = JobNumbers(clock)
         self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._closings = Closings(prefixes)
-
-    @property
-    def num_degraded(self) -> int:
-        """Return the number of attempts whose generation group prefilled because no prefill group was ready in time."""
-        return self.chooser.num_degraded
 
     async def close(self) -> None:
         """Wait, for a bounded time, until the slots and streams of past attempts are freed; to be called once no
@@ -177,19 +172,13 @@ class Dispatcher:
         if plan.reserves:
             lease = await self._reserve(home, plan, learnt)
             plan = self.chooser.replan(plan, home.record)  # other jobs were booked meanwhile
-        async with self._prefilling(home, plan, lease) as prefill:
-            await self._generate(home, plan, lease, prefill, emit)
-
-    @contextlib.asynccontextmanager
-    async def _prefilling(self, home: _Home, plan: Plan, lease: Lease | None) -> AsyncIterator[PrefillTask | None]:
-        """Run the plan's chain, if it has one, while the context lasts; its last rank commits the slot."""
         if plan.way is None or lease is None:
-            yield None
+            await self._generate(home, plan, lease, None, emit)
             return
-        way, number = plan.way, self._numbers.issue()
-        job = PrefillJob(home.record, number, way.group, way.chain, plan.blocks, lease)
+        number = self._numbers.issue()
+        job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
-            yield prefill
+            await self._generate(home, plan, lease, prefill, emit)
 
     async def _generate(
         self, home: _Home, plan: Plan, lease: Lease | None, prefill: PrefillTask | None, emit: Emit
@@ -213,8 +202,8 @@ class Dispatcher:
                 record.report(await self._chains.reports(prefill))
         except BaseException as error:
             if isinstance(error, BatonError) and not isinstance(error, StalePrefixError):
-                by_chain = way is not None and prefill is not None and error is failure_of(prefill)
-                record.blame(way.group.life if way is not None and by_chain else home.group.life)
+                is_chains = way is not None and prefill is not None and error is failure_of(prefill)
+                record.blame(way.group.life if way is not None and is_chains else home.group.life)
             if lease is not None and not record.is_complete:  # a complete request's rows may still be stored
                 self._givebacks.abort(home.group.endpoint, lease.ref)
             raise

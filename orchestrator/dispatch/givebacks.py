@@ -6,7 +6,7 @@ ended, its calls go on here until the workers have answered, or until the slot o
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 from baton.clock import Clock
@@ -14,7 +14,7 @@ from baton.errors import BatonError, ResourceExhaustedError
 from baton.ids import ReserveNumber, StreamNumber
 from baton.types import Lease, LeaseRef
 from orchestrator.membership.members import Members
-from orchestrator.workers.client import VERB_TIMEOUT_S, Clients
+from orchestrator.workers.client import VERB_TIMEOUT_S, Clients, WorkerClient
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class Givebacks:
 
     def cancel(self, endpoint: str, number: StreamNumber) -> None:
         """End the stream of this number at a generation group, in a task."""
-        self._begin(self._cancel(endpoint, number))
+        self._begin(self._tell(endpoint, f"stream {number}", lambda worker: worker.cancel(number)))
 
     def unwanted(self, endpoint: str, number: ReserveNumber, granting: asyncio.Task[Lease]) -> None:
         """Wait for a Reserve that is under way without a caller, and free the slot that it is granted, in a task."""
@@ -69,7 +69,7 @@ class Givebacks:
             if not isinstance(error, ResourceExhaustedError):
                 await self._undo(endpoint, number)
         else:
-            await self._abort(endpoint, lease.ref)
+            await self._abort(endpoint, lease.ref)  # in this task, for which `close` waits
 
     async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
         """Abort a Reserve by its number, again and again until the worker has answered or is gone.
@@ -92,16 +92,13 @@ class Givebacks:
             if self._clock.now_s() > until_s or endpoint not in self._members.present.endpoints:
                 return
 
-    async def _cancel(self, endpoint: str, number: StreamNumber) -> None:
-        try:
-            with self._clients.use(endpoint) as worker:
-                await worker.cancel(number)
-        except BatonError as error:
-            logger.info("stream %d at %s is left to its ttl: %s", number, endpoint, error)
-
     async def _abort(self, endpoint: str, ref: LeaseRef) -> None:
+        await self._tell(endpoint, f"slot {ref.slot}", lambda worker: worker.abort(ref))
+
+    async def _tell(self, endpoint: str, what: str, call: Callable[[WorkerClient], Awaitable[None]]) -> None:
+        """Make a call that frees something at a worker; if it fails, the worker frees it by its ttl."""
         try:
             with self._clients.use(endpoint) as worker:
-                await worker.abort(ref)
+                await call(worker)
         except BatonError as error:
-            logger.info("slot %d at %s is left to its ttl: %s", ref.slot, endpoint, error)
+            logger.info("%s at %s is left to its ttl: %s", what, endpoint, error)

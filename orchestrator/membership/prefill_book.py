@@ -3,7 +3,7 @@
 Ranks do not report while they work, so the book supposes that each works as its sequencer decides: on the job due
 first, at the predicted speed. What is left of a job never falls below 0, and its entry goes when its run on that rank
 has ended, in any way: a wrong prediction is forgotten with its job. A group's book belongs to one life of its links and
-ends with it. Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.attempt`, read by
+ends with it. Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`, read by
 `orchestrator.placement`. Pure; on the loop.
 """
 

@@ -7,7 +7,7 @@ the workers' books do not balance or slots are leaked, because then no request c
 from collections.abc import Sequence
 
 from baton.cluster_state import GroupState
-from orchestrator.membership.members import AbsentGroup
+from orchestrator.membership.view import AbsentGroup
 
 
 def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:

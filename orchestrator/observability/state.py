@@ -62,7 +62,7 @@ class Overview:
             groups=groups,
             num_queued=self._admission.num_queued,
             num_running=self._admission.num_running,
-            num_degraded=self._dispatcher.num_degraded,
+            num_degraded=self._dispatcher.chooser.num_degraded,
             version=__version__,
             num_queued_tokens=self._admission.num_queued_tokens,
             why_not_serving=self._why_not_serving(groups),

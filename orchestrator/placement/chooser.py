@@ -16,7 +16,8 @@ from typing import TypeVar
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
 from baton.results import Placement
-from orchestrator.membership.members import GenerationGroup, Members, NoGroupError
+from orchestrator.membership.members import Members, NoGroupError
+from orchestrator.membership.view import GenerationGroup
 from orchestrator.placement.chain_width import WidthPolicy
 from orchestrator.placement.comparison import ChainWay, able_groups, cheapest_group, compare, groups_with_room
 from orchestrator.placement.generation_book import Occupancy
@@ -86,18 +87,24 @@ class Chooser:
         while this one waits for a chain. Lives in `full` have refused the attempt: others are asked before. If
         `uses_cached`, a chain begins behind cached blocks. Raises NoGroupError when no group has room in time.
         """
-        generation = await self._find_generation(record, record.avoid | {*full})
+        made: dict[str, PromptBlocks] = {}
+        before = Prospects(self._outlook, record, uses_cached=True, holds=False, blocks=made)
+        generation = await self._find_generation(record, before, record.avoid | {*full})
         held.enter_context(self._members.hold(generation.name, record.num_slots))
-        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True)
+        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, blocks=made)
         way, placement = await self._decide(generation, record, prospects)
         logger.info(
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
         )
-        if way is None:
-            self._book_local(record, generation, prospects)
-        else:
-            self._occupancy.place(record, generation.life)
+        self._occupancy.place(
+            record,
+            generation.life,
+            prospects.local(generation) if way is None else None,
+            now_s=self._outlook.now_s,
+            has_room=self._members.load(generation.name).num_slots <= generation.num_slots
+            and not prospects.lacks_memory(generation),
+        )
         blocks = prospects.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, way, record.wants_prompt_scores)
         reserves = way is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
@@ -108,7 +115,8 @@ class Chooser:
         ready."""
         if plan.way is None:
             return plan
-        prospects = Prospects(self._outlook, record, uses_cached=plan.uses_cached, holds=True)
+        made = {plan.generation.layout_fingerprint: plan.blocks}
+        prospects = Prospects(self._outlook, record, uses_cached=plan.uses_cached, holds=True, blocks=made)
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
@@ -128,19 +136,17 @@ class Chooser:
 
     def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:
         local, policy = prospects.local(generation), self._policy(record)
-        found = None
-        if policy != "never" and not record.wants_prompt_scores:
-            found = prospects.best_chain(generation)
-        if found is None:
+        takes_chain = policy != "never" and not record.wants_prompt_scores
+        way = prospects.best_chain(generation) if takes_chain else None
+        if way is None:
             return 0.0 if local is None else local.own_s
-        takes_local = policy == "auto" and not prospects.lacks_memory(generation)
-        if takes_local and local is not None and local.cost_s < found.terms.cost_s:
-            return local.own_s
-        return found.terms.own_s
+        is_compared = policy == "auto" and not prospects.lacks_memory(generation)
+        return local.own_s if local and is_compared and compare(way.terms, local).is_local else way.terms.own_s
 
-    async def _find_generation(self, record: RequestRecord, avoid: Collection[Hashable]) -> GenerationGroup:
+    async def _find_generation(
+        self, record: RequestRecord, prospects: Prospects, avoid: Collection[Hashable]
+    ) -> GenerationGroup:
         """Return the group with room where the request costs least, waiting for one if need be."""
-        prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
 
         def cost_s(group: GenerationGroup) -> float:
             return _ASKED_LAST_S if prospects.lacks_memory(group) else prospects.least_s(group)
@@ -184,16 +190,6 @@ class Chooser:
         if placement.reason == "chain_faster":
             self._planner.pass_over_local()
         return None if placement.is_local else way, placement
-
-    def _book_local(self, record: RequestRecord, generation: GenerationGroup, prospects: Prospects) -> None:
-        """Record in the book that the group prefills the attempt, as predicted now."""
-        local = prospects.local(generation)
-        if local is None:
-            self._occupancy.place(record, generation.life)
-            return
-        is_over = self._members.load(generation.name).num_slots > generation.num_slots
-        has_room = not is_over and not prospects.lacks_memory(generation)
-        self._occupancy.place_local(record, generation.life, local, self._outlook.now_s, has_room=has_room)
 
     def _policy(self, record: RequestRecord) -> Disaggregation:
         return "always" if record.request.by_chain else self._config.disaggregation

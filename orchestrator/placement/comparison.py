@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 
 from baton.results import Placement, PlacementTerms
-from orchestrator.membership.members import ClusterView, GenerationGroup, Load, PrefillGroup
+from orchestrator.membership.members import Load
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.record import RequestRecord
 

@@ -6,7 +6,7 @@ when it is seen. Written by `orchestrator.placement.chooser`, read by `orchestra
 """
 
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from baton.results import PlacementTerms
 from orchestrator.requests.record import RequestRecord, RequestState
@@ -63,21 +63,26 @@ class Occupancy:
         """Return the number of attempts that run."""
         return sum(1 for _ in self._present())
 
-    def place(self, record: RequestRecord, life: Hashable) -> None:
-        """Record that the request's attempt is at that group, and that a chain prefills it."""
-        self._guests[id(record)] = _Guest(record, record.attempt.number, life)
-
-    def place_local(
-        self, record: RequestRecord, life: Hashable, terms: PlacementTerms, now_s: float, *, has_room: bool
+    def place(
+        self,
+        record: RequestRecord,
+        life: Hashable,
+        local: PlacementTerms | None = None,
+        *,
+        now_s: float = 0.0,
+        has_room: bool = False,
     ) -> None:
-        """Record that the request's attempt is at that group, which prefills it, as `terms` have just predicted.
+        """Record that the request's attempt is at that group, which prefills it as `local` has just predicted; None for
+        a prefill by a chain, and for one without a prediction.
 
-        With `has_room` it waits only for other local prefills, and its duration will be reported to the planner.
+        With `has_room` a local prefill waits only for others, and its duration will be reported to the planner.
         """
-        factor = self._planner.local_factor
-        nominal_s = (terms.prefill_s + terms.steps_s) / factor
-        queued_s = terms.queue_s / factor if has_room else None
-        guest = _Guest(record, record.attempt.number, life, now_s + terms.own_s, nominal_s, queued_s)
+        guest = _Guest(record, record.attempt.number, life)
+        if local is not None:
+            factor = self._planner.local_factor
+            queued_s = local.queue_s / factor if has_room else None
+            nominal_s = (local.prefill_s + local.steps_s) / factor
+            guest = replace(guest, ends_s=now_s + local.own_s, nominal_s=nominal_s, queued_s=queued_s)
         self._guests[id(record)] = guest
 
     def context_tokens(self, life: Hashable) -> float | None:

@@ -11,7 +11,8 @@ from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
 from baton.results import PlacementTerms
 from baton.types import TokenRange
-from orchestrator.membership.members import GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup, PrefillGroup
 from orchestrator.placement.chain_width import PromptChains, WidthPolicy
 from orchestrator.placement.comparison import ChainWay, cheapest_chain
 from orchestrator.placement.generation_book import Occupancy
@@ -41,17 +42,26 @@ class Outlook:
 class Prospects:
     """Predictions for one attempt at one request."""
 
-    def __init__(self, outlook: Outlook, record: RequestRecord, *, uses_cached: bool, holds: bool) -> None:
+    def __init__(
+        self,
+        outlook: Outlook,
+        record: RequestRecord,
+        *,
+        uses_cached: bool,
+        holds: bool,
+        blocks: dict[str, PromptBlocks] | None = None,
+    ) -> None:
         """`uses_cached`: whether the blocks that the prefix index names are counted as cached.
 
-        `holds`: whether the load of the group that is asked about includes the request's own slots.
+        `holds`: whether the load of the group that is asked about includes the request's own slots. `blocks` are the
+        prompt's blocks as far as they are known, by the fingerprint of their layout; others are added, for naming a
+        long prompt's blocks takes a while.
         """
         self._outlook = outlook
         self._record = record
         self._uses_cached = uses_cached
         self._num_own = record.num_slots if holds else 0
-        self._blocks: dict[str, PromptBlocks] = {}
-        """Blocks of the prompt, by the fingerprint of their layout."""
+        self._blocks = {} if blocks is None else blocks
         self._chains: dict[int, PromptChains] = {}
         """Chains of the prompt, by their first token."""
         self._batches: dict[str, tuple[int, float]] = {}

@@ -16,7 +16,8 @@ from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus, Ste
 from baton.endless import Pauses, repeat
 from baton.errors import BatonError
 from baton.ids import Epoch
-from orchestrator.membership.members import GenerationGroup, Group, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.workers.client import Clients
 

@@ -24,7 +24,7 @@ from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.messages import PrefillJob, stream_request, takeover_request
-from orchestrator.workers.streams import SharedCall, SharedStreams
+from orchestrator.workers.streams import SharedStreams, StreamPart
 from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
@@ -49,7 +49,7 @@ class RankReport:
 class EventStream:
     """The events of one attempt, as its generation group sends them."""
 
-    def __init__(self, call: SharedCall, endpoint: str) -> None:
+    def __init__(self, call: StreamPart, endpoint: str) -> None:
         self.stored: tuple[str, ...] = ()
         """Names of the answers' blocks that the group's prefix store holds; known once the stream is closed."""
         self.evicted: tuple[str, ...] = ()

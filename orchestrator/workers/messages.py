@@ -10,7 +10,7 @@ from baton.ids import JobId, StreamNumber
 from baton.prefix_blocks import PromptBlocks
 from baton.types import Lease
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
-from orchestrator.membership.members import PrefillGroup
+from orchestrator.membership.view import PrefillGroup
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord

@@ -8,7 +8,8 @@ import asyncio
 import logging
 
 from baton.errors import BatonError
-from orchestrator.membership.members import Group, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import Group, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
 

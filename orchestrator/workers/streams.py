@@ -33,7 +33,7 @@ MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
 whole call, here with the streams of many requests."""
 
 
-class SharedCall:
+class StreamPart:
     """One stream's part of the shared call; read as a call of its own would be."""
 
     def __init__(self, number: int, leave: Callable[[int], None]) -> None:
@@ -84,25 +84,25 @@ class SharedCall:
             self._waiter.set_result(None)
 
 
-class _Life:
+class _SharedCall:
     """One gRPC call, from its first stream to its last."""
 
     def __init__(self, stub: "GenerationGroupAsyncStub") -> None:
-        self.calls: dict[int, SharedCall] = {}
+        self.parts: dict[int, StreamPart] = {}
         self.is_over = False
         self._commands: asyncio.Queue[pb.StreamCommand | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(stub))
 
-    def open(self, number: int, command: pb.StreamCommand) -> SharedCall:
-        call = self.calls[number] = SharedCall(number, self.leave)
+    def open(self, number: int, command: pb.StreamCommand) -> StreamPart:
+        part = self.parts[number] = StreamPart(number, self.leave)
         self._commands.put_nowait(command)
-        return call
+        return part
 
     def leave(self, number: int) -> None:
         self._commands.put_nowait(pb.StreamCommand(leave=number))
         self._forget(number)
 
-    def on_end(self, told: "Callable[[_Life], None]") -> None:
+    def on_end(self, told: "Callable[[_SharedCall], None]") -> None:
         self._reading.add_done_callback(lambda _: told(self))
 
     async def close(self) -> None:
@@ -110,7 +110,7 @@ class _Life:
         await asyncio.gather(self._reading, return_exceptions=True)
 
     def _forget(self, number: int) -> None:
-        if self.calls.pop(number, None) is not None and not self.calls:
+        if self.parts.pop(number, None) is not None and not self.parts:
             self.is_over = True
             self._commands.put_nowait(None)
 
@@ -133,9 +133,9 @@ class _Life:
             if call is not None:
                 call.cancel()
             self._commands.put_nowait(None)  # grpc waits for the end of commands, even after the call's end
-            for reader in self.calls.values():
+            for reader in self.parts.values():
                 reader.end(type(failure)(str(failure)))  # a separate error for each reader to raise
-            self.calls.clear()
+            self.parts.clear()
 
     async def _hand_out(self, call: "StreamsCall") -> BatonError | None:
         """Dispatch messages to the end of the call; return the error with which it ended, or None."""
@@ -143,7 +143,7 @@ class _Life:
         try:
             while isinstance(message := await call.read(), pb.StreamEvents):
                 for event in message.events:
-                    if (reader := self.calls.get(event.number)) is not None:
+                    if (reader := self.parts.get(event.number)) is not None:
                         reader.take(event)
                         if event.HasField("end"):
                             self._forget(event.number)
@@ -159,10 +159,10 @@ class SharedStreams:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._stub: GenerationGroupAsyncStub = GenerationGroupStub(channel)
-        self._lives: set[_Life] = set()
-        self._latest: _Life | None = None
+        self._calls: set[_SharedCall] = set()
+        self._latest: _SharedCall | None = None
 
-    def open(self, request: pb.StreamRequest) -> SharedCall:
+    def open(self, request: pb.StreamRequest) -> StreamPart:
         """Open the stream of that number, or take it over; failures are raised when the stream is read.
 
         A request that fits into no message fails with InvalidArgumentError, without reaching the call that streams
@@ -172,18 +172,18 @@ class SharedStreams:
         try:
             check_size(request.request_id, command.ByteSize())
         except InvalidArgumentError as error:
-            refused = SharedCall(request.number, lambda number: None)
+            refused = StreamPart(request.number, lambda number: None)
             refused.end(error)
             return refused
         if self._latest is None or self._latest.is_over:
-            self._latest = _Life(self._stub)
-            self._lives.add(self._latest)
-            self._latest.on_end(self._lives.discard)
+            self._latest = _SharedCall(self._stub)
+            self._calls.add(self._latest)
+            self._latest.on_end(self._calls.discard)
         return self._latest.open(request.number, command)
 
     async def close(self) -> None:
         """End all calls; to be called when no stream is read any more, before the channel is closed."""
-        await asyncio.gather(*(life.close() for life in self._lives))
+        await asyncio.gather(*(call.close() for call in self._calls))
 
 
 def check_size(request_id: str, num_bytes: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
 from baton.sampling_params import SamplingParams
 from baton.v1 import generate_pb2
-from orchestrator.membership.members import ClusterView
+from orchestrator.membership.view import ClusterView
 from tests.support.clusters.orchestrators import HASTY, Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually

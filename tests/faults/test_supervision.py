@@ -23,7 +23,7 @@ from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
-from orchestrator.membership.members import ClusterView
+from orchestrator.membership.view import ClusterView
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.clusters.fault_plans import PickedPlan

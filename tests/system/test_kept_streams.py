@@ -15,7 +15,7 @@ from baton.v1 import common_pb2, generate_pb2, kv_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from generate_workers.servicer import GenerationServer
-from orchestrator.workers.streams import SharedCall, SharedStreams
+from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.clusters.orchestrators import HOST, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
@@ -101,7 +101,7 @@ class Group:
 class Reader:
     """One stream's events."""
 
-    def __init__(self, call: SharedCall) -> None:
+    def __init__(self, call: StreamPart) -> None:
         self._call = call
         self.events: list[TokenEvent] = []
 

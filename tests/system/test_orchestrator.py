@@ -21,7 +21,7 @@ from baton.v1 import common_pb2, generate_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from generate_workers.slots.leases import SlotState
-from orchestrator.membership.members import ClusterView
+from orchestrator.membership.view import ClusterView
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids

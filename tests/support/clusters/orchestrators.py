@@ -33,7 +33,8 @@ from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.node import DiskPlace
 from orchestrator.api.frontend import OrchestratorServer
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from prefill_workers.servicer import PrefillServer

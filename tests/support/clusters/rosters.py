@@ -15,7 +15,8 @@ from deploy.groups.cluster import Cluster
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
 from deploy.groups.roster import Roster
-from orchestrator.membership.members import ClusterView, Members
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView
 from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
 
 NUM_RANKS = 2

@@ -16,7 +16,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer
-from orchestrator.workers.streams import SharedCall, SharedStreams
+from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
@@ -50,12 +50,12 @@ class Client:
         params: SamplingParams = SHORT,
         ref: LeaseRef | None = None,
         output_ids: tuple[int, ...] = (),
-    ) -> SharedCall:
+    ) -> StreamPart:
         history = history_to_proto(prompt_ids, output_ids, params)
         lease = None if ref is None else lease_ref_to_proto(ref)
         return self.send(generate_pb2.StreamRequest(request_id="r", history=history, lease=lease))
 
-    def send(self, request: generate_pb2.StreamRequest) -> SharedCall:
+    def send(self, request: generate_pb2.StreamRequest) -> StreamPart:
         """Opens the stream under a number of its own."""
         request.number = next(self._numbers)
         return self.streams.open(request)
@@ -95,7 +95,7 @@ class Client:
         assert status.num_bytes_held == 0
 
 
-async def read(call: SharedCall) -> list[TokenEvent]:
+async def read(call: StreamPart) -> list[TokenEvent]:
     """A stream to its end."""
     events = []
     while (message := await call.read()) is not None:

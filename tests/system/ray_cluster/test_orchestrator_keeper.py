@@ -15,7 +15,7 @@ from baton.results import ModelInfo
 from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
 from deploy.groups.group import Heartbeat
-from orchestrator.membership.members import ClusterView, Orders
+from orchestrator.membership.view import ClusterView, Orders
 from tests.support.clusters.ray_heads import ray_head
 
 MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")

@@ -17,7 +17,7 @@ from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.cli import main
 from modeling.forward.decoder import Decoder
-from orchestrator.membership.members import AbsentGroup, Orders
+from orchestrator.membership.view import AbsentGroup, Orders
 from tests.support.clusters.orchestrators import HOST, Answer
 from tests.support.clusters.rosters import SupervisedCluster, supervised
 from tests.support.clusters.storms import orchestrator_over

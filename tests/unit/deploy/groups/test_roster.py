@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from baton.errors import ModelError, UnavailableError
-from orchestrator.membership.members import AbsentGroup, GenerationGroup, Members, Orders
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import AbsentGroup, GenerationGroup, Orders
 from tests.support.clusters.rosters import NUM_RANKS, SupervisedCluster, supervised
 from tests.support.models.tiny_models import random_decoder
 

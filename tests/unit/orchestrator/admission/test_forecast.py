@@ -9,8 +9,9 @@ from baton.ids import Epoch, JobId, Rank, RequestId
 from baton.prefix_blocks import PromptBlocks
 from baton.sampling_params import SamplingParams
 from orchestrator.admission.forecast import ChainForecast, Correction, Turnover, predict_wait_s
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord

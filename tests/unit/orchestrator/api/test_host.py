@@ -9,7 +9,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.results import ModelInfo
 from orchestrator.api.host import OrchestratorHost
-from orchestrator.membership.members import ClusterView, GenerationGroup, Orders
+from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
 

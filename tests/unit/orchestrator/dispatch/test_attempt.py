@@ -19,8 +19,9 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
 from orchestrator.dispatch.attempt import Dispatcher, JobNumbers
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished, RequestRecord
 from orchestrator.requests.request import Request

@@ -10,7 +10,8 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
-from orchestrator.membership.members import ClusterView, GenerationGroup, NoGroupError
+from orchestrator.membership.members import NoGroupError
+from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.placement.comparison import able_groups
 from orchestrator.requests.record import Finished, RequestRecord, Started
 from orchestrator.requests.request import Request

@@ -9,15 +9,8 @@ from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from baton.ids import Epoch
 from orchestrator.membership.breakers import BreakerPolicy, Breakers
-from orchestrator.membership.members import (
-    AbsentGroup,
-    ClusterView,
-    GenerationGroup,
-    Load,
-    Members,
-    Orders,
-    PrefillGroup,
-)
+from orchestrator.membership.members import Load, Members
+from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
 from tests.support.manual_clock import ManualClock
 
 GROUP = GenerationGroup("g", "h:1", "layout", num_slots=4, max_slot_tokens=100)

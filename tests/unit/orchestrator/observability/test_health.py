@@ -9,7 +9,7 @@ from baton.cluster_state import GenerationStatus, GroupState
 from baton.ids import RequestId
 from baton.types import Lease
 from generate_workers.slots.leases import SlotState
-from orchestrator.membership.members import AbsentGroup
+from orchestrator.membership.view import AbsentGroup
 from orchestrator.observability.health import why_degraded, why_not_serving
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.orchestrators import HASTY, Relay, relay

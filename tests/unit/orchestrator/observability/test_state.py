@@ -14,7 +14,7 @@ from baton.status import translate_rpc_errors
 from baton.v1 import admin_pb2, orchestrator_pb2
 from baton.v1.admin_pb2_grpc import AdminStub
 from orchestrator.membership.breakers import BreakerPolicy, Breakers, RetryBudget
-from orchestrator.membership.members import Orders
+from orchestrator.membership.view import Orders
 from tests.support.clusters.orchestrators import CLOCK, HASTY, Answer, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually

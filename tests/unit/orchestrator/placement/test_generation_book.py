@@ -36,7 +36,7 @@ def book() -> Occupancy:
 
 def test_a_prefill_counts_until_its_token_whatever_the_worker_s_clock_says(book: Occupancy) -> None:
     made = record()
-    book.place_local(made, "life", TERMS, NOW_S, has_room=True)
+    book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
     assert book.queue_s("life", NOW_S) == pytest.approx(2.0)
     assert book.queue_s("other", NOW_S) == 0.0
     token(made, NOW_S + 1)
@@ -51,7 +51,7 @@ def test_what_it_took_is_told_once_though_it_was_over_when_somebody_looked(monke
     book, made = Occupancy(planner), record()
     told: list[tuple[float, ...]] = []
     monkeypatch.setattr(planner, "observe_local", lambda *seconds: told.append(seconds))
-    book.place_local(made, "life", TERMS, NOW_S, has_room=True)
+    book.place(made, "life", TERMS, now_s=NOW_S, has_room=True)
     token(made, NOW_S + 3)
     made.advance(RequestMove.FINISH)
     assert [len(book), len(book)] == [0, 0]
@@ -63,7 +63,7 @@ def test_a_retried_request_is_prefilled_until_it_goes_on(book: Occupancy) -> Non
     token(made, NOW_S + 1)
     made.retry()
     made.place(int((NOW_S + 5) * 1e9))
-    book.place_local(made, "life", TERMS, NOW_S + 5, has_room=True)
+    book.place(made, "life", TERMS, now_s=NOW_S + 5, has_room=True)
     assert book.queue_s("life", NOW_S + 5) == pytest.approx(2.0)
     token(made, NOW_S + 6, index=1)
     assert book.queue_s("life", NOW_S + 6) == 0.0

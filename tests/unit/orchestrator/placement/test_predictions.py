@@ -4,7 +4,7 @@ which only the last token passes; a step without prefill takes 20 ms.
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -16,8 +16,9 @@ from baton.prefix_blocks import PromptBlocks
 from baton.results import Placement
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members, PrefillGroup
+from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
+from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
 from orchestrator.placement.chooser import Chooser, Plan
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
@@ -342,3 +343,19 @@ async def test_a_group_that_refused_the_attempt_is_planned_again_only_where_no_o
     cluster.chooser = Chooser(cluster.members, cluster.planner, cluster.clock, replace(CONFIG, avoid_s=0.01))
     with contextlib.ExitStack() as held:
         assert (await cluster.chooser.plan(request(100), held, full={GROUP.life})).generation == GROUP
+
+
+async def test_a_prompts_blocks_are_named_once_for_each_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, named, of = Cluster(), [], PromptBlocks.of
+
+    def counting(token_ids: Sequence[int], block_tokens: int, layout: str, salt: str) -> PromptBlocks:
+        named.append(layout)
+        return of(token_ids, block_tokens, layout, salt)
+
+    monkeypatch.setattr(PromptBlocks, "of", counting)
+    other = replace(GROUP, name="other", endpoint="h:3", layout_fingerprint="other layout")
+    cluster.members.update(ClusterView((CHAIN,), (GROUP, other)))
+    record = request(100)
+    plan = await cluster.plan(record)
+    cluster.chooser.replan(plan, record)
+    assert sorted(named) == ["layout", "other layout"]

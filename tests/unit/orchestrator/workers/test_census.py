@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from baton.clock import SystemClock
-from orchestrator.membership.members import ClusterView, GenerationGroup, Members
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks
 from orchestrator.workers.client import Clients, WorkerClient
 

@@ -9,7 +9,8 @@ from baton.clock import SystemClock
 from baton.ids import Epoch
 from baton.types import TokenRange
 from modeling.kv.buffers import KvBuffer
-from orchestrator.membership.members import ClusterView, Members, PrefillGroup
+from orchestrator.membership.members import Members
+from orchestrator.membership.view import ClusterView, PrefillGroup
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
 from orchestrator.workers.prefix_discovery import PrefixStores

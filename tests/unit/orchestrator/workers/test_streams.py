@@ -10,7 +10,7 @@ import pytest
 
 from baton.errors import BatonError, InvalidArgumentError, NotFoundError, ResourceExhaustedError, UnavailableError
 from baton.v1 import generate_pb2 as pb
-from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedCall, SharedStreams
+from orchestrator.workers.streams import MAX_COMMAND_BYTES, SharedStreams, StreamPart
 from tests.support.eventually import eventually
 from transport.channel import bind, make_channel, make_server
 
@@ -67,7 +67,7 @@ class Served:
         self.server = server
         self.streams = streams
 
-    async def open(self, *numbers: int) -> tuple[Call, list[SharedCall]]:
+    async def open(self, *numbers: int) -> tuple[Call, list[StreamPart]]:
         """Streams of these numbers, on a call that has heard of them."""
         opened = [self.streams.open(pb.StreamRequest(number=number)) for number in numbers]
 
@@ -105,7 +105,7 @@ def end(number: int, error: str = "", text: str = "", retry_after_s: float = 0.0
     return pb.StreamEvent(number=number, end=pb.StreamEnd(error=error, text=text, retry_after_s=retry_after_s))
 
 
-async def read(stream: SharedCall) -> list[int]:
+async def read(stream: StreamPart) -> list[int]:
     """Indices to the end."""
     indices = []
     while (event := await stream.read()) is not None:

@@ -1,0 +1,129 @@
+"""The groups of a cluster as the supervisor pushes them, and what operators have ordered for them.
+
+Made by `deploy.groups.cluster`; kept by `orchestrator.membership.members`. Pure.
+"""
+
+from collections.abc import Collection, Hashable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+from baton.ids import Epoch
+
+
+@dataclass(frozen=True)
+class PrefillGroup:
+    """A chain of ranks, in one life of its links."""
+
+    name: str
+    endpoints: tuple[str, ...]
+    """host:port of each rank, in rank order."""
+    epoch: Epoch
+    ready: bool = True
+    prefix_store: str = ""
+    """Name of the store in which the ranks keep prefixes; equal for groups of either role that share one; empty:
+    none."""
+    layout_fingerprint: str = ""
+    """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
+
+    @property
+    def life(self) -> Hashable:
+        """Return an identity of this life of the group, which changes when the group is repaired."""
+        return self.name, self.endpoints, self.epoch
+
+
+@dataclass(frozen=True)
+class GenerationGroup:
+    """One engine's slots, and the batch that decodes their rows."""
+
+    name: str
+    endpoint: str
+    layout_fingerprint: str
+    """Fingerprint of the layout of the KV that the group takes."""
+    num_slots: int
+    max_slot_tokens: int
+    """Tokens that a slot may hold, prompt and output."""
+    ready: bool = True
+    prefix_store: str = ""
+    """Name of the store in which the group's slots find prefixes and its answers are kept; empty: none."""
+    residency: str = ""
+    """Name of the group's residency policy, which decides where KV lives and to which part of it rows attend."""
+    is_approximate: bool = False
+    """Whether the group's rows attend to fewer than all tokens."""
+
+    def may_serve(self, *, exact: bool) -> bool:
+        """Return whether the group may serve a request that, if `exact`, needs attention to all tokens."""
+        return not (exact and self.is_approximate)
+
+    @property
+    def life(self) -> Hashable:
+        """Return an identity of this life of the group, which changes when the group is replaced."""
+        return self.name, self.endpoint
+
+
+Group = PrefillGroup | GenerationGroup
+G = TypeVar("G", PrefillGroup, GenerationGroup)
+
+
+@dataclass(frozen=True)
+class AbsentGroup:
+    """A group that is known and has no workers now."""
+
+    name: str
+    role: str
+    """The group's role: prefill or generate."""
+    starts: bool = False
+    """Whether the group's workers are to be started; if not, it has left, as operators wanted."""
+    error: str = ""
+    """Why the group's last start failed, in one line; the start is retried."""
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """All groups, present and expected. A group that is being repaired is in it, as not ready."""
+
+    prefill: tuple[PrefillGroup, ...] = ()
+    generation: tuple[GenerationGroup, ...] = ()
+    absent: tuple[AbsentGroup, ...] = ()
+
+    @property
+    def num_slots(self) -> int:
+        """Return the number of slots of all generation groups."""
+        return sum(group.num_slots for group in self.generation)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Return all groups with workers, of both roles."""
+        return (*self.prefill, *self.generation)
+
+    def chains_for(self, generation: GenerationGroup) -> "ClusterView":
+        """Return this view with only those prefill groups whose KV the generation group can take: while models are
+        being changed, some make KV of another layout."""
+        layouts = ("", generation.layout_fingerprint)
+        return replace(self, prefill=tuple(group for group in self.prefill if group.layout_fingerprint in layouts))
+
+    @property
+    def endpoints(self) -> frozenset[str]:
+        """Return the endpoints of all workers."""
+        ranks = (endpoint for group in self.prefill for endpoint in group.endpoints)
+        return frozenset((*ranks, *(group.endpoint for group in self.generation)))
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What operators want of groups, present or not. The orchestrator changes orders; the supervisor carries them out,
+    and keeps them for the next life of either."""
+
+    drained: frozenset[str] = frozenset()
+    """Names of groups that are to get no new work."""
+    leaving: frozenset[str] = frozenset()
+    """Names of drained groups that are to have no workers: they had no work left."""
+    stand_ins: frozenset[str] = frozenset()
+    """Names of groups beyond the configured ones, which serve while others are away; one that has left is forgotten."""
+    models: Mapping[str, str] = field(default_factory=dict)
+    """Folder of the model that a group loads when it starts, by the group's name; other groups load the configured
+    model."""
+
+    def without(self, names: Collection[str]) -> "Orders":
+        """Return these orders without any for the groups of these names."""
+        models = {name: model for name, model in self.models.items() if name not in names}
+        return Orders(self.drained - {*names}, self.leaving - {*names}, self.stand_ins - {*names}, models)
