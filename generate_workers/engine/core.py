@@ -15,7 +15,7 @@ of logits.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from baton.clock import Clock
@@ -134,23 +134,17 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """Take requests in, let rows join and leave, then run one forward over all rows that have tokens to run."""
+        """Take messages, end what has expired, let rows join; then plan, run and accept the rows' next tokens."""
         started_s = self._clock.now_s()
         self._take_messages()
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
         plan = self._running.plan(self._reclaim)
-        kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
-        if plan and self._run_plan(plan):
-            self._last_step = StepStats(
-                num_decode_rows=plan.decoding.num_rows,
-                num_prefill_tokens=plan.num_prefill_tokens,
-                duration_s=self._clock.now_s() - started_s,
-                num_kv_bytes=self._runner.num_kv_bytes - kv_bytes,
-                num_weight_bytes=self._runner.num_weight_bytes,
-                num_link_bytes=self._runner.num_link_bytes - link_bytes,
-            )
+        if plan and (sampled := self._run_plan(plan)) is not None:
+            for row, token in sampled:
+                self._accept(row, token)
+            self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s)
             self._batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
@@ -256,7 +250,8 @@ class GenerationEngine:
         self._running.add(rows)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> bool:
+    def _run_plan(self, plan: StepPlan) -> Iterable[tuple[Row, SampledToken]] | None:
+        """Run the plan and return the token that each row sampled; None when it failed, and streams have ended."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
@@ -272,10 +267,8 @@ class GenerationEngine:
             streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
             for stream in streams.values():
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return False
-        for row, token in zip(rows, tokens, strict=True):
-            self._accept(row, token)
-        return True
+            return None
+        return zip(rows, tokens, strict=True)
 
     def _accept(self, row: Row, token: SampledToken) -> None:
         """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
@@ -310,17 +303,14 @@ class GenerationEngine:
     def _leave(self, stream: Stream) -> None:
         """Take a stream out of whatever stage it is in, and free what it holds."""
         for row in list(stream.rows):
-            self._free(row)
+            stream.rows.remove(row)
+            self._running.remove(row)
         if self._leased.pop(stream.ticket, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)
         if stream in self._waiting:
             self._waiting.remove(stream)
         self._book.forget(stream)
-
-    def _free(self, row: Row) -> None:
-        row.stream.rows.remove(row)
-        self._running.remove(row)
 
     def _emit(self, stream: Stream, event: TokenEvent) -> None:
         try:

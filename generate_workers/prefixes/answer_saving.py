@@ -46,9 +46,11 @@ class _Answer:
 
 
 class StreamAnswers:
-    """The answers of one stream: a RowEndHook that saves them. Made by `AnswerSaver.open`, whose lock guards it."""
+    """The answers of one stream: a RowEndHook that saves them. Guarded by the saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
+        """`on_filled` is called once, on any thread, with the blocks stored, when the stream has ended and none of its
+        slots is held; it must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
         """Slots of ended rows that are held until their KV is stored."""
@@ -95,11 +97,6 @@ class AnswerSaver:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
-
-    def open(self, naming: BlockNaming, on_filled: Callable[[Filled], None]) -> StreamAnswers:
-        """Return the hook for a stream whose answers are to be saved. `on_filled` is called once, on any thread, with
-        the blocks stored, when the stream has ended and none of its slots is held; it must neither block nor raise."""
-        return StreamAnswers(self, naming, on_filled)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
         """Take over the slot of an ended row of `stream` and queue its answer; return False when too many answers wait
