@@ -28,7 +28,7 @@ from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowEndHook, Stream, Ticket
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
-from generate_workers.slots.leases import Seat, Standing
+from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from text.tokenizer import Tokenizer
@@ -178,17 +178,13 @@ class GenerationEngine:
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
-            standing = self._slots.standing(ref)
-            if standing is Standing.PENDING:
-                continue
-            if standing is Standing.RUNNING:  # this stream may not end the slot's rows
-                del self._leased[stream.ticket]
-                self._end(stream, FinishReason.ERROR, f"slot {ref.slot} is another row's: reserve one")
-                continue
             try:
                 seats = self._slots.activate(ref)
             except LeaseError as error:
+                del self._leased[stream.ticket]  # this stream may not end rows that the slot has now
                 self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            if seats is None:
                 continue
             del self._leased[stream.ticket]
             leader = self._join(stream, seats)

@@ -12,7 +12,7 @@ from baton.ids import SlotId, Stamp
 from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.checks import check_spec
-from generate_workers.slots.leases import STANDINGS, Claim, Seat, Slot, SlotMove, SlotState, Standing
+from generate_workers.slots.leases import Claim, Seat, Slot, SlotMove, SlotState
 from generate_workers.slots.memory import KvMemory
 from transport.coverage import Coverage
 from transport.kv_sink import ReserveSpec
@@ -64,8 +64,14 @@ class Claims:
             slot.begin(claim, SlotMove.OCCUPY)
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
-    def activate(self, ref: LeaseRef) -> list[Seat]:
-        """Turn a READY lease into rows, one per choice; only the first has the KV."""
+    def activate(self, ref: LeaseRef) -> list[Seat] | None:
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it is not
+        committed."""
+        slot = self.find(ref)
+        if slot is not None and slot.state is not SlotState.COMMITTED:
+            if slot.state is SlotState.LEASED:
+                return None
+            raise LeaseError(f"slot {ref.slot} is another row's: reserve one")
         lease = self.present(ref)
         slots, lease.held = (self.slots[ref.slot], *lease.held), ()
         seats = []
@@ -75,13 +81,6 @@ class Claims:
             num_cached = lease.num_cached if slot is slots[0] else 0
             seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
         return seats
-
-    def standing(self, ref: LeaseRef) -> Standing:
-        """Return what the stream of this lease can do about the lease now."""
-        slot = self.find(ref)
-        if slot is None:
-            return Standing.EXPIRED if self._has_expired(ref) else Standing.GONE
-        return STANDINGS.get(slot.state, Standing.RUNNING)
 
     def next_deadline_s(self) -> float:
         """Return when the next lease expires as things stand; infinity for never."""

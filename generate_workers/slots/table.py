@@ -19,7 +19,7 @@ from generate_workers.residency.port import KvBytes
 from generate_workers.slots.access import SlotReader, SlotWriter
 from generate_workers.slots.checks import check_ttl
 from generate_workers.slots.claims import Claims
-from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState, Standing
+from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
 from generate_workers.slots.loop_waiter import LoopWaiter
 from generate_workers.slots.memory import KvMemory
 from transport.coverage import Added
@@ -165,9 +165,10 @@ class SlotTable:
         with self._lock:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
-    def activate(self, ref: LeaseRef) -> list[Seat]:
-        """Turn a READY lease into rows, one per choice; only the first has the KV. Raises StaleStampError or
-        LeaseExpiredError when the lease has just ended."""
+    def activate(self, ref: LeaseRef) -> list[Seat] | None:
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it waits for its
+        commit. Raises LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has
+        ended."""
         with self._changing():
             return self._claims.activate(ref)
 
@@ -184,11 +185,6 @@ class SlotTable:
         with self._changing():
             self._claims.active(ref).end()
             self._claims.changed = True
-
-    def standing(self, ref: LeaseRef) -> Standing:
-        """Return what the stream of this lease can do about the lease now."""
-        with self._lock:
-            return self._claims.standing(ref)
 
     def leased_tokens(self, ref: LeaseRef) -> int:
         """Return how many tokens this lease is for; raise StaleStampError or LeaseExpiredError when it has ended."""

@@ -39,7 +39,7 @@ def test_rows_that_outgrow_memory_pause_and_go_on_with_the_same_tokens() -> None
         check_tokens(made, *asked)
         status = made.engine.status()
         assert status.num_preemptions > 0
-        assert (status.num_preempted, status.ledger.num_bytes_promised) == (0, 0)
+        assert (status.num_preempted, status.ledger.kv.num_bytes_taken) == (0, 0)
 
 
 def test_the_oldest_row_is_never_preempted() -> None:
@@ -61,7 +61,7 @@ def test_memory_in_use_never_exceeds_its_limit() -> None:
         while not all(stream.ended.is_set() for stream in streams):
             made.engine.step()
             ledger = made.slots.ledger()
-            assert ledger.num_bytes_held <= ledger.num_bytes_promised <= limits.kv_bytes
+            assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
             assert ledger.balances
 
 
@@ -175,7 +175,7 @@ def test_no_lease_takes_what_a_preempted_row_waits_for() -> None:
         made.submit(prompt(31), LONG)
         while not made.engine.status().num_preempted:
             made.engine.step()
-        free = made.slots.memory.limits.kv_bytes - made.slots.ledger().num_bytes_promised
+        free = made.slots.memory.limits.kv_bytes - made.slots.ledger().kv.num_bytes_taken
         assert made.slots.memory.need(1, 2).home <= free  # there would be room
         with pytest.raises(ResourceExhaustedError):
             made.reserve(1, 2)

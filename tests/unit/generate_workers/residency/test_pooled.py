@@ -305,7 +305,7 @@ def test_choices_preemptions_and_long_prompts_end_well() -> None:
         for _ in range(400):
             made.engine.step()
             ledger = made.slots.ledger()
-            assert ledger.num_bytes_held <= ledger.num_bytes_promised <= limits.kv_bytes
+            assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
         made.run()
         assert made.engine.status().num_preemptions > 0
 

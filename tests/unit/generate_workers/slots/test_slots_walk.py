@@ -15,10 +15,19 @@ from baton.ids import RequestId
 from baton.results import KvLedger
 from baton.types import LeaseRef, TokenRange
 from generate_workers.slots.access import SlotReader, SlotWriter
-from generate_workers.slots.leases import SlotLedger, Standing
+from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.memory import MemoryLimits
 from generate_workers.slots.table import SlotTable
-from tests.support.engines.slot_tables import FIRST, is_empty, lease, make_slots, page_bytes
+from tests.support.engines.slot_tables import (
+    FIRST,
+    Standing,
+    activated,
+    is_empty,
+    lease,
+    make_slots,
+    page_bytes,
+    standing,
+)
 from tests.support.engines.slot_tables import LAYOUT as SMALL
 from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
@@ -221,7 +230,7 @@ class SlotWalk(RuleBasedStateMachine):
     def activate(self, life: Life) -> None:
         self._expire()
         if life.state == "committed":
-            [seat] = self.slots.activate(life.ref)
+            [seat] = activated(self.slots, life.ref)
             assert (seat.first, seat.num_cached) == (None if life.is_local else FIRST, life.tokens.end)
             life.state, life.num_cached = "active", life.tokens.end
 
@@ -311,7 +320,7 @@ class SlotWalk(RuleBasedStateMachine):
         self.slots.expire()
         self._expire()
         for life in self.all:
-            assert self.slots.standing(life.ref) is STANDINGS[life.state]
+            assert standing(self.slots, life.ref) is STANDINGS[life.state]
 
     @invariant()
     def no_two_lives_share_a_stamp_or_a_taken_slot(self) -> None:
