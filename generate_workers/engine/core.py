@@ -64,7 +64,6 @@ class GenerationEngine:
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # Used by the engine's thread alone:
-        self._batcher = batcher
         self._running = RunningRows(slots, batcher)
         self._runner = StepRunner(decoder, self.residency)
         self._waiting: deque[Stream] = deque()
@@ -110,10 +109,8 @@ class GenerationEngine:
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
             leased = self._slots.leased_tokens(request.lease_ref)
-            if leased != request.num_tokens:
-                raise InvalidArgumentError(
-                    f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
-                )
+            if leased != (known := request.num_tokens):
+                raise InvalidArgumentError(f"lease is for {leased} tokens: prompt_ids and output_ids hold {known}")
         return self._book.open(request, on_event, hook).ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -145,7 +142,7 @@ class GenerationEngine:
             for row, token in sampled:
                 self._accept(row, token)
             self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s)
-            self._batcher.took(plan, self._last_step.duration_s)
+            self._running.batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
         try:
@@ -232,10 +229,9 @@ class GenerationEngine:
     def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
         """Make the rows of a stream and let the first choice's row join the batch; the others follow it. Return that
         row, or end the stream and return None when rows cannot be made."""
+        config = self._decoder.config
         try:
-            rows = [
-                Row(stream, choice, seat, self._tokenizer, self._decoder.config) for choice, seat in enumerate(seats)
-            ]
+            rows = [Row(stream, choice, seat, self._tokenizer, config) for choice, seat in enumerate(seats)]
         except Exception as error:
             logger.exception("request %s cannot join", stream.request.request_id)
             for seat in seats:
@@ -260,8 +256,7 @@ class GenerationEngine:
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
-            streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
-            for stream in streams.values():
+            for stream in {running.rows[slot].stream: None for slot in failed}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
             return None
         return zip(rows, tokens, strict=True)
@@ -284,7 +279,7 @@ class GenerationEngine:
                 self._book.forget(stream)
         self._emit(stream, event)
         if stream.is_over:
-            self._tell_ended(stream)
+            stream.tell_ended()
 
     def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
         """End a stream in whatever stage it is, without another token."""
@@ -294,7 +289,7 @@ class GenerationEngine:
         finally:
             for choice, num_output in choices:
                 self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
-            self._tell_ended(stream)
+            stream.tell_ended()
 
     def _leave(self, stream: Stream) -> None:
         """Take a stream out of whatever stage it is in, and free what it holds."""
@@ -314,10 +309,6 @@ class GenerationEngine:
         except Exception:
             logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
             self.cancel(stream.ticket)
-
-    def _tell_ended(self, stream: Stream) -> None:
-        if stream.hook is not None:
-            stream.hook.stream_ended()
 
     def _end_all(self) -> None:
         """End every open stream; the engine is closed, so no further stream can come."""

@@ -31,21 +31,21 @@ class DecodeFirst:
         counts."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
-        self._bound = bound
+        self._bound = bound or StepBound(math.inf)
         self._work = work or PrefillWork()
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
         """Make the policy of an engine as configured, with the work of its model."""
-        bound = StepBound(config.max_step_stretch)
-        return cls(config.max_prefill_tokens_per_step, bound, PrefillWork.of_model(model))
+        work = PrefillWork.of_model(model)
+        return cls(config.max_prefill_tokens_per_step, StepBound(config.max_step_stretch), work)
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return what to run next; empty when no row has tokens to run. Changes nothing."""
         contexts = [row.num_known for row in rows.values() if row.num_known - row.num_cached == 1]
         decoding = Decoding(len(contexts), sum(contexts))
-        max_tokens = 0 if self._decodes_alone(decoding) else self._max_prefill_tokens
-        max_work = math.inf if decoding.num_rows == len(rows) else self._max_work(decoding)
+        max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._max_prefill_tokens
+        max_work = math.inf if decoding.num_rows == len(rows) else self._bound.max_work(decoding)
         budget = _Budget(max_tokens, max_work, self._work)
         spans = []
         for slot, row in rows.items():
@@ -59,14 +59,7 @@ class DecodeFirst:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Tell the bound how long the plan's step took."""
-        if self._bound is not None:
-            self._bound.observe(plan.decoding, plan.prefill_work, seconds)
-
-    def _decodes_alone(self, decoding: Decoding) -> bool:
-        return self._bound is not None and self._bound.is_to_decode_alone(decoding)
-
-    def _max_work(self, decoding: Decoding) -> float:
-        return self._bound.max_work(decoding) if self._bound is not None else math.inf
+        self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
 class _Budget:

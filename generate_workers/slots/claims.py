@@ -7,11 +7,10 @@ import math
 from collections.abc import Sequence
 
 from baton.clock import Clock
-from baton.errors import LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.errors import InvalidArgumentError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
 from baton.ids import SlotId, Stamp
 from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes
-from generate_workers.slots.checks import check_spec
 from generate_workers.slots.leases import Claim, Seat, Slot, SlotMove, SlotState
 from generate_workers.slots.memory import KvMemory
 from transport.coverage import Coverage
@@ -34,7 +33,7 @@ class Claims:
     def room(self, request: ReserveSpec) -> list[Slot]:
         """Return a free slot per choice, after checking limits and memory; raises what `reserve` raises."""
         num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
-        check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
+        _check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
         self._memory.check(num_tokens, capacity, num_choices)
         slots = self._free_slots(num_choices + self.num_owed)[:num_choices]
         if not slots:
@@ -110,6 +109,14 @@ class Claims:
             raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
         raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
 
+    def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Let the lease live `ttl_s` seconds from now."""
+        _check_ttl(ttl_s)
+        claim = self.present(ref)
+        claim.ttl_s = ttl_s
+        self.touch(claim)
+        self.changed = True
+
     def touch(self, claim: Claim) -> None:
         """Let a claim's time to live begin anew."""
         claim.deadline_s = self._clock.now_s() + claim.ttl_s
@@ -180,3 +187,22 @@ class Claims:
             )
             for slot, stamp, memory in zip(slots, stamps, promises, strict=True)
         ]
+
+
+def _check_spec(request: ReserveSpec, num_slots: int, max_slot_tokens: int) -> None:
+    num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
+    _require(num_tokens >= 1, "num_tokens", num_tokens, "use at least 1")
+    _require(num_tokens <= capacity, "num_tokens", num_tokens, f"capacity_tokens is {capacity}")
+    most = f"a slot of this group holds at most {max_slot_tokens}"
+    _require(capacity <= max_slot_tokens, "capacity_tokens", capacity, most)
+    _check_ttl(request.ttl_s)
+    _require(1 <= num_choices <= num_slots, "n", num_choices, f"this group has {num_slots} slots")
+
+
+def _check_ttl(ttl_s: float) -> None:
+    _require(0 < ttl_s < math.inf, "ttl_s", ttl_s, "use a time above 0 seconds")
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name} = {value!r} is out of range: {remedy}")

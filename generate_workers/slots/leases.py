@@ -257,8 +257,3 @@ class SlotLedger:
         if self.num_bytes_held > sum(promised):
             return f"{self.num_bytes_held} bytes are held of {sum(promised)} promised"
         return ""
-
-    @property
-    def balances(self) -> bool:
-        """Return whether slots and bytes balance."""
-        return not self.imbalance

@@ -17,7 +17,6 @@ from baton.ids import SlotId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.access import SlotReader, SlotWriter
-from generate_workers.slots.checks import check_ttl
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
 from generate_workers.slots.loop_waiter import LoopWaiter
@@ -78,12 +77,8 @@ class SlotTable:
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Let the lease live `ttl_s` seconds from now; raise StaleStampError or LeaseExpiredError when it has ended."""
-        check_ttl(ttl_s)
         with self._changing():
-            claim = self._claims.present(ref)
-            claim.ttl_s = ttl_s
-            self._claims.touch(claim)
-            self._claims.changed = True
+            self._claims.renew(ref, ttl_s)
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
@@ -145,19 +140,16 @@ class SlotTable:
         with self._changing():
             return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
-    def extend(self, slot: SlotId, num_tokens: int) -> bool:
-        """Promise an active row memory for `num_tokens` tokens; return False when there is no room now."""
+    def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
+        """Promise an active row memory for `num_tokens` tokens; return the bytes that it needs beyond its promise when
+        there is no room now, else None."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
-            return True
+            return None
         with self._lock:
-            return self._memory.extend(claim.memory, num_tokens)
-
-    def growth(self, slot: SlotId, num_tokens: int) -> KvBytes:
-        """Return the bytes that an active row needs beyond its promise to hold `num_tokens` tokens."""
-        claim = self._slots[slot].claim
-        assert claim is not None
+            if self._memory.extend(claim.memory, num_tokens):
+                return None
         return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:

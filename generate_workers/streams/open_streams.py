@@ -164,8 +164,7 @@ class OpenStreams:
 
     def kept(self) -> list[tuple[RequestId, int]]:
         """Return `(request, slots held)` of each stream that no call reads."""
-        kept = [each for each in self._streams if each.expiry is not None]
-        return [(each.request.request_id, each.num_slots) for each in kept]
+        return [(each.request.request_id, each.num_slots) for each in self._streams if each.expiry is not None]
 
     def close(self) -> None:
         """Stop all timers. The engine ends the streams."""

@@ -71,7 +71,7 @@ class Scene:
         """Slots, bytes and streams of the engine; jobs of each rank; jobs in the orchestrator's book."""
         (group,) = self.made.groups
         ledger = group.slots.ledger()
-        assert ledger.balances, ledger
+        assert not ledger.imbalance, ledger
         return [
             ledger.num_slots - ledger.num_free,
             ledger.num_bytes_held,

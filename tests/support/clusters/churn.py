@@ -90,7 +90,7 @@ class Churn:
 
     def _compare(self) -> None:
         ledger = self.made.slots.ledger()
-        assert ledger.balances
+        assert not ledger.imbalance
         self.most_promised = max(self.most_promised, ledger.kv.num_bytes_taken)
         counted, resident = ledger.num_bytes_held, sum(resident_bytes(memory) for memory in self.memories)
         self.worst_error = max(self.worst_error, abs(counted - resident) / max(resident, 1))

@@ -150,7 +150,7 @@ def ends_empty(slots: SlotTable) -> Iterator[None]:
     """Within it anything may be held; at the end nothing may, and the ledger balances."""
     yield
     ledger = slots.ledger()
-    assert ledger.balances
+    assert not ledger.imbalance
     assert is_empty(ledger), ledger
 
 

@@ -62,7 +62,7 @@ def test_memory_in_use_never_exceeds_its_limit() -> None:
             made.engine.step()
             ledger = made.slots.ledger()
             assert ledger.num_bytes_held <= ledger.kv.num_bytes_taken <= limits.kv_bytes
-            assert ledger.balances
+            assert not ledger.imbalance
 
 
 def test_a_preempted_row_comes_back_before_a_newcomer() -> None:

@@ -151,7 +151,7 @@ class ChoicesWalk(RuleBasedStateMachine):
         self._expire()
         self.slots.expire()
         ledger = self.slots.ledger()
-        assert ledger.balances, ledger.imbalance
+        assert not ledger.imbalance, ledger.imbalance
         assert ledger.num_free == self._num_free()
         assert ledger.num_leased == sum(request.num_waiting for request in self.all)
         assert ledger.num_active == sum(len(request.seats) for request in self.all)

@@ -262,8 +262,11 @@ class SlotWalk(RuleBasedStateMachine):
         others = self._promised_bytes() - page_bytes(life.num_promised, LAYOUT)
         fitting = [each for each in (CAPACITY, num_tokens) if others + page_bytes(each, LAYOUT) <= LIMIT]
         is_enough = num_tokens <= life.num_promised
-        assert self.slots.extend(life.ref.slot, num_tokens) == (is_enough or bool(fitting))
-        if not is_enough and fitting:
+        missing = self.slots.extend(life.ref.slot, num_tokens)
+        assert (missing is None) == (is_enough or bool(fitting))
+        if missing is not None:
+            assert missing.home == page_bytes(num_tokens, LAYOUT) - page_bytes(life.num_promised, LAYOUT)
+        elif not is_enough:
             life.num_promised = fitting[0]
 
     @rule(life=lives)
@@ -313,7 +316,7 @@ class SlotWalk(RuleBasedStateMachine):
         kv = KvLedger(LIMIT, LIMIT - promised, leased, active, promised - leased - active)
         assert ledger == SlotLedger(*slots, num_bytes, num_bytes, kv)
         assert promised == self.slots.memory.promised.home <= LIMIT
-        assert ledger.balances
+        assert not ledger.imbalance
 
     @invariant()
     def every_lease_stands_as_the_model_says(self) -> None:

@@ -128,6 +128,19 @@ async def test_aborting_an_active_row_tells_it_to_leave_and_frees_nothing_yet(sl
         slots.release(ref)
 
 
+async def test_a_lease_becomes_rows_once_and_not_before_its_commit(slots: SlotTable) -> None:
+    ref = lease(slots).ref
+    assert slots.activate(ref) is None
+    push_zeros(slots, ref, 4)
+    await slots.commit(ref, [FIRST])
+    activated(slots, ref)
+    with pytest.raises(LeaseError, match="another row's"):
+        slots.activate(ref)
+    slots.release(ref)
+    with pytest.raises(StaleStampError):
+        slots.activate(ref)
+
+
 def test_standing_of_a_lease_follows_its_life(slots: SlotTable) -> None:
     ref = lease(slots).ref
     assert standing(slots, ref) is Standing.PENDING
@@ -147,7 +160,7 @@ async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> N
         assert ledger.num_quarantined == 1
         assert ledger.kv == kv_ledger(quarantined=ROW_BYTES)
         assert ledger.num_bytes_held > 0
-        assert ledger.balances
+        assert not ledger.imbalance
         assert standing(slots, ref) is Standing.GONE
     assert is_empty(slots.ledger())
 
