@@ -1,11 +1,9 @@
-"""The batching policy: every row that decodes runs, and prefill takes what is left of a step. A Batcher.
+"""The batching policy: rows that decode run first, prefill takes what is left of a step. On the engine's thread.
 
 1. Every row that lacks one token runs it: a decode step never waits for a prefill.
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-
-Continuous batching as bookkeeping in plain integers. On the engine's thread.
 """
 
 import math
