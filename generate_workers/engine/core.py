@@ -15,7 +15,7 @@ of logits.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from baton.clock import Clock
@@ -29,7 +29,7 @@ from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowE
 from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
-from generate_workers.slots.leases import Seat, Standing
+from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from text.tokenizer import Tokenizer
@@ -63,7 +63,6 @@ class GenerationEngine:
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # Used by the engine's thread alone:
-        self._batcher = batcher
         self._running = RunningRows(slots, batcher)
         self._runner = StepRunner(decoder, self.residency)
         self._waiting: deque[Stream] = deque()
@@ -109,10 +108,8 @@ class GenerationEngine:
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
             leased = self._slots.leased_tokens(request.lease_ref)
-            if leased != request.num_tokens:
-                raise InvalidArgumentError(
-                    f"lease is for {leased} tokens: prompt_ids and output_ids hold {request.num_tokens}"
-                )
+            if leased != (known := request.num_tokens):
+                raise InvalidArgumentError(f"lease is for {leased} tokens: prompt_ids and output_ids hold {known}")
         return self._book.open(request, on_event, hook).ticket
 
     def cancel(self, ticket: Ticket) -> None:
@@ -133,24 +130,18 @@ class GenerationEngine:
         )
 
     def step(self) -> None:
-        """Take requests in, let rows join and leave, then run one forward over all rows that have tokens to run."""
+        """Take messages, end what has expired, let rows join; then plan, run and accept the rows' next tokens."""
         started_s = self._clock.now_s()
         self._take_messages()
         self._slots.expire()
         self._join_committed()
         self._join_waiting()
         plan = self._running.plan(self._reclaim)
-        kv_bytes, link_bytes = self._runner.num_kv_bytes, self._runner.num_link_bytes
-        if plan and self._run_plan(plan):
-            self._last_step = StepStats(
-                num_decode_rows=plan.decoding.num_rows,
-                num_prefill_tokens=plan.num_prefill_tokens,
-                duration_s=self._clock.now_s() - started_s,
-                num_kv_bytes=self._runner.num_kv_bytes - kv_bytes,
-                num_weight_bytes=self._runner.num_weight_bytes,
-                num_link_bytes=self._runner.num_link_bytes - link_bytes,
-            )
-            self._batcher.took(plan, self._last_step.duration_s)
+        if plan and (sampled := self._run_plan(plan)) is not None:
+            for row, token in sampled:
+                self._accept(row, token)
+            self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s)
+            self._running.batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
         try:
@@ -183,17 +174,13 @@ class GenerationEngine:
         for stream in list(self._leased.values()):
             ref = stream.request.lease_ref
             assert ref is not None
-            standing = self._slots.standing(ref)
-            if standing is Standing.PENDING:
-                continue
-            if standing is Standing.RUNNING:  # this stream may not end the slot's rows
-                del self._leased[stream.ticket]
-                self._end(stream, FinishReason.ERROR, f"slot {ref.slot} is another row's: reserve one")
-                continue
             try:
                 seats = self._slots.activate(ref)
             except LeaseError as error:
+                del self._leased[stream.ticket]  # this stream may not end rows that the slot has now
                 self._end(stream, FinishReason.ERROR, _one_line(error))
+                continue
+            if seats is None:
                 continue
             del self._leased[stream.ticket]
             leader = self._join(stream, seats)
@@ -241,10 +228,9 @@ class GenerationEngine:
     def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
         """Make the rows of a stream and let the first choice's row join the batch; the others follow it. Return that
         row, or end the stream and return None when rows cannot be made."""
+        config = self._decoder.config
         try:
-            rows = [
-                Row(stream, choice, seat, self._tokenizer, self._decoder.config) for choice, seat in enumerate(seats)
-            ]
+            rows = [Row(stream, choice, seat, self._tokenizer, config) for choice, seat in enumerate(seats)]
         except Exception as error:
             logger.exception("request %s cannot join", stream.request.request_id)
             for seat in seats:
@@ -255,7 +241,8 @@ class GenerationEngine:
         self._running.add(rows)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> bool:
+    def _run_plan(self, plan: StepPlan) -> Iterable[tuple[Row, SampledToken]] | None:
+        """Run the plan and return the token that each row sampled; None when it failed, and streams have ended."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
@@ -268,13 +255,10 @@ class GenerationEngine:
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
-            streams = {stream.ticket: stream for stream in (running.rows[slot].stream for slot in failed)}
-            for stream in streams.values():
+            for stream in {running.rows[slot].stream: None for slot in failed}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return False
-        for row, token in zip(rows, tokens, strict=True):
-            self._accept(row, token)
-        return True
+            return None
+        return zip(rows, tokens, strict=True)
 
     def _accept(self, row: Row, token: SampledToken) -> None:
         """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
@@ -294,7 +278,7 @@ class GenerationEngine:
                 self._book.forget(stream)
         self._emit(stream, event)
         if stream.is_over:
-            self._tell_ended(stream)
+            stream.tell_ended()
 
     def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
         """End a stream in whatever stage it is, without another token."""
@@ -304,12 +288,13 @@ class GenerationEngine:
         finally:
             for choice, num_output in choices:
                 self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
-            self._tell_ended(stream)
+            stream.tell_ended()
 
     def _leave(self, stream: Stream) -> None:
         """Take a stream out of whatever stage it is in, and free what it holds."""
         for row in list(stream.rows):
-            self._free(row)
+            stream.rows.remove(row)
+            self._running.remove(row)
         if self._leased.pop(stream.ticket, None) is not None:
             assert stream.request.lease_ref is not None
             self._slots.abort(stream.request.lease_ref)
@@ -317,20 +302,12 @@ class GenerationEngine:
             self._waiting.remove(stream)
         self._book.forget(stream)
 
-    def _free(self, row: Row) -> None:
-        row.stream.rows.remove(row)
-        self._running.remove(row)
-
     def _emit(self, stream: Stream, event: TokenEvent) -> None:
         try:
             stream.on_event(event)
         except Exception:
             logger.exception("request %s: its events cannot be delivered", stream.request.request_id)
             self.cancel(stream.ticket)
-
-    def _tell_ended(self, stream: Stream) -> None:
-        if stream.hook is not None:
-            stream.hook.stream_ended()
 
     def _end_all(self) -> None:
         """End every open stream; the engine is closed, so no further stream can come."""

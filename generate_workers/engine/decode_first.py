@@ -1,11 +1,9 @@
-"""The batching policy: every row that decodes runs, and prefill takes what is left of a step. A Batcher.
+"""The batching policy: rows that decode run first, prefill takes what is left of a step. On the engine's thread.
 
 1. Every row that lacks one token runs it: a decode step never waits for a prefill.
 2. The other rows share what a step may prefill, in the order in which they joined. That is at most
    `max_prefill_tokens`, and beside rows that decode no more than keeps the step within its bound (`step_bound`), but
    always a few tokens, except in the rare steps by which the bound learns what decoding alone takes.
-
-Continuous batching as bookkeeping in plain integers. On the engine's thread.
 """
 
 import math
@@ -31,21 +29,21 @@ class DecodeFirst:
         counts."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
-        self._bound = bound
+        self._bound = bound or StepBound(math.inf)
         self._work = work or PrefillWork()
 
     @classmethod
     def of(cls, config: EngineConfig, model: ModelConfig) -> Self:
         """Make the policy of an engine as configured, with the work of its model."""
-        bound = StepBound(config.max_step_stretch)
-        return cls(config.max_prefill_tokens_per_step, bound, PrefillWork.of_model(model))
+        work = PrefillWork.of_model(model)
+        return cls(config.max_prefill_tokens_per_step, StepBound(config.max_step_stretch), work)
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
         """Return what to run next; empty when no row has tokens to run. Changes nothing."""
         contexts = [row.num_known for row in rows.values() if row.num_known - row.num_cached == 1]
         decoding = Decoding(len(contexts), sum(contexts))
-        max_tokens = 0 if self._decodes_alone(decoding) else self._max_prefill_tokens
-        max_work = math.inf if decoding.num_rows == len(rows) else self._max_work(decoding)
+        max_tokens = 0 if self._bound.is_to_decode_alone(decoding) else self._max_prefill_tokens
+        max_work = math.inf if decoding.num_rows == len(rows) else self._bound.max_work(decoding)
         budget = _Budget(max_tokens, max_work, self._work)
         spans = []
         for slot, row in rows.items():
@@ -59,14 +57,7 @@ class DecodeFirst:
 
     def took(self, plan: StepPlan, seconds: float) -> None:
         """Tell the bound how long the plan's step took."""
-        if self._bound is not None:
-            self._bound.observe(plan.decoding, plan.prefill_work, seconds)
-
-    def _decodes_alone(self, decoding: Decoding) -> bool:
-        return self._bound is not None and self._bound.is_to_decode_alone(decoding)
-
-    def _max_work(self, decoding: Decoding) -> float:
-        return self._bound.max_work(decoding) if self._bound is not None else math.inf
+        self._bound.observe(plan.decoding, plan.prefill_work, seconds)
 
 
 class _Budget:

@@ -26,7 +26,7 @@ class StreamBook:
         self._max_waiting = max_waiting
         self._num_free = num_free
         self._condition = threading.Condition()
-        self._closed = ""
+        self.close_reason = ""
         """Why no more streams are taken; empty while open."""
         self._woken = False
         self._next_ticket = 1
@@ -45,10 +45,10 @@ class StreamBook:
         with self._condition:
             self.check_open()
             ticket = Ticket(self._next_ticket)
-            if request.lease_ref is not None:
-                self._take_ref(request.lease_ref, ticket)
-            else:
+            if (ref := request.lease_ref) is None:
                 self._take_place(ticket, request.params.n)
+            elif self._refs.setdefault(ref, ticket) != ticket:
+                raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
             self._next_ticket += 1
             stream = self._open[ticket] = Stream(ticket, request, on_event, stop, hook)
             self._inbox.append(stream)
@@ -80,19 +80,14 @@ class StreamBook:
     def close(self, reason: str) -> None:
         """Take no more streams. Of several reasons the first is kept."""
         with self._condition:
-            self._closed = self._closed or reason
+            self.close_reason = self.close_reason or reason
             self._condition.notify()
 
     def check_open(self) -> None:
         """Raise UnavailableError with the reason, once closed."""
         with self._condition:
-            if self._closed:
-                raise UnavailableError(self._closed)
-
-    @property
-    def close_reason(self) -> str:
-        """Why no more streams are taken; empty while open."""
-        return self._closed
+            if self.close_reason:
+                raise UnavailableError(self.close_reason)
 
     def streams(self) -> list[Stream]:
         """Return all open streams."""
@@ -130,18 +125,13 @@ class StreamBook:
     def await_work(self, next_deadline_s: Callable[[], float], clock: Clock) -> bool:
         """Sleep until there is a message or the deadline has passed; return False when closed."""
         with self._condition:
-            while not (self._closed or self._woken or self._inbox or self._cancelled):
+            while not (self.close_reason or self._woken or self._inbox or self._cancelled):
                 left_s = next_deadline_s() - clock.now_s()
                 if left_s <= 0:
                     break
                 self._condition.wait(None if left_s == math.inf else min(left_s, threading.TIMEOUT_MAX))
             self._woken = False
-            return not self._closed
-
-    def _take_ref(self, ref: LeaseRef, ticket: Ticket) -> None:
-        if ref in self._refs:
-            raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
-        self._refs[ref] = ticket
+            return not self.close_reason
 
     def _take_place(self, ticket: Ticket, num_choices: int) -> None:
         # streams for which a slot is free get it with the next step

@@ -12,6 +12,7 @@ Owned by the engine's thread.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from baton.errors import ResourceExhaustedError
 from baton.ids import SlotId
@@ -21,10 +22,12 @@ from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
 
+_AGE = attrgetter("age")
+
 
 @dataclass
 class RunningRows:
-    """All rows that hold slots, and the preempted rows that wait to resume."""
+    """The rows of the batch, and the preempted rows that wait to resume."""
 
     slots: SlotTable
     batcher: Batcher
@@ -102,7 +105,7 @@ class RunningRows:
                 return plan
             if reclaim():
                 continue
-            youngest = max(self.rows.values(), key=_age)
+            youngest = max(self.rows.values(), key=_AGE)
             if youngest is short and len(self.rows) == 1:
                 self.is_stalled = True
                 return StepPlan(())
@@ -112,9 +115,9 @@ class RunningRows:
         """Promise the plan's rows their memory, and return the oldest that cannot grow, else None. New leases leave
         free what that row needs."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
-        for row in sorted((self.rows[slot] for slot in ends), key=_age):
-            if not self.slots.extend(row.slot, ends[row.slot]):
-                self._owe_growth(self.slots.growth(row.slot, ends[row.slot]))
+        for row in sorted((self.rows[slot] for slot in ends), key=_AGE):
+            if (missing := self.slots.extend(row.slot, ends[row.slot])) is not None:
+                self._owe_growth(missing)
                 return row
         self._owe_growth(KvBytes())
         return None
@@ -131,7 +134,7 @@ class RunningRows:
         """Make a leader and its followers wait. Their memory is owed before it is freed, so that no lease takes it."""
         self.num_preemptions += 1
         self.waiting.append(leader)
-        self.waiting.sort(key=_age)
+        self.waiting.sort(key=_AGE)
         self._owe()
         self._unseat([leader, *leader.followers])
 
@@ -156,7 +159,3 @@ class RunningRows:
             num_slots += num_rows
             need += self.slots.memory.need(row.num_known, row.capacity_tokens, num_rows)
         self.slots.owe(num_slots, need)
-
-
-def _age(row: Row) -> tuple[int, int]:
-    return row.age

@@ -118,6 +118,11 @@ class Stream:
         """Return whether no row of the stream is left. Meaningful once it had rows."""
         return not self.rows
 
+    def tell_ended(self) -> None:
+        """Tell the hook, if there is one, that the stream has sent its last event."""
+        if self.hook is not None:
+            self.hook.stream_ended()
+
     def open_choices(self) -> list[tuple[int, int]]:
         """Return `(choice, output tokens so far)` of each choice that has not ended."""
         if self.has_rows:

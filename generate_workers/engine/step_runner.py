@@ -16,6 +16,7 @@ from baton.ids import SlotId
 from baton.types import SampledToken, TokenRange
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.status import StepStats
 from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder, DecoderWeights
 from modeling.forward.linear import Linear, LinearByRows
@@ -31,15 +32,22 @@ class StepRunner:
     def __init__(self, decoder: Decoder, residency: Residency) -> None:
         self._decoder = decoder
         self._residency = residency
-        self.num_weight_bytes = bytes_per_step(decoder.weights)
-        """Bytes of weights that one forward reads."""
-        self.num_kv_bytes = 0
-        """Bytes of KV that attention has read, over all steps."""
+        self._num_weight_bytes = bytes_per_step(decoder.weights)
+        self._num_kv_bytes = 0
+        """Bytes of KV that attention read in the last step."""
+        self._num_link_bytes = 0
+        """Bytes copied between host and device before the last step."""
 
-    @property
-    def num_link_bytes(self) -> int:
-        """Return the bytes copied between host and device, over all steps."""
-        return self._residency.num_link_bytes
+    def stats(self, plan: StepPlan, duration_s: float) -> StepStats:
+        """Return what the last step, which ran `plan`, read and took."""
+        return StepStats(
+            num_decode_rows=plan.decoding.num_rows,
+            num_prefill_tokens=plan.num_prefill_tokens,
+            duration_s=duration_s,
+            num_kv_bytes=self._num_kv_bytes,
+            num_weight_bytes=self._num_weight_bytes,
+            num_link_bytes=self._residency.num_link_bytes - self._num_link_bytes,
+        )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], sampled: list[Row]) -> list[SampledToken]:
@@ -49,6 +57,7 @@ class StepRunner:
         `sampled` holds the plan's rows that reach their last token, each followed by its followers, in the plan's
         order.
         """
+        self._num_link_bytes = self._residency.num_link_bytes
         token_ids: list[int] = []
         starts: dict[SlotId, int] = {}
         last: list[int] = []
@@ -60,7 +69,7 @@ class StepRunner:
                 last += [len(token_ids) - 1] * (1 + len(row.followers))
         with self._residency.step([(part.slot, part.tokens) for part in plan.spans]) as step:
             hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns)
-            self.num_kv_bytes += step.num_bytes_read
+            self._num_kv_bytes = step.num_bytes_read
         for part in plan.spans:
             self._score(rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])
         if not last:

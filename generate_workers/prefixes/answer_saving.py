@@ -7,9 +7,8 @@ Output tokens' KV comes from decode steps, which do not round as a prefill does:
 differ from those of a cold start, as they may after a preemption.
 
 An answer is given up at once when its stream is cancelled, when the engine needs the memory or closes, when the store
-has no room, or when too many others wait. Half-written blocks are then dropped.
-
-Answers that go on to disk do so on another thread, which holds no slot.
+has no room, or when too many others wait. Half-written blocks are then dropped. Answers that go on to disk do so on
+another thread, which holds no slot.
 """
 
 import logging
@@ -46,9 +45,11 @@ class _Answer:
 
 
 class StreamAnswers:
-    """The answers of one stream: a RowEndHook that saves them. Made by `AnswerSaver.open`, whose lock guards it."""
+    """The answers of one stream: a RowEndHook that saves them. Guarded by the saver's lock."""
 
     def __init__(self, saver: "AnswerSaver", naming: BlockNaming, on_filled: Callable[[Filled], None]) -> None:
+        """`on_filled` is called once, on any thread, with the blocks stored, when the stream has ended and none of its
+        slots is held; it must neither block nor raise."""
         self.naming = naming
         self.num_held = 0
         """Slots of ended rows that are held until their KV is stored."""
@@ -73,11 +74,6 @@ class StreamAnswers:
         self._is_cancelled = True
         self._saver.give_up(self)
 
-    def add(self, filled: Filled) -> None:
-        """Add the blocks that were stored of one answer."""
-        stored, evicted = self.filled.stored + filled.stored, self.filled.evicted + filled.evicted
-        self.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
-
 
 class AnswerSaver:
     """Saves the answers of one group. Any thread may call it."""
@@ -95,11 +91,6 @@ class AnswerSaver:
         self._saver = ThreadPoolExecutor(1, thread_name_prefix="answer-saver")
         self._sinker = ThreadPoolExecutor(1, thread_name_prefix="answer-sinker")
         self._may_sink = threading.BoundedSemaphore(_MAX_SINKING)
-
-    def open(self, naming: BlockNaming, on_filled: Callable[[Filled], None]) -> StreamAnswers:
-        """Return the hook for a stream whose answers are to be saved. `on_filled` is called once, on any thread, with
-        the blocks stored, when the stream has ended and none of its slots is held; it must neither block nor raise."""
-        return StreamAnswers(self, naming, on_filled)
 
     def save(self, row: Row, stream: StreamAnswers) -> bool:
         """Take over the slot of an ended row of `stream` and queue its answer; return False when too many answers wait
@@ -126,10 +117,8 @@ class AnswerSaver:
         """Release the slots of the answers that are not stored yet, of one stream or of all; return whether there were
         any. The copy that runs ends as soon as it notices, and its slot is free then."""
         with self._lock:
-            given_up = [(each, saving) for each, saving in self._held.items() if stream in (None, each.stream)]
-        for answer, saving in given_up:
-            if saving.cancel():
-                answer.reader.close()
+            given_up = [each for each in self._held if stream in (None, each.stream)]
+        for answer in given_up:
             self._release(answer, Filled())
         return bool(given_up)
 
@@ -146,12 +135,15 @@ class AnswerSaver:
         that was the stream's last slot."""
         stream = answer.stream
         with self._lock:
-            if answer not in self._held:
+            saving = self._held.pop(answer, None)
+            if saving is None:
                 return
-            del self._held[answer]
             stream.num_held -= 1
-            stream.add(filled)
+            stored, evicted = stream.filled.stored + filled.stored, stream.filled.evicted + filled.evicted
+            stream.filled = Filled(tuple(dict.fromkeys(stored)), evicted)
             is_complete = stream.is_over and not stream.num_held
+        if saving.cancel():  # it has not begun
+            answer.reader.close()
         self._slots.release(answer.ref)
         if is_complete:
             stream.on_filled(stream.filled)

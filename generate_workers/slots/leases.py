@@ -80,25 +80,6 @@ TRANSITIONS: Mapping[tuple[SlotState, SlotMove], SlotState] = {
 """All legal moves; any other move is a bug of ours."""
 
 
-class Standing(Enum):
-    """What the stream of a lease can do about the lease now."""
-
-    PENDING = "pending"
-    """Wait: KV is still being pushed."""
-    READY = "ready"
-    """Join the batch: the lease is committed."""
-    RUNNING = "running"
-    """Nothing: the lease's rows have joined the batch."""
-    EXPIRED = "expired"
-    """Give up: the lease was not renewed in time."""
-    GONE = "gone"
-    """Give up: the lease was aborted or never existed."""
-
-
-STANDINGS: Mapping[SlotState, Standing] = {SlotState.LEASED: Standing.PENDING, SlotState.COMMITTED: Standing.READY}
-"""Standing of a lease by the state of its slot, before its rows have joined."""
-
-
 @dataclass
 class Claim:
     """One life of a slot: made when the slot is claimed, dropped when it is freed. Owned by the SlotTable."""

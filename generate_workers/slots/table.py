@@ -2,7 +2,8 @@
 
 `transport.kv_receiver` leases, pushes and commits through this table, a transport.kv_sink.KvSink, on the process's
 asyncio loop; `engine.core` occupies, activates, expires and releases on its thread; `prefixes` copy blocks in and
-answers out on theirs. One lock guards everything; it is held for bookkeeping and one piece's copy, never while waiting.
+answers out on theirs, and release what they have copied. One lock guards the bookkeeping (`claims`); it is held for
+that and for one piece's copy, never while waiting.
 """
 
 import math
@@ -11,22 +12,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from baton.clock import Clock
-from baton.errors import (
-    IncompletePushError,
-    LeaseError,
-    LeaseExpiredError,
-    ResourceExhaustedError,
-    StaleStampError,
-)
-from baton.ids import SlotId, Stamp
+from baton.errors import IncompletePushError
+from baton.ids import SlotId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.access import SlotReader, SlotWriter
-from generate_workers.slots.checks import check_spec, check_ttl
-from generate_workers.slots.leases import STANDINGS, Claim, Seat, Slot, SlotLedger, SlotMove, SlotState, Standing
+from generate_workers.slots.claims import Claims
+from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
 from generate_workers.slots.loop_waiter import LoopWaiter
 from generate_workers.slots.memory import KvMemory
-from transport.coverage import Added, Coverage
+from transport.coverage import Added
 from transport.kv_sink import ReserveSpec
 
 
@@ -35,7 +30,6 @@ class SlotTable:
 
     def __init__(self, memory: KvMemory, clock: Clock, *, endpoint: str) -> None:
         """`endpoint` is the host:port that leases name; the table owns `memory` from now on."""
-        num_slots = memory.shape.num_slots
         self.max_slot_tokens = memory.shape.max_slot_tokens
         self.on_change: Callable[[], None] = _ignore
         """Called after a claim begins, is committed, is renewed or ends, on the changing thread and without the lock.
@@ -43,15 +37,13 @@ class SlotTable:
         self.on_abandon: Callable[[LeaseRef], None] = _ignore
         """Called by `abort`, without the lock, when the lease has become rows, which are to leave, or has ended. Set
         once, by the engine. Must neither block nor raise."""
-        self._changed = False
         self._memory = memory
         self._layout = memory.shape.layout
         self._endpoint = endpoint
         self._clock = clock
         self._lock = threading.Lock()
-        self._slots = tuple(Slot(SlotId(number), memory) for number in range(num_slots))
-        self._num_owed, self._owed = 0, KvBytes()
-        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its former life
+        self._claims = Claims(memory, clock)
+        self._slots = self._claims.slots
 
     @property
     def layout(self) -> KvLayout:
@@ -74,36 +66,26 @@ class SlotTable:
         caller copies the first `num_present_tokens` by a writer of its own, then calls `complete_locally` if no rank
         pushes. Raises ResourceExhaustedError when too few slots or too little memory is free, InvalidArgumentError for
         a field out of range."""
-        num_tokens, capacity = request.num_tokens, request.capacity_tokens
         with self._changing():
-            slots = self._room(request)
-            num_cached = num_present_tokens if request.prefills_locally else num_tokens
-            claims = self._claims(slots, num_tokens, capacity, num_cached=num_cached, ttl_s=request.ttl_s)
-            claims[0].held = tuple(slots[1:])
-            for slot, each in zip(slots, claims, strict=True):
-                slot.begin(each, SlotMove.LEASE if each is claims[0] else SlotMove.HOLD)
-        return claims[0].lease(request, self._endpoint, num_present_tokens)
+            claim = self._claims.reserve(request, num_present_tokens)
+        return claim.lease(request, self._endpoint, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
         """Raise the error that `reserve` would raise now, if any."""
         with self._changing():
-            self._room(request)
+            self._claims.room(request)
 
     def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Let the lease live `ttl_s` seconds from now; raise StaleStampError or LeaseExpiredError when it has ended."""
-        check_ttl(ttl_s)
         with self._changing():
-            claim = self._present(ref)
-            claim.ttl_s = ttl_s
-            self._touch(claim)
-            self._changed = True
+            self._claims.renew(ref, ttl_s)
 
     @contextmanager
     def open_push(self, ref: LeaseRef) -> Iterator[SlotWriter]:
         """Renew the lease and count a writer until exit: the slot is not claimed anew before its last writer leaves."""
         with self._changing():
-            claim = self._present(ref)
-            self._touch(claim)
+            claim = self._claims.present(ref)
+            self._claims.touch(claim)
             self._slots[ref.slot].num_inside += 1
         try:
             yield SlotWriter(claim, self._write)
@@ -118,7 +100,7 @@ class SlotTable:
         A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
         """
         with self._changing():
-            claim = self._present(ref)
+            claim = self._claims.present(ref)
         give_up_s = self._clock.now_s() + wait_s
         while (missing := self._missing(claim)) is not None:
             left_s = min(claim.deadline_s, give_up_s) - self._clock.now_s()
@@ -130,27 +112,23 @@ class SlotTable:
                 )
             await self._wait(claim, left_s)
         with self._changing():
-            self._complete(self._present(ref), tuple(firsts))
+            self._claims.complete(self._claims.present(ref), tuple(firsts))
         return claim.num_tokens * self._layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
         """Commit a lease whose copied blocks are all in; its row computes the rest. Any thread. Raises StaleStampError
         or LeaseExpiredError when the lease has ended."""
         with self._changing():
-            claim = self._present(ref)
-            assert claim.num_cached < claim.num_tokens and claim.coverage.complete
-            self._slots[ref.slot].advance(SlotMove.COMMIT)
-            self._touch(claim)
-            self._changed = True
+            self._claims.complete_locally(ref)
 
     def abort(self, ref: LeaseRef) -> None:
         """End the lease: the slot is free once its last writer has left. If the lease has become rows, report it to
         `on_abandon` instead. Idempotent; a stale stamp changes no slot."""
         with self._changing():
-            slot = self._find(ref)
+            slot = self._claims.find(ref)
             if slot is not None and slot.state is not SlotState.ACTIVE:
                 slot.end()
-                self._changed = True
+                self._claims.changed = True
                 return
         self.on_abandon(ref)
 
@@ -160,85 +138,60 @@ class SlotTable:
         """Claim slots for rows of `num_tokens` tokens, all computed here; None when too few slots or too little memory
         is free. Raises ResourceExhaustedError when the device has less memory than configured."""
         with self._changing():
-            slots = self._free_slots(num_choices)
-            if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
-                return None
-            claims = self._claims(slots, num_tokens, capacity_tokens)
-            for slot, claim in zip(slots, claims, strict=True):
-                slot.begin(claim, SlotMove.OCCUPY)
-        return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
+            return self._claims.occupy(num_tokens, capacity_tokens, num_choices)
 
-    def extend(self, slot: SlotId, num_tokens: int) -> bool:
-        """Promise an active row memory for `num_tokens` tokens; return False when there is no room now."""
+    def extend(self, slot: SlotId, num_tokens: int) -> KvBytes | None:
+        """Promise an active row memory for `num_tokens` tokens; return the bytes that it needs beyond its promise when
+        there is no room now, else None."""
         claim = self._slots[slot].claim
         assert claim is not None
         if num_tokens <= claim.memory.num_tokens:
-            return True
+            return None
         with self._lock:
-            return self._memory.extend(claim.memory, num_tokens)
-
-    def growth(self, slot: SlotId, num_tokens: int) -> KvBytes:
-        """Return the bytes that an active row needs beyond its promise to hold `num_tokens` tokens."""
-        claim = self._slots[slot].claim
-        assert claim is not None
+            if self._memory.extend(claim.memory, num_tokens):
+                return None
         return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
         """Reserve slots and memory for rows that wait to resume or to grow: new leases leave that much free."""
         with self._lock:
-            self._num_owed, self._owed = num_slots, num_bytes
+            self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
-    def activate(self, ref: LeaseRef) -> list[Seat]:
-        """Turn a READY lease into rows, one per choice; only the first has the KV. Raises StaleStampError or
-        LeaseExpiredError when the lease has just ended."""
+    def activate(self, ref: LeaseRef) -> list[Seat] | None:
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it waits for its
+        commit. Raises LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has
+        ended."""
         with self._changing():
-            lease = self._present(ref)
-            slots, lease.held = (self._slots[ref.slot], *lease.held), ()
-            seats = []
-            for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
-                slot.advance(SlotMove.ACTIVATE)
-                assert slot.claim is not None
-                num_cached = lease.num_cached if slot is slots[0] else 0
-                seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
-        return seats
+            return self._claims.activate(ref)
 
     def open_read(self, ref: LeaseRef) -> SlotReader:
         """Count a reader of an active slot in, until the reader closes. Its row must write nothing more."""
         with self._changing():
-            slot = self._active(ref)
+            slot = self._claims.active(ref)
             assert slot.claim is not None
             slot.num_inside += 1
             return SlotReader(slot.claim, self.leased_tokens, self._leave)
 
     def release(self, ref: LeaseRef) -> None:
-        """Free an active row's slot; the row must not touch its memory again."""
+        """Free the slot of a row that runs or has ended; the row must not touch its memory again. Any thread."""
         with self._changing():
-            self._active(ref).end()
-            self._changed = True
-
-    def standing(self, ref: LeaseRef) -> Standing:
-        """Return what the stream of this lease can do about the lease now."""
-        with self._lock:
-            slot = self._find(ref)
-            if slot is None or slot.claim is None:
-                return Standing.EXPIRED if self._has_expired(ref) else Standing.GONE
-            return STANDINGS.get(slot.state, Standing.RUNNING)
+            self._claims.active(ref).end()
+            self._claims.changed = True
 
     def leased_tokens(self, ref: LeaseRef) -> int:
         """Return how many tokens this lease is for; raise StaleStampError or LeaseExpiredError when it has ended."""
         with self._changing():
-            return self._present(ref).num_tokens
+            return self._claims.present(ref).num_tokens
 
     def expire(self) -> None:
         """End every lease whose deadline has passed, including committed leases that were not activated."""
         with self._changing():
-            self._expire()
+            self._claims.expire()
 
     def next_deadline_s(self) -> float:
         """Return when the next lease expires as things stand (Clock.now_s()); infinity for never."""
         with self._lock:
-            timed = [slot.claim.deadline_s for slot in self._slots if slot.claim and slot.is_timed]
-        return min(timed, default=math.inf)
+            return self._claims.next_deadline_s()
 
     def ledger(self) -> SlotLedger:
         """Return a snapshot of what is held now. Any thread."""
@@ -254,14 +207,14 @@ class SlotTable:
                 try:
                     yield
                 finally:
-                    changed, self._changed = self._changed, False
+                    changed, self._claims.changed = self._claims.changed, False
         finally:
             if changed:
                 self.on_change()
 
     def _write(self, claim: Claim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         with self._changing():
-            self._present(claim.ref)
+            self._claims.present(claim.ref)
             assert data.nbytes == len(tokens) * self._layout.row_bytes
             is_new = claim.coverage.add(layer, tokens) is Added.NEW
             if is_new:
@@ -269,22 +222,22 @@ class SlotTable:
                     claim.memory.row.write(layer, tokens, data)
                 except BaseException:  # marked present but not written: this claim must never be committed
                     self._slots[claim.ref.slot].end()
-                    self._changed = True
+                    self._claims.changed = True
                     raise
-            self._touch(claim)
+            self._claims.touch(claim)
             if claim.coverage.complete:
                 claim.wake_all()
             return is_new
 
     def _leave(self, claim: Claim) -> None:
         with self._changing():
-            self._changed |= self._slots[claim.ref.slot].leave()
+            self._claims.changed |= self._slots[claim.ref.slot].leave()
 
     def _missing(self, claim: Claim) -> tuple[int, TokenRange] | None:
         with self._changing():
-            self._expire()
+            self._claims.expire()
             if not claim.expired:
-                self._present(claim.ref)
+                self._claims.present(claim.ref)
             return claim.coverage.first_missing()
 
     async def _wait(self, claim: Claim, timeout_s: float) -> None:
@@ -292,108 +245,13 @@ class SlotTable:
         waiter = LoopWaiter()
         with self._lock:
             claim.waiters.append(waiter)
-            if claim.coverage.complete or self._find(claim.ref) is None:
+            if claim.coverage.complete or self._claims.find(claim.ref) is None:
                 waiter.wake()
         try:
             await waiter.wait(timeout_s)
         finally:
             with self._lock:
                 claim.waiters.remove(waiter)
-
-    # With the lock held.
-
-    def _kept(self) -> str:
-        is_owing = self._num_owed or self._owed != KvBytes()
-        return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
-
-    def _room(self, request: ReserveSpec) -> list[Slot]:
-        """Return a free slot per choice, after checking limits and memory; raises what `reserve` raises."""
-        num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
-        check_spec(request, len(self._slots), self.max_slot_tokens)
-        self._memory.check(num_tokens, capacity, num_choices)
-        slots = self._free_slots(num_choices + self._num_owed)[:num_choices]
-        if not slots:
-            few = f"fewer than {num_choices} of {len(self._slots)} slots are free"
-            raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
-        if shortage := self._memory.shortage(self._memory.need(num_tokens, capacity, num_choices), self._owed):
-            raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
-        return slots
-
-    def _free_slots(self, count: int) -> list[Slot]:
-        """Return `count` free slots, or none when there are fewer."""
-        self._expire()
-        free = [slot for slot in self._slots if slot.state is SlotState.FREE]
-        return free[:count] if len(free) >= count else []
-
-    def _claims(
-        self, slots: Sequence[Slot], num_tokens: int, capacity: int, *, num_cached: int = 0, ttl_s: float = math.inf
-    ) -> list[Claim]:
-        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity)
-        stamps = range(self._next_stamp, self._next_stamp + len(slots))
-        self._next_stamp = stamps.stop
-        self._changed = True
-        return [
-            Claim(
-                ref=LeaseRef(slot.number, Stamp(stamp)),
-                memory=memory,
-                coverage=Coverage(self._layout.num_layers, num_cached),
-                num_tokens=num_tokens,
-                num_cached=num_cached,
-                ttl_s=ttl_s,
-                deadline_s=self._clock.now_s() + ttl_s,
-            )
-            for slot, stamp, memory in zip(slots, stamps, promises, strict=True)
-        ]
-
-    def _find(self, ref: LeaseRef) -> Slot | None:
-        """Return the slot whose present, unended claim carries this stamp."""
-        if not 0 <= ref.slot < len(self._slots):
-            return None
-        slot = self._slots[ref.slot]
-        holds = slot.claim is not None and slot.claim.ref.stamp == ref.stamp
-        return slot if holds and slot.state is not SlotState.QUARANTINED else None
-
-    def _active(self, ref: LeaseRef) -> Slot:
-        slot = self._find(ref)
-        assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
-        return slot
-
-    def _has_expired(self, ref: LeaseRef) -> bool:
-        return 0 <= ref.slot < len(self._slots) and self._slots[ref.slot].last_expired == ref.stamp
-
-    def _present(self, ref: LeaseRef) -> Claim:
-        self._expire()
-        slot = self._find(ref)
-        if slot is not None and slot.claim is not None:
-            return slot.claim
-        if self._has_expired(ref):
-            raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
-        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
-
-    def _touch(self, claim: Claim) -> None:
-        claim.deadline_s = self._clock.now_s() + claim.ttl_s
-
-    def _expire(self) -> None:
-        now_s = self._clock.now_s()
-        for slot in self._slots:
-            if slot.claim and slot.is_timed and slot.claim.deadline_s <= now_s:
-                slot.end(expired=True)
-                self._changed = True
-
-    def _complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
-        slot = self._slots[claim.ref.slot]
-        if claim.num_cached < claim.num_tokens:
-            raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
-        if slot.state is SlotState.LEASED:
-            num_choices = 1 + len(claim.held)
-            if len(firsts) != num_choices:
-                raise LeaseError(f"{len(firsts)} first tokens for the {num_choices} choices of slot {slot.number}")
-            claim.firsts = firsts
-            slot.advance(SlotMove.COMMIT)
-            self._touch(claim)
-            self._changed = True
-        elif [each.token_id for each in claim.firsts] != [each.token_id for each in firsts]:
-            raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
 
 
 def _ignore(*_what: object) -> None:

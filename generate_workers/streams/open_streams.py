@@ -41,26 +41,18 @@ class OpenStream:
     """Timer that ends the stream; runs while no call reads it."""
     on_message: Callable[[], None] | None = None
     """Called after each message that came; set by the call that reads the stream."""
-    _num_known: Sequence[int] = field(init=False)
+    _num_known: Sequence[int] = ()
     """Tokens of each choice that the reader had before it began."""
-    _num_read: int = field(default=0, init=False)
+    _num_read: int = 0
     """Events that the reader has been given or did not need."""
 
-    def __post_init__(self) -> None:
-        self._num_known = [0] * self.request.params.n
-
-    def append(self, event: TokenEvent) -> None:
-        """Add the engine's next event to the log."""
-        self.events.append(event)
-        self.num_open -= event.finish is not None
-        self._tell()
-
-    def fill(self, filled: Filled) -> None:
-        """Take the stream's last message: which blocks of the answers were stored."""
-        self.filled = filled
-        self._tell()
-
-    def _tell(self) -> None:
+    def take(self, message: TokenEvent | Filled) -> None:
+        """Add the next event to the log, or note which blocks of the answers were stored."""
+        if isinstance(message, Filled):
+            self.filled = message
+        else:
+            self.events.append(message)
+            self.num_open -= message.finish is not None
         if self.on_message is not None:
             self.on_message()
 
@@ -122,9 +114,10 @@ class OpenStreams:
         """Submit a request to the engine and open its stream; `naming` names the blocks of its answers, if they are to
         be stored. Raises what `GenerationEngine.submit` raises."""
         stream = OpenStream(request, number, keep_s, num_open=request.params.n)
+        stream.rewind([0] * request.params.n)
         deliver = partial(self._deliver, stream)
         if naming is not None and self._saver is not None:
-            stream.answers = self._saver.open(naming, deliver)
+            stream.answers = StreamAnswers(self._saver, naming, deliver)
         stream.ticket = self._engine.submit(request, deliver, stream.answers)
         self._streams.add(stream)
         return stream
@@ -171,19 +164,17 @@ class OpenStreams:
 
     def kept(self) -> list[tuple[RequestId, int]]:
         """Return `(request, slots held)` of each stream that no call reads."""
-        kept = [each for each in self._streams if each.expiry is not None]
-        return [(each.request.request_id, each.num_slots) for each in kept]
+        return [(each.request.request_id, each.num_slots) for each in self._streams if each.expiry is not None]
 
     def close(self) -> None:
         """Stop all timers. The engine ends the streams."""
-        for stream in self._streams:
-            if stream.expiry is not None:
-                stream.expiry.cancel()
+        for stream in list(self._streams):
+            self.forget(stream)
 
-    def _deliver(self, stream: OpenStream, event: TokenEvent | Filled) -> None:
+    def _deliver(self, stream: OpenStream, message: TokenEvent | Filled) -> None:
         """Hand over a message; any thread. A step's events share one wake-up of the loop, which takes a system
         call."""
-        self._delivered.append((stream, event))
+        self._delivered.append((stream, message))
         if not self._wake_due:
             self._wake_due = True
             self._loop.call_soon_threadsafe(self._take_delivered)
@@ -191,8 +182,5 @@ class OpenStreams:
     def _take_delivered(self) -> None:
         self._wake_due = False  # cleared before the queue is read: an event that comes later wakes the loop again
         while self._delivered:
-            stream, event = self._delivered.popleft()
-            if isinstance(event, Filled):
-                stream.fill(event)
-            else:
-                stream.append(event)
+            stream, message = self._delivered.popleft()
+            stream.take(message)

@@ -23,7 +23,7 @@ from baton.errors import (
 from baton.ids import RequestId, SlotId, Stamp
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.slots.leases import Seat
-from tests.support.engines.slot_tables import make_slots
+from tests.support.engines.slot_tables import activated, make_slots
 from tests.support.manual_clock import ManualClock
 from tests.support.wire.memory_sink import MemorySink
 from transport.kv_sink import KvSink, ReserveSpec
@@ -60,7 +60,7 @@ def slot_table(policy: str) -> SinkUnderTest:
 
     def read(ref: LeaseRef, layer: int, tokens: TokenRange) -> bytes:
         if ref not in seats:
-            [seats[ref]] = table.activate(ref)
+            [seats[ref]] = activated(table, ref)
         return bytes(seats[ref].row.export(layer, tokens))
 
     return SinkUnderTest(table, clock, read)

@@ -3,10 +3,12 @@
 import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 import numpy as np
 
 from baton.clock import Clock
+from baton.errors import LeaseExpiredError, StaleStampError
 from baton.ids import RequestId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
@@ -15,7 +17,7 @@ from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tens
 from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.selective import SelectiveResidency
-from generate_workers.slots.leases import KvLedger, SlotLedger
+from generate_workers.slots.leases import KvLedger, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
@@ -110,6 +112,36 @@ def push_buffer(slots: SlotTable, ref: LeaseRef, buffer: KvBuffer, tokens: Token
     with slots.open_push(ref) as target:
         for layer in range(slots.layout.num_layers):
             target.write(layer, tokens, buffer.export(layer, tokens))
+
+
+class Standing(Enum):
+    """What a lease has come to."""
+
+    PENDING = "KV is still being pushed"
+    READY = "committed"
+    RUNNING = "its rows have joined the batch"
+    EXPIRED = "not renewed in time"
+    GONE = "aborted or never made"
+
+
+def standing(slots: SlotTable, ref: LeaseRef) -> Standing:
+    """What a lease has come to now."""
+    try:
+        slots.leased_tokens(ref)
+    except LeaseExpiredError:
+        return Standing.EXPIRED
+    except StaleStampError:
+        return Standing.GONE
+    state = slots._slots[ref.slot].state
+    early = {SlotState.LEASED: Standing.PENDING, SlotState.COMMITTED: Standing.READY}
+    return early.get(state, Standing.RUNNING)
+
+
+def activated(slots: SlotTable, ref: LeaseRef) -> list[Seat]:
+    """The rows of a committed lease."""
+    seats = slots.activate(ref)
+    assert seats is not None
+    return seats
 
 
 @contextmanager

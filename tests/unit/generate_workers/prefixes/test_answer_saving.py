@@ -68,7 +68,7 @@ class Saved:
 def ask(made: Harness, params: SamplingParams = PARAMS, naming: BlockNaming = NAMING) -> Saved:
     events, filled = Collector(num_choices=params.n), list[Filled]()
     assert made.saver is not None
-    answers = made.saver.open(naming, filled.append)
+    answers = StreamAnswers(made.saver, naming, filled.append)
     ticket = made.engine.submit(GenerationRequest(RequestId("r"), ASKED, (), params), events, answers)
     made.streams.append(events)
     return Saved(made, ticket, events, answers, filled)

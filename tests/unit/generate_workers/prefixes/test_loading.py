@@ -14,12 +14,21 @@ from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedErro
 from baton.ids import RequestId
 from baton.types import Lease, TokenRange
 from generate_workers.prefixes.loading import PrefixLoader
-from generate_workers.slots.leases import Standing
 from generate_workers.slots.table import SlotTable
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.store import Leading, PrefixStore
 from tests.support.engines.prefixes import blocks_in, keep, mapped, prefix_folder, store_in
-from tests.support.engines.slot_tables import FIRST, LAYOUT, ends_empty, is_empty, make_slots, push_buffer
+from tests.support.engines.slot_tables import (
+    FIRST,
+    LAYOUT,
+    Standing,
+    activated,
+    ends_empty,
+    is_empty,
+    make_slots,
+    push_buffer,
+    standing,
+)
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
@@ -69,7 +78,7 @@ def stock(store: PrefixStore, names: Sequence[str] = NAMES) -> None:
 def check(slots: SlotTable, lease: Lease, num_tokens: int) -> None:
     """The row has the prompt's KV; and leaves."""
     whole = kv()
-    [seat] = slots.activate(lease.ref)
+    [seat] = activated(slots, lease.ref)
     assert seat.num_cached == num_tokens
     for layer in range(LAYOUT.num_layers):
         tokens = TokenRange(0, num_tokens)
@@ -100,7 +109,7 @@ async def test_a_local_prefill_begins_behind_what_is_there(
     lease = await loader.reserve(LOCAL)
     assert (lease.num_present_tokens, slots.leased_tokens(lease.ref)) == (num_present, NUM_TOKENS)
     await loader.close()
-    assert slots.standing(lease.ref) is Standing.READY
+    assert standing(slots, lease.ref) is Standing.READY
     with pytest.raises(LeaseError, match="prefilled by its own stream"):
         await slots.commit(lease.ref, [FIRST])
     check(slots, lease, num_present)

@@ -14,7 +14,7 @@ from baton.ids import RequestId
 from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
-from tests.support.engines.slot_tables import is_empty, make_slots, push_zeros
+from tests.support.engines.slot_tables import activated, is_empty, make_slots, push_zeros
 from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
 
@@ -116,7 +116,7 @@ class ChoicesWalk(RuleBasedStateMachine):
         """Each choice becomes a row, with its own first token."""
         self._expire()
         if of.state == "committed":
-            of.seats = self.slots.activate(of.ref)
+            of.seats = activated(self.slots, of.ref)
             assert [seat.first for seat in of.seats] == [SampledToken(choice) for choice in range(of.num_choices)]
             of.state = "active"
 
@@ -151,7 +151,7 @@ class ChoicesWalk(RuleBasedStateMachine):
         self._expire()
         self.slots.expire()
         ledger = self.slots.ledger()
-        assert not ledger.imbalance, ledger
+        assert not ledger.imbalance, ledger.imbalance
         assert ledger.num_free == self._num_free()
         assert ledger.num_leased == sum(request.num_waiting for request in self.all)
         assert ledger.num_active == sum(len(request.seats) for request in self.all)

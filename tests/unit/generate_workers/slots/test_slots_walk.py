@@ -14,10 +14,19 @@ from baton.errors import IncompletePushError, LeaseError, LeaseExpiredError, Res
 from baton.ids import RequestId
 from baton.types import LeaseRef, TokenRange
 from generate_workers.slots.access import SlotReader, SlotWriter
-from generate_workers.slots.leases import KvLedger, SlotLedger, Standing
+from generate_workers.slots.leases import KvLedger, SlotLedger
 from generate_workers.slots.memory import MemoryLimits
 from generate_workers.slots.table import SlotTable
-from tests.support.engines.slot_tables import FIRST, is_empty, lease, make_slots, page_bytes
+from tests.support.engines.slot_tables import (
+    FIRST,
+    Standing,
+    activated,
+    is_empty,
+    lease,
+    make_slots,
+    page_bytes,
+    standing,
+)
 from tests.support.engines.slot_tables import LAYOUT as SMALL
 from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
@@ -220,7 +229,7 @@ class SlotWalk(RuleBasedStateMachine):
     def activate(self, life: Life) -> None:
         self._expire()
         if life.state == "committed":
-            [seat] = self.slots.activate(life.ref)
+            [seat] = activated(self.slots, life.ref)
             assert (seat.first, seat.num_cached) == (None if life.is_local else FIRST, life.tokens.end)
             life.state, life.num_cached = "active", life.tokens.end
 
@@ -252,8 +261,11 @@ class SlotWalk(RuleBasedStateMachine):
         others = self._promised_bytes() - page_bytes(life.num_promised, LAYOUT)
         fitting = [each for each in (CAPACITY, num_tokens) if others + page_bytes(each, LAYOUT) <= LIMIT]
         is_enough = num_tokens <= life.num_promised
-        assert self.slots.extend(life.ref.slot, num_tokens) == (is_enough or bool(fitting))
-        if not is_enough and fitting:
+        missing = self.slots.extend(life.ref.slot, num_tokens)
+        assert (missing is None) == (is_enough or bool(fitting))
+        if missing is not None:
+            assert missing.home == page_bytes(num_tokens, LAYOUT) - page_bytes(life.num_promised, LAYOUT)
+        elif not is_enough:
             life.num_promised = fitting[0]
 
     @rule(life=lives)
@@ -310,7 +322,7 @@ class SlotWalk(RuleBasedStateMachine):
         self.slots.expire()
         self._expire()
         for life in self.all:
-            assert self.slots.standing(life.ref) is STANDINGS[life.state]
+            assert standing(self.slots, life.ref) is STANDINGS[life.state]
 
     @invariant()
     def no_two_lives_share_a_stamp_or_a_taken_slot(self) -> None:

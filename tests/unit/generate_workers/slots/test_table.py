@@ -18,7 +18,7 @@ from baton.ids import RequestId, SlotId, Stamp
 from baton.types import LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.slots.leases import SlotLedger, Standing
+from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.memory import KvMemory
 from generate_workers.slots.table import SlotTable
 from modeling.kv.memory import PagedMemory
@@ -26,6 +26,8 @@ from tests.support.engines.slot_tables import (
     FIRST,
     LAYOUT,
     UNLIMITED,
+    Standing,
+    activated,
     ends_empty,
     is_empty,
     kv_ledger,
@@ -33,6 +35,7 @@ from tests.support.engines.slot_tables import (
     make_slots,
     page_bytes,
     push_zeros,
+    standing,
 )
 from tests.support.manual_clock import ManualClock
 from transport.kv_sink import ReserveSpec
@@ -70,8 +73,8 @@ def test_memory_is_promised_from_reserve_to_abort_and_held_once_it_is_written(sl
 
 async def test_a_committed_lease_becomes_a_row_and_is_released(slots: SlotTable) -> None:
     ref = await committed(slots)
-    assert slots.standing(ref) is Standing.READY
-    [seat] = slots.activate(ref)
+    assert standing(slots, ref) is Standing.READY
+    [seat] = activated(slots, ref)
     assert (seat.ref, seat.first, len(seat.row.tokens)) == (ref, FIRST, 8)
     assert slots.ledger().num_active == 1
     with ends_empty(slots):
@@ -91,7 +94,7 @@ def test_a_local_row_does_not_expire(slots: SlotTable, clock: ManualClock) -> No
     [seat] = slots.occupy(4, 8) or []
     clock.advance(1e9)
     slots.expire()
-    assert slots.standing(seat.ref) is Standing.RUNNING
+    assert standing(slots, seat.ref) is Standing.RUNNING
 
 
 async def test_an_active_row_does_not_expire(slots: SlotTable, clock: ManualClock) -> None:
@@ -99,7 +102,7 @@ async def test_an_active_row_does_not_expire(slots: SlotTable, clock: ManualCloc
     slots.activate(ref)
     clock.advance(10 * TTL_S)
     slots.expire()
-    assert slots.standing(ref) is Standing.RUNNING
+    assert standing(slots, ref) is Standing.RUNNING
 
 
 async def test_a_committed_lease_that_nobody_activates_expires(slots: SlotTable, clock: ManualClock) -> None:
@@ -107,7 +110,7 @@ async def test_a_committed_lease_that_nobody_activates_expires(slots: SlotTable,
     clock.advance(TTL_S)
     with ends_empty(slots):
         slots.expire()
-    assert slots.standing(ref) is Standing.EXPIRED
+    assert standing(slots, ref) is Standing.EXPIRED
     with pytest.raises(LeaseExpiredError):
         slots.activate(ref)
 
@@ -119,18 +122,31 @@ async def test_aborting_an_active_row_tells_it_to_leave_and_frees_nothing_yet(sl
     slots.activate(ref)
     slots.abort(ref)
     assert abandoned == [ref]
-    assert slots.standing(ref) is Standing.RUNNING
+    assert standing(slots, ref) is Standing.RUNNING
     assert slots.ledger().num_active == 1
     with ends_empty(slots):
         slots.release(ref)
 
 
+async def test_a_lease_becomes_rows_once_and_not_before_its_commit(slots: SlotTable) -> None:
+    ref = lease(slots).ref
+    assert slots.activate(ref) is None
+    push_zeros(slots, ref, 4)
+    await slots.commit(ref, [FIRST])
+    activated(slots, ref)
+    with pytest.raises(LeaseError, match="another row's"):
+        slots.activate(ref)
+    slots.release(ref)
+    with pytest.raises(StaleStampError):
+        slots.activate(ref)
+
+
 def test_standing_of_a_lease_follows_its_life(slots: SlotTable) -> None:
     ref = lease(slots).ref
-    assert slots.standing(ref) is Standing.PENDING
+    assert standing(slots, ref) is Standing.PENDING
     slots.abort(ref)
-    assert slots.standing(ref) is Standing.GONE
-    assert slots.standing(LeaseRef(SlotId(99), Stamp(1))) is Standing.GONE
+    assert standing(slots, ref) is Standing.GONE
+    assert standing(slots, LeaseRef(SlotId(99), Stamp(1))) is Standing.GONE
 
 
 async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> None:
@@ -145,7 +161,7 @@ async def test_a_writer_inside_quarantines_a_finished_row(slots: SlotTable) -> N
         assert ledger.kv == kv_ledger(quarantined=ROW_BYTES)
         assert ledger.num_bytes_held > 0
         assert not ledger.imbalance
-        assert slots.standing(ref) is Standing.GONE
+        assert standing(slots, ref) is Standing.GONE
     assert is_empty(slots.ledger())
 
 
@@ -213,7 +229,7 @@ async def test_commit_of_a_running_row_is_repeatable(slots: SlotTable) -> None:
     ref = await committed(slots)
     slots.activate(ref)
     assert await slots.commit(ref, [FIRST]) == 4 * LAYOUT.token_bytes
-    assert slots.standing(ref) is Standing.RUNNING
+    assert standing(slots, ref) is Standing.RUNNING
 
 
 async def test_a_lease_that_another_thread_expires_ends_a_waiting_commit(slots: SlotTable, clock: ManualClock) -> None:
@@ -301,7 +317,7 @@ def test_a_piece_that_could_not_be_copied_can_never_be_committed(clock: ManualCl
     ref = lease(table).ref
     with pytest.raises(MemoryError):
         push_zeros(table, ref, 4)
-    assert table.standing(ref) is Standing.GONE
+    assert standing(table, ref) is Standing.GONE
     assert is_empty(table.ledger())
 
 
@@ -309,7 +325,7 @@ async def test_a_second_commit_with_another_token_changes_nothing(slots: SlotTab
     ref = await committed(slots)
     with pytest.raises(LeaseError):
         await slots.commit(ref, [SampledToken(8)])
-    assert [seat.first for seat in slots.activate(ref)] == [FIRST]
+    assert [seat.first for seat in activated(slots, ref)] == [FIRST]
 
 
 async def committed_choices(slots: SlotTable, num_choices: int) -> LeaseRef:
@@ -324,7 +340,7 @@ async def test_a_lease_of_several_choices_becomes_as_many_rows(clock: ManualCloc
     slots = make_slots(clock, num_slots=4)
     ref = await committed_choices(slots, 3)
     assert slots.ledger() == SlotLedger(4, 1, 3, 0, 0, ROW_BYTES, ROW_BYTES, kv_ledger(leased=3 * ROW_BYTES))
-    seats = slots.activate(ref)
+    seats = activated(slots, ref)
     assert seats[0].ref == ref
     assert [seat.first for seat in seats] == [SampledToken(0), SampledToken(1), SampledToken(2)]
     assert len({seat.ref for seat in seats}) == 3
@@ -366,7 +382,7 @@ async def test_a_commit_needs_a_token_for_each_choice(slots: SlotTable) -> None:
     push_zeros(slots, ref, 4)
     with pytest.raises(LeaseError, match="1 first tokens for the 2 choices"):
         await slots.commit(ref, [FIRST])
-    assert slots.standing(ref) is Standing.PENDING
+    assert standing(slots, ref) is Standing.PENDING
 
 
 def test_many_writers_leave_in_any_order(slots: SlotTable) -> None:

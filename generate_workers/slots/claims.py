@@ -1,0 +1,208 @@
+"""The claims on a group's slots: who may claim which, who holds which, and until when. Bookkeeping without a lock.
+
+`SlotTable` calls it with its lock held. A claim is found by its stamp, so that a former holder of the slot finds none.
+"""
+
+import math
+from collections.abc import Sequence
+
+from baton.clock import Clock
+from baton.errors import InvalidArgumentError, LeaseError, LeaseExpiredError, ResourceExhaustedError, StaleStampError
+from baton.ids import SlotId, Stamp
+from baton.types import LeaseRef, SampledToken
+from generate_workers.residency.port import KvBytes
+from generate_workers.slots.leases import Claim, Seat, Slot, SlotMove, SlotState
+from generate_workers.slots.memory import KvMemory
+from transport.coverage import Coverage
+from transport.kv_sink import ReserveSpec
+
+
+class Claims:
+    """All slots of one group and the claims on them. Not thread-safe: guarded by its SlotTable's lock."""
+
+    def __init__(self, memory: KvMemory, clock: Clock) -> None:
+        self.slots = tuple(Slot(SlotId(number), memory) for number in range(memory.shape.num_slots))
+        self.changed = False
+        """Whether a claim began, was committed, was renewed or ended; cleared by the table when it tells others."""
+        self.num_owed, self.owed = 0, KvBytes()
+        """Slots and memory that new leases leave free, for rows that wait to resume or to grow."""
+        self._memory = memory
+        self._clock = clock
+        self._next_stamp = max(clock.unix_ns(), 1)  # a restarted process must not reuse stamps of its former life
+
+    def room(self, request: ReserveSpec) -> list[Slot]:
+        """Return a free slot per choice, after checking limits and memory; raises what `reserve` raises."""
+        num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
+        _check_spec(request, len(self.slots), self._memory.shape.max_slot_tokens)
+        self._memory.check(num_tokens, capacity, num_choices)
+        slots = self._free_slots(num_choices + self.num_owed)[:num_choices]
+        if not slots:
+            few = f"fewer than {num_choices} of {len(self.slots)} slots are free"
+            raise ResourceExhaustedError(f"{few}{self._kept()}: try again, or add num_slots")
+        if shortage := self._memory.shortage(self._memory.need(num_tokens, capacity, num_choices), self.owed):
+            raise ResourceExhaustedError(f"{shortage}{self._kept()}: try again, or raise it")
+        return slots
+
+    def reserve(self, request: ReserveSpec, num_present_tokens: int) -> Claim:
+        """Lease a free slot and hold one for each further choice; raises what `room` raises."""
+        slots, num_tokens = self.room(request), request.num_tokens
+        num_cached = num_present_tokens if request.prefills_locally else num_tokens
+        claims = self._make(slots, num_tokens, request.capacity_tokens, num_cached=num_cached, ttl_s=request.ttl_s)
+        claims[0].held = tuple(slots[1:])
+        for slot, each in zip(slots, claims, strict=True):
+            slot.begin(each, SlotMove.LEASE if each is claims[0] else SlotMove.HOLD)
+        return claims[0]
+
+    def occupy(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> list[Seat] | None:
+        """Claim slots for rows that run at once; None when too few slots or too little memory is free."""
+        slots = self._free_slots(num_choices)
+        if not slots or self._memory.shortage(self._memory.need(num_tokens, capacity_tokens, num_choices)):
+            return None
+        claims = self._make(slots, num_tokens, capacity_tokens)
+        for slot, claim in zip(slots, claims, strict=True):
+            slot.begin(claim, SlotMove.OCCUPY)
+        return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
+
+    def activate(self, ref: LeaseRef) -> list[Seat] | None:
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it is not
+        committed."""
+        slot = self.find(ref)
+        if slot is not None and slot.state is not SlotState.COMMITTED:
+            if slot.state is SlotState.LEASED:
+                return None
+            raise LeaseError(f"slot {ref.slot} is another row's: reserve one")
+        lease = self.present(ref)
+        slots, lease.held = (self.slots[ref.slot], *lease.held), ()
+        seats = []
+        for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
+            slot.advance(SlotMove.ACTIVATE)
+            assert slot.claim is not None
+            num_cached = lease.num_cached if slot is slots[0] else 0
+            seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
+        return seats
+
+    def next_deadline_s(self) -> float:
+        """Return when the next lease expires as things stand; infinity for never."""
+        return min((slot.claim.deadline_s for slot in self.slots if slot.claim and slot.is_timed), default=math.inf)
+
+    def find(self, ref: LeaseRef) -> Slot | None:
+        """Return the slot whose present, unended claim carries this stamp."""
+        if not 0 <= ref.slot < len(self.slots):
+            return None
+        slot = self.slots[ref.slot]
+        holds = slot.claim is not None and slot.claim.ref.stamp == ref.stamp
+        return slot if holds and slot.state is not SlotState.QUARANTINED else None
+
+    def active(self, ref: LeaseRef) -> Slot:
+        """Return the slot of a row that runs, or has ended and still holds its slot."""
+        slot = self.find(ref)
+        assert slot is not None and slot.state is SlotState.ACTIVE, f"{ref} is not an active row"
+        return slot
+
+    def present(self, ref: LeaseRef) -> Claim:
+        """Return the present claim of this stamp. Raises StaleStampError or LeaseExpiredError when it has ended."""
+        self.expire()
+        slot = self.find(ref)
+        if slot is not None and slot.claim is not None:
+            return slot.claim
+        if self._has_expired(ref):
+            raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
+        raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
+
+    def renew(self, ref: LeaseRef, ttl_s: float) -> None:
+        """Let the lease live `ttl_s` seconds from now."""
+        _check_ttl(ttl_s)
+        claim = self.present(ref)
+        claim.ttl_s = ttl_s
+        self.touch(claim)
+        self.changed = True
+
+    def touch(self, claim: Claim) -> None:
+        """Let a claim's time to live begin anew."""
+        claim.deadline_s = self._clock.now_s() + claim.ttl_s
+
+    def expire(self) -> None:
+        """End every lease whose deadline has passed."""
+        now_s = self._clock.now_s()
+        for slot in self.slots:
+            if slot.claim and slot.is_timed and slot.claim.deadline_s <= now_s:
+                slot.end(expired=True)
+                self.changed = True
+
+    def complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
+        """Commit a lease whose bytes are all in, with its choices' first tokens. Idempotent for the same tokens; others
+        raise LeaseError."""
+        slot = self.slots[claim.ref.slot]
+        if claim.num_cached < claim.num_tokens:
+            raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
+        if slot.state is SlotState.LEASED:
+            num_choices = 1 + len(claim.held)
+            if len(firsts) != num_choices:
+                raise LeaseError(f"{len(firsts)} first tokens for the {num_choices} choices of slot {slot.number}")
+            claim.firsts = firsts
+            self._commit(claim)
+        elif [each.token_id for each in claim.firsts] != [each.token_id for each in firsts]:
+            raise LeaseError(f"slot {slot.number} is committed with another token: reserve a slot of your own")
+
+    def complete_locally(self, ref: LeaseRef) -> None:
+        """Commit a lease whose copied blocks are all in; its row computes the rest."""
+        claim = self.present(ref)
+        assert claim.num_cached < claim.num_tokens and claim.coverage.complete
+        self._commit(claim)
+
+    def _commit(self, claim: Claim) -> None:
+        self.slots[claim.ref.slot].advance(SlotMove.COMMIT)
+        self.touch(claim)
+        self.changed = True
+
+    def _has_expired(self, ref: LeaseRef) -> bool:
+        return 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp
+
+    def _kept(self) -> str:
+        is_owing = self.num_owed or self.owed != KvBytes()
+        return ", what rows wait for that gave way or must grow set aside" if is_owing else ""
+
+    def _free_slots(self, count: int) -> list[Slot]:
+        """Return `count` free slots, or none when there are fewer."""
+        self.expire()
+        free = [slot for slot in self.slots if slot.state is SlotState.FREE]
+        return free[:count] if len(free) >= count else []
+
+    def _make(
+        self, slots: Sequence[Slot], num_tokens: int, capacity: int, *, num_cached: int = 0, ttl_s: float = math.inf
+    ) -> list[Claim]:
+        promises = self._memory.promise([slot.number for slot in slots], num_tokens, capacity)
+        stamps = range(self._next_stamp, self._next_stamp + len(slots))
+        self._next_stamp = stamps.stop
+        self.changed = True
+        return [
+            Claim(
+                ref=LeaseRef(slot.number, Stamp(stamp)),
+                memory=memory,
+                coverage=Coverage(self._memory.shape.layout.num_layers, num_cached),
+                num_tokens=num_tokens,
+                num_cached=num_cached,
+                ttl_s=ttl_s,
+                deadline_s=self._clock.now_s() + ttl_s,
+            )
+            for slot, stamp, memory in zip(slots, stamps, promises, strict=True)
+        ]
+
+
+def _check_spec(request: ReserveSpec, num_slots: int, max_slot_tokens: int) -> None:
+    num_tokens, capacity, num_choices = request.num_tokens, request.capacity_tokens, request.num_choices
+    _require(num_tokens >= 1, "num_tokens", num_tokens, "use at least 1")
+    _require(num_tokens <= capacity, "num_tokens", num_tokens, f"capacity_tokens is {capacity}")
+    most = f"a slot of this group holds at most {max_slot_tokens}"
+    _require(capacity <= max_slot_tokens, "capacity_tokens", capacity, most)
+    _check_ttl(request.ttl_s)
+    _require(1 <= num_choices <= num_slots, "n", num_choices, f"this group has {num_slots} slots")
+
+
+def _check_ttl(ttl_s: float) -> None:
+    _require(0 < ttl_s < math.inf, "ttl_s", ttl_s, "use a time above 0 seconds")
+
+
+def _require(holds: bool, name: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise InvalidArgumentError(f"{name} = {value!r} is out of range: {remedy}")
