@@ -35,7 +35,7 @@ class HostRow(Row):
 
     def __init__(self, kv: PagedKv, area: Area) -> None:
         super().__init__([kv], [area])
-        self.area = area
+        self.home, self.area = kv, area
 
     def commit(self, tokens: TokenRange) -> None:
         """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
@@ -53,6 +53,7 @@ class HostStep(RowStep[HostRow]):
     def __init__(self, shape: KvShape, rows: Sequence[tuple[HostRow, TokenRange]], link: HostLink) -> None:
         super().__init__(rows, shape.bytes_read(tokens for _, tokens in rows))
         self._num_layers = shape.layout.num_layers
+        self._buffers = [(row.home.buffer, row.area.buffer, new) for row, new in rows]
         self._link = link
         self._num_bytes_before = link.num_bytes
         self._fetch = self._begin_fetch(0)
@@ -66,7 +67,7 @@ class HostStep(RowStep[HostRow]):
     def end(self, layer: int) -> None:
         """Store the new tokens' KV of the layer at home."""
         area = layer % _NUM_AREAS
-        self._link.store([(row.kv(layer, new), row.area.buffer.span(area, new)) for row, new in self.rows])
+        self._link.store([(home.span(layer, new), there.span(area, new)) for home, there, new in self._buffers])
 
     def leave(self) -> None:
         """Return when no fetch is running. A fetch's error is raised by `begin`, not here."""
@@ -75,8 +76,8 @@ class HostStep(RowStep[HostRow]):
 
     def _begin_fetch(self, layer: int) -> "Future[None]":
         area = layer % _NUM_AREAS
-        cached = [(row, TokenRange(0, new.start)) for row, new in self.rows if new.start]
-        return self._link.fetch([(row.area.buffer.span(area, old), row.kv(layer, old)) for row, old in cached])
+        cached = [(home, there, TokenRange(0, new.start)) for home, there, new in self._buffers if new.start]
+        return self._link.fetch([(there.span(area, old), home.span(layer, old)) for home, there, old in cached])
 
 
 class HostResidency(RowResidency[HostRow]):

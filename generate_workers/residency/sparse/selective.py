@@ -69,7 +69,8 @@ class SplitSpan:
         return span.segments(at)
 
     def place(self) -> KvPlace:
-        return replace(self.whole.place(), others=self.others.place())
+        whole = self.whole.place()
+        return KvPlace(whole.address, whole.layer_bytes, whole.num_layers, whole.num_keys, self.others.place())
 
     def _locate(self, layer: int) -> tuple[SequenceSpan, int]:
         num_whole = len(self.whole.buffer.data)
