@@ -18,6 +18,7 @@ B rows of one new token, T tokens of all rows, N heads, G kv heads, H head dim.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
@@ -110,16 +111,17 @@ class SelectiveStep(ABC, RowStep[R]):
         self.lengths_B = torch.tensor([tokens.end for _, tokens in self.choosing], dtype=torch.int32)
         """Tokens of each choosing row so far, the new one included."""
         self.layout = layout
-        self._num_tokens = sum(len(tokens) for _, tokens in rows)
-        self._places_B = torch.tensor(_places(rows))
+        *starts, self._num_tokens = accumulate((len(tokens) for _, tokens in rows), initial=0)
+        self._places_B = torch.tensor([at for at, (_, tokens) in zip(starts, rows, strict=True) if len(tokens) == 1])
+        """Places of the choosing rows' tokens among those of the step."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
         longer = [(row, tokens) for row, tokens in rows if len(tokens) != 1]
-        num_old = num_others * sum(row.num_kept(tokens.start) for row, tokens in longer)
-        num_new = num_others * sum(len(tokens) for _, tokens in longer)
-        num_whole *= sum(tokens.end for _, tokens in rows)
-        super().__init__(rows, layout.row_bytes * (num_whole + num_old + num_new))
-        self.num_link_bytes = layout.row_bytes * num_old
+        num_old = sum(row.num_kept(tokens.start) for row, tokens in longer)
+        num_new = sum(len(tokens) for _, tokens in longer)
+        num_keys = num_whole * sum(tokens.end for _, tokens in rows) + num_others * (num_old + num_new)
+        super().__init__(rows, layout.row_bytes * num_keys)
+        self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the choosing rows' picks; None in the layers that stay whole."""
@@ -144,13 +146,3 @@ class SelectiveStep(ABC, RowStep[R]):
     def of_choosing(self, x_T: Tensor) -> Tensor:
         """Return the choosing rows' part of `x_T`, which has an entry for each token of the step."""
         return x_T if len(self.choosing) == self._num_tokens else x_T[self._places_B]
-
-
-def _places(rows: Sequence[tuple[Row, TokenRange]]) -> list[int]:
-    """Return the places of the choosing rows' new tokens among all of the step's tokens."""
-    places, start = [], 0
-    for _, tokens in rows:
-        if len(tokens) == 1:
-            places.append(start)
-        start += len(tokens)
-    return places
