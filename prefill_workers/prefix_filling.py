@@ -42,12 +42,10 @@ class PrefixFilling:
         """
         room = self._taken()
         with self._lock:
-            if room is None:
-                self._over = True  # rows that are written from here on are dropped
             if not self._over:
                 self._room = room
                 return
-        _drop(room)
+        room.drop()
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
         """Copy the rows of `tokens` in `layer` into their blocks at once."""
@@ -74,8 +72,6 @@ class PrefixFilling:
             room, self._room = self._room, None
             held, self._held = self._held, []
         room = room or self._taken()
-        if room is None:
-            return Filled()
         try:
             for piece in held:
                 self._copy(room, *piece)
@@ -104,16 +100,16 @@ class PrefixFilling:
             self._over = True
             room, self._room = self._room, None
             self._held = []
-        _drop(room)
+        if room is not None:
+            room.drop()
 
-    def _taken(self) -> Room | None:
-        """Return room for the blocks; None without a folder or on a failing disk, where no block is kept and no job
-        fails."""
+    def _taken(self) -> Room:
+        """Return room for the blocks: for none without a folder or on a failing disk, where no job fails for it."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except (BatonError, OSError) as error:
             logger.warning("nothing is kept of a prompt: %s", error)
-            return None
+            return Room(self._store.locked)
 
     def _tokens(self, num_blocks: int) -> TokenRange:
         return TokenRange(self._start, self._start + num_blocks * self._block_tokens)
@@ -124,8 +120,3 @@ class PrefixFilling:
             if start < end:
                 rows = slice((start - tokens.start) * self._row_bytes, (end - tokens.start) * self._row_bytes)
                 writer.write(layer, TokenRange(start, end), data[rows])
-
-
-def _drop(room: Room | None) -> None:
-    if room is not None:
-        room.drop()

@@ -38,12 +38,14 @@ class HostLink:
 
     def __init__(self, copy: CopyTensor = copy_tensor) -> None:
         """`copy` is the function that copies one tensor."""
-        self.num_bytes_fetched = 0
-        """Bytes of finished copies from home to the device."""
-        self.num_bytes_stored = 0
-        """Bytes of finished copies from the device home."""
         self._copy = copy
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-link")
+        self._num_bytes_fetched = self._num_bytes_stored = 0  # each counted by one thread
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of finished copies, in both directions."""
+        return self._num_bytes_fetched + self._num_bytes_stored
 
     def fetch(self, copies: Copies) -> "Future[None]":
         """Begin to copy from home to the device. The future is done when all is copied, and raises what went wrong."""
@@ -53,7 +55,7 @@ class HostLink:
         """Copy from the device home, and return when that is done."""
         for to, source in copies:
             self._copy(to, source)
-            self.num_bytes_stored += source.nbytes
+            self._num_bytes_stored += source.nbytes
 
     def close(self) -> None:
         """Wait for the copies that were asked for, and end the thread. Idempotent."""
@@ -62,4 +64,4 @@ class HostLink:
     def _fetch(self, copies: Copies) -> None:
         for to, source in copies:
             self._copy(to, source)
-            self.num_bytes_fetched += source.nbytes
+            self._num_bytes_fetched += source.nbytes

@@ -37,7 +37,9 @@ class DecodeRows:
         """Addresses of each row's first key, by layer."""
         self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
         """Keys of each row, the new token's included; None where layers differ."""
-        hidden_LB = torch.stack([_hidden(*each) for each in zip(lengths_LB, windows, strict=True)])
+        widest = int(lengths_LB.max())
+        windows_L = torch.tensor([widest if window is None else window for window in windows])
+        hidden_LB = (lengths_LB - windows_L.unsqueeze(1)).clamp(min=0)  # keys that a sliding window hides
         self._addresses = addresses_LB.unbind()
         self._lengths = lengths_LB.unbind()
         self._first_seen = (addresses_LB + hidden_LB * row_bytes).unbind()
@@ -89,8 +91,3 @@ def _lie(places: Sequence[KvPlace], num_layers: int) -> tuple[Tensor, Tensor]:
     assert len(others) == len(places), "all rows have memory for the same layers"
     other_addresses_LB, other_lengths_LB = _lie(others, num_layers - num_here)
     return torch.cat((addresses_LB, other_addresses_LB)), torch.cat((lengths_LB, other_lengths_LB))
-
-
-def _hidden(lengths_B: Tensor, window: int | None) -> Tensor:
-    """Return the number of keys that a sliding window hides."""
-    return torch.zeros_like(lengths_B) if window is None else (lengths_B - window).clamp(min=0)

@@ -171,16 +171,17 @@ class KvPlace:
 
 @dataclass(frozen=True)
 class BufferSpan:
-    """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row."""
+    """The new tokens `tokens` of a sequence whose KV, old and new, lies in one buffer: a generation slot's row. In a
+    buffer of fewer layers than the model's, layers take turns: layer l is number l modulo the buffer's."""
 
     buffer: KvBuffer
     tokens: TokenRange
 
     def own(self, layer: int) -> Tensor:
-        return self.buffer.span(layer, self.tokens)
+        return self.buffer.span(layer % len(self.buffer.data), self.tokens)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
-        yield self.buffer.rows(layer, TokenRange(self.buffer.tokens.start, self.tokens.end))
+        yield self.buffer.rows(layer % len(self.buffer.data), TokenRange(self.buffer.tokens.start, self.tokens.end))
 
     def place(self) -> KvPlace:
         data, held = self.buffer.data, self.buffer.tokens

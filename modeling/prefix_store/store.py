@@ -225,7 +225,7 @@ class PrefixStore:
         now_ns = self._clock.unix_ns()
         for index, name in enumerate(names):
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
-            yield self._open(name, tokens, now_ns - index)
+            yield self._open(name, tokens, now_ns - index)  # no frame keeps a block: an error's traceback would hold it
 
     def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
         """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
@@ -303,12 +303,10 @@ class PrefixStore:
         num_bytes = num_tokens * self.layout.token_bytes
         header = os.pread(file, NUM_KNOWN_BYTES, 0)
         if header != header_of(self.layout, num_tokens) or stat.st_size != HEADER_BYTES + num_bytes:
-            logger.warning("block %s in %s is not what its name says: removing it", name, self._folder)
+            wanted = f"{num_tokens} tokens in layout {self.layout.fingerprint}"
+            logger.warning("block %s in %s is not of %s: removing it", name, self._folder, wanted)
             self._path(name).unlink(missing_ok=True)
-            raise StalePrefixError(
-                f"block {name} in {self._folder} is not of {num_tokens} tokens in layout "
-                f"{self.layout.fingerprint}: prefill without it"
-            )
+            raise StalePrefixError(f"block {name} in {self._folder} is not of {wanted}: prefill without it")
 
     def _shelf(self, spared: Collection[str]) -> "_Shelf":
         """Return the files that lie in the folder now, after removing those of killed writers. Under the folder's

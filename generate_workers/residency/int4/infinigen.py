@@ -18,120 +18,67 @@ B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, L 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
-from generate_workers.residency.int4.row import Int4Row, LayerSpan, PackedRows
-from generate_workers.residency.paged_row import MakeMemory
-from generate_workers.residency.port import KvBytes, KvShape
-from generate_workers.residency.sparse.infinigen import ScoringStep
-from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.int4.row import Int4Row, PackedRows
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.sparse.infinigen import PartialIndex, ScoredRow, ScoringStep
+from generate_workers.residency.sparse.selective import SplitSpan
+from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
-from modeling.forward.selection import PartialKeys, Picks
+from modeling.forward.selection import Picks
 from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 
-class ScoredInt4Row(Int4Row):
+class ScoredInt4Row(Int4Row, ScoredRow):
     """A ScoredRow in 4 bits, with partial keys made before packing."""
 
     def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, basis: Basis) -> None:
         """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
-        super().__init__(form, make_memory, max_tokens)
-        layout = form.plain
-        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
-        self._partial = PartialKeys(layers, layout.num_kv_heads, basis.num_columns, max_tokens)
-        self._basis = basis
-
-    @property
-    def partial(self) -> PartialKeys:
-        """Return the partial keys of all keys."""
-        return self._partial
-
-    @property
-    def num_bytes(self) -> KvBytes:
-        """Return the committed bytes; on the device also those of whole layers and partial keys."""
-        return super().num_bytes + KvBytes(device=self.whole.memory.num_bytes + self.partial.num_bytes)
-
-    def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes of a row of that many tokens; on the device also those of whole layers and partial keys."""
-        besides = self.whole.memory.bytes_for(num_tokens) + self.partial.bytes_for(num_tokens)
-        return super().bytes_for(num_tokens) + KvBytes(device=besides)
-
-    def num_kept(self, num_tokens: int) -> int:
-        """Return `num_tokens`: all keys are kept."""
-        return num_tokens
-
-    def open(self, num_tokens: int, capacity_tokens: int) -> None:
-        """Begin a claim; when it fails, nothing is held."""
-        super().open(num_tokens, capacity_tokens)
-        self.partial.expect(num_tokens)
+        self.partial = PartialIndex(form.plain, basis, max_tokens)
+        super().__init__(form, make_memory, max_tokens, self.partial)
 
     def span(self, tokens: TokenRange) -> SequenceSpan:
         """Return a span over the whole layers and the area."""
-        return ScoredInt4Span(self, tokens)
-
-    def take_pushed(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Pack pushed KV into place, and make its partial keys."""
-        super().take_pushed(layer, tokens, kv_T2GH)
-        self.take_in(layer, tokens, kv_T2GH)
-
-    def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of tokens, from KV that is not packed."""
-        self.partial.write(layer, tokens.start, kv_T2GH[:, 0], self._basis.key_projection(layer))
-
-    def copy_from(self, other: Int4Row, num_tokens: int) -> None:
-        """Copy another row's first tokens, as they are packed, and their partial keys."""
-        assert isinstance(other, ScoredInt4Row), "rows of one policy are alike"
-        super().copy_from(other, num_tokens)
-        self.partial.copy_from(other.partial, num_tokens)
-
-    def release(self) -> None:
-        """End the claim, if there is one."""
-        super().release()
-        self.partial.release()
+        return SplitSpan(BufferSpan(self.whole.buffer, tokens), AreaSpan(self, tokens))
 
 
 @dataclass(frozen=True)
-class ScoredInt4Span:
-    """A SequenceSpan over the whole layers, with the area in place of the others."""
+class AreaSpan:
+    """A SequenceSpan over a row's area, in the layers that choose."""
 
     row: ScoredInt4Row
     tokens: TokenRange
 
     def own(self, layer: int) -> Tensor:
-        return self._inner(layer).own(layer)
+        return self._area.own(layer)
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         """Yield the span's KV. The area holds only the picked keys of a row of one new token, for the native decode
         kernel; other attention gets an unpacked copy of all earlier keys."""
-        old = TokenRange(0, self.tokens.start)
-        if layer < NUM_WHOLE_LAYERS or len(self.tokens) != 1:
-            yield from self._inner(layer).segments(layer)
+        if len(self.tokens) != 1:
+            yield from self._area.segments(layer)
             return
-        yield self.row.unpacked(layer, old).rows(0, old)
+        old = TokenRange(0, self.tokens.start)
+        yield self.row.unpacked(NUM_WHOLE_LAYERS + layer, old).rows(0, old)
         yield self.row.area.buffer.rows(0, self.tokens)
 
     def place(self) -> KvPlace:
-        return replace(self._whole.place(), others=self._area.place())
+        return self._area.place()
 
     @property
-    def _whole(self) -> BufferSpan:
-        return BufferSpan(self.row.whole.buffer, self.tokens)
-
-    @property
-    def _area(self) -> LayerSpan:
-        return self.row.area_span(self.tokens)
-
-    def _inner(self, layer: int) -> BufferSpan | LayerSpan:
-        return self._whole if layer < NUM_WHOLE_LAYERS else self._area
+    def _area(self) -> BufferSpan:
+        return BufferSpan(self.row.area.buffer, self.tokens)
 
 
 class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
@@ -144,28 +91,22 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
         prepared: PreparedSelection,
         decoder: Decoder,
     ) -> None:
-        super().__init__(form.plain, rows, prepared, decoder)
+        super().__init__(rows, prepared, decoder)
+        self.num_link_bytes = 0  # those of longer spans are counted as they are unpacked
         self._of_one = PackedRows(form, self.choosing)
         self._of_more = PackedRows(form, [(row, span.tokens) for row, span in self._longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
         """Views of the choosing rows' own keys in the layer that runs, `[G, H]` each."""
 
-    @property
-    def num_link_bytes(self) -> int:
-        """Return the bytes copied so far in the layers that choose, in both directions."""
-        return self._of_one.num_link_bytes + self._of_more.num_link_bytes
-
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Choose as ScoringStep does; longer spans' keys are unpacked on return."""
         super().begin(layer, hidden_TD)
         if layer in self._layers:
-            self._of_more.unpack(layer)
+            self.num_link_bytes += self._of_more.unpack(layer)
 
-    def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the picks, which are unpacked on return."""
-        picks = super().choose(layer, q_BNH)
-        self._of_one.unpack_picked(layer, picks)
-        return picks
+    def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
+        """Unpack the picks into the areas; return their packed bytes."""
+        return self._of_one.unpack_picked(layer, picks)
 
     def end(self, layer: int) -> None:
         """Make the new tokens' partial keys, and pack their KV home."""
@@ -174,11 +115,10 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
             return
         if self.choosing:
             self.append_keys(layer, torch.stack(self._own_keys))
-        self._of_one.pack(layer)
-        self._of_more.pack(layer)
+        self.num_link_bytes += self._of_one.pack(layer) + self._of_more.pack(layer)
 
 
-class InfinigenInt4Residency(SelectiveResidency[ScoredInt4Row]):
+class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
     """A Residency that chooses keys by partial scores, and keeps KV in 4 bits."""
 
     traits = POLICIES["infinigen_int4"]
@@ -187,12 +127,7 @@ class InfinigenInt4Residency(SelectiveResidency[ScoredInt4Row]):
         """`prepared` must be for `decoder`, and the kernel that packs must be there. Raises ConfigError for KV that
         cannot be packed, and what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
         assert has_int4_kernel()
-        self._form = Int4Format(shape.layout)
-        most, basis = shape.max_slot_tokens, prepared.basis
-        super().__init__([ScoredInt4Row(self._form, make_memory, most, basis) for _ in range(shape.num_slots)])
-        self._prepared = prepared
-        self._decoder = decoder
+        form, most, basis = Int4Format(shape.layout), shape.max_slot_tokens, prepared.basis
+        rows = [ScoredInt4Row(form, make_memory, most, basis) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: InfinigenInt4Step(form, rows, prepared, decoder))
         native.load("key_selection")  # builds it now, not when the first KV is pushed
-
-    def make_step(self, rows: Sequence[tuple[ScoredInt4Row, TokenRange]]) -> InfinigenInt4Step:
-        return InfinigenInt4Step(self._form, rows, self._prepared, self._decoder)

@@ -11,74 +11,54 @@ chunks, attends to the unpacked prompt. Only on CPUs, and with the native kernel
 and unpacking itself reads home memory, so that nothing has to be fetched ahead and there is no thread.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from baton.errors import ConfigError
-from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.row import Int4Row, PackedRows
-from generate_workers.residency.paged_row import MakeMemory
-from generate_workers.residency.port import KvBytes, KvShape, StepRows
+from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import SequenceSpan
-from modeling.forward.selection import Picks
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
-class Int4Step:
+class Int4Step(RowStep[Int4Row]):
     """A StepKv that unpacks each layer into the areas before it runs, and packs its new tokens after it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]], num_bytes_read: int) -> None:
-        self.spans: Sequence[SequenceSpan] = [row.area_span(new) for row, new in rows]
-        self.num_bytes_read = num_bytes_read
-        self._rows = rows
+        super().__init__(rows, num_bytes_read)
         self._packed = PackedRows(form, rows)
         self._whole_row_bytes = form.plain.row_bytes
-        self._num_whole_tokens = 0
-        """Tokens copied in whole layers so far, in both directions."""
-
-    @property
-    def num_link_bytes(self) -> int:
-        """Return the bytes copied over the link in this step so far."""
-        return self._packed.num_link_bytes + self._num_whole_tokens * self._whole_row_bytes
-
-    @property
-    def turns(self) -> "Int4Step":
-        """Return this step, which takes the turns itself."""
-        return self
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Copy the layer's cached tokens into the areas, unpacking them where they are packed."""
         if layer >= NUM_WHOLE_LAYERS:
-            self._packed.unpack(layer)
+            self.num_link_bytes += self._packed.unpack(layer)
             return
-        for row, new in self._rows:
+        for row, new in self.rows:
             old = TokenRange(0, new.start)
-            row.area.buffer.span(0, old).copy_(row.whole.buffer.span(layer, old))
-            self._num_whole_tokens += len(old)
-
-    def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
-        """Return None: rows attend to all keys."""
-        return None
+            row.area.buffer.span(0, old).copy_(row.kv(layer, old))
+            self.num_link_bytes += len(old) * self._whole_row_bytes
 
     def end(self, layer: int) -> None:
         """Store the new tokens' KV of the layer at home."""
         if layer >= NUM_WHOLE_LAYERS:
-            self._packed.pack(layer)
+            self.num_link_bytes += self._packed.pack(layer)
             return
-        for row, new in self._rows:
-            row.whole.buffer.span(layer, new).copy_(row.area.buffer.span(0, new))
-            self._num_whole_tokens += len(new)
+        for row, new in self.rows:
+            row.kv(layer, new).copy_(row.area.buffer.span(0, new))
+            self.num_link_bytes += len(new) * self._whole_row_bytes
 
 
-class Int4Residency:
-    """A Residency that keeps all KV in 4 bits but for the whole layers."""
+class Int4Residency(RowResidency[Int4Row]):
+    """A Residency that keeps all KV in 4 bits but for the whole layers: at home some 28 % of what bf16 takes, on the
+    device one layer."""
 
     traits = POLICIES["int4"]
 
@@ -87,39 +67,9 @@ class Int4Residency:
         slots' address space cannot be had."""
         if not has_int4_kernel():
             raise ConfigError("residency = int4 needs its native kernel: install a C++ compiler, or use host or device")
-        self._shape = shape
-        self._form = Int4Format(shape.layout)
-        self._rows = [Int4Row(self._form, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
-        self.num_link_bytes = 0
-        """Bytes copied over the link so far, in both directions."""
-
-    def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes of a row: at home some 28 % of what bf16 takes, on the device one layer."""
-        return self._rows[0].bytes_for(num_tokens)
-
-    def open(self, slot: SlotId, num_tokens: int, capacity_tokens: int) -> Int4Row:
-        """Begin a claim; pushed KV is packed as it comes."""
-        self._rows[slot].open(num_tokens, capacity_tokens)
-        return self._rows[slot]
-
-    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens between two slots within home memory."""
-        self._rows[target].copy_from(self._rows[source], num_tokens)
-
-    @contextmanager
-    def step(self, rows: StepRows) -> Iterator[Int4Step]:
-        """Commit the new tokens, and yield spans over the areas."""
-        for slot, tokens in rows:
-            self._rows[slot].commit(tokens)
-        num_bytes_read = self._shape.bytes_read(tokens for _, tokens in rows)
-        step = Int4Step(self._form, [(self._rows[slot], new) for slot, new in rows], num_bytes_read)
-        try:
-            yield step
-        finally:
-            self.num_link_bytes += step.num_link_bytes
-
-    def close(self) -> None:
-        """Do nothing: this policy has no threads."""
+        form = Int4Format(shape.layout)
+        rows = [Int4Row(form, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: Int4Step(form, rows, shape.bytes_read(tokens for _, tokens in rows)))
 
 
 def make_int4(shape: KvShape, device: torch.device) -> Int4Residency:

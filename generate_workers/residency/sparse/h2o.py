@@ -24,81 +24,85 @@ from torch.nn.utils.rnn import pad_sequence
 from baton.errors import ModelError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvShape, RowError
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from generate_workers.residency.sparse.pushed_prompts import PushedPrompts
-from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
+from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import Picks
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
-class H2oRow(SelectiveRow):
-    """A RowKv with the heavy hitters of each layer that chooses."""
+class HitterIndex:
+    """A Part of a row: the heavy hitters of each layer that chooses."""
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
-        super().__init__(shape, make_memory)
+    def __init__(self, layout: KvLayout, budget: HeavyBudget) -> None:
+        self.hitters: dict[int, HeavyHitters] = {}
+        """Heavy hitters by layer, while the slot is claimed."""
         self.num_weighed = 0
         """Number of tokens, from the first, whose queries have weighed their keys."""
         self._budget = budget
         self._num_prompt = 0
-        self._num_kv_heads = shape.layout.num_kv_heads
-        self._layers = range(NUM_WHOLE_LAYERS, shape.layout.num_layers)
-        self._hitters: dict[int, HeavyHitters] = {}
+        self._num_kv_heads = layout.num_kv_heads
+        self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
 
     @property
-    def index_bytes(self) -> int:
+    def num_bytes(self) -> int:
         """Return the bytes of the kept keys' positions and sums."""
-        return sum(each.num_bytes for each in self._hitters.values())
+        return sum(each.num_bytes for each in self.hitters.values())
 
-    def index_bytes_for(self, num_tokens: int) -> int:
+    def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes of positions and sums of all tokens, which exist while the prompt is not complete."""
         return len(self._layers) * self._num_kv_heads * num_tokens * 8
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim for a prompt of `num_tokens` tokens."""
-        super().open(num_tokens, capacity_tokens)
         self._num_prompt = num_tokens
-        self._hitters = {layer: HeavyHitters(self._num_kv_heads) for layer in self._layers}
+        self.hitters = {layer: HeavyHitters(self._num_kv_heads) for layer in self._layers}
 
-    def hitters(self, layer: int) -> HeavyHitters:
-        """Return the heavy hitters of a layer that is not whole."""
-        return self._hitters[layer]
-
-    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
-        """Let the queries of `tokens`, whose keys are at home, weigh all kept keys. Once the prompt is complete, drops
-        the keys that the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
-        hitters = self._hitters[layer]
-        positions_GK = hitters.take(q_TNH, self.buffer.rows(layer, TokenRange(0, tokens.end)).k_SGH)
-        if tokens.end >= self._num_prompt:
-            num_heavy, num_recent = self._budget.at_next(self._num_prompt, tokens.end)
-            hitters.drop(num_heavy, num_recent - 1)  # the next token is one of the latest
+    def weigh(self, layer: int, q_TNH: Tensor, k_SGH: Tensor) -> Tensor:
+        """Let the queries of the last T tokens weigh all kept keys. Once the prompt is complete, drops the keys that
+        the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
+        positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
+        if len(k_SGH) >= self._num_prompt:
+            num_heavy, num_recent = self._budget.at_next(self._num_prompt, len(k_SGH))
+            self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
         return positions_GK
 
-    def copy_from(self, other: PagedRow, num_tokens: int) -> None:
-        """Copy another row's first tokens, which must be all that it has."""
-        assert isinstance(other, H2oRow), "rows of one policy are alike"
-        super().copy_from(other, num_tokens)
+    def copy_from(self, other: "HitterIndex", num_tokens: int) -> None:
+        """Copy another row's heavy hitters, which must be of `num_tokens` tokens."""
         self.num_weighed, self._num_prompt = other.num_weighed, other._num_prompt
-        for layer, hitters in self._hitters.items():
-            hitters.copy_from(other._hitters[layer])
+        for layer, hitters in self.hitters.items():
+            hitters.copy_from(other.hitters[layer])
 
     def release(self) -> None:
         """End the claim, if there is one."""
-        super().release()
         self.num_weighed = 0
-        self._hitters = {}
+        self.hitters = {}
+
+
+class H2oRow(SelectiveRow):
+    """A Row with the heavy hitters of each layer that chooses."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
+        """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""
+        self.index = HitterIndex(shape.layout, budget)
+        super().__init__(shape, make_memory, self.index)
+
+    def weigh(self, layer: int, q_TNH: Tensor, tokens: TokenRange) -> Tensor:
+        """Let the queries of `tokens`, whose keys are at home, weigh all kept keys, as HitterIndex does."""
+        return self.index.weigh(layer, q_TNH, self.kv(layer, TokenRange(0, tokens.end))[:, 0])
 
 
 class H2oStep(SelectiveStep[H2oRow]):
     """A step in which rows of one new token weigh keys as they choose; queries of longer spans are projected once
     more."""
 
-    def __init__(self, layout: KvLayout, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
-        super().__init__(layout, rows)
+    def __init__(self, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
+        super().__init__(decoder.layout, rows)
         self._decoder = decoder
         self._longer: list[tuple[H2oRow, TokenRange, Tensor, Step]] = []
         """Longer spans, each with its tokens' places in the step and the Step that projects them."""
@@ -139,10 +143,10 @@ class H2oStep(SelectiveStep[H2oRow]):
     def settle(self) -> None:
         """Record how many tokens have weighed, once all layers have run."""
         for row, tokens in self.rows:
-            row.num_weighed = tokens.end
+            row.index.num_weighed = tokens.end
 
 
-class H2oResidency(SelectiveResidency[H2oRow]):
+class H2oResidency(RowResidency[H2oRow]):
     """A Residency whose rows attend to heavy hitters and the latest keys."""
 
     traits = POLICIES["h2o"]
@@ -152,12 +156,18 @@ class H2oResidency(SelectiveResidency[H2oRow]):
     ) -> None:
         """`budget`: None for the default. Raises ConfigError for models whose pushed prompts cannot be run again, and
         what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
-        budget = budget or HeavyBudget()
         self._pushed = PushedPrompts(decoder)
         self._decoder = decoder
-        super().__init__([H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)])
+        rows = [H2oRow(shape, make_memory, budget or HeavyBudget()) for _ in range(shape.num_slots)]
+        super().__init__(rows, self._begin)
 
-    def make_step(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
+    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
+        """Copy tokens within home memory. A pushed prompt is weighed once, not for every copy; raises ModelError when
+        it is of no tokens of the model."""
+        self._weigh_pushed(self._rows[source], num_tokens)
+        super().copy(source, target, num_tokens)
+
+    def _begin(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
         """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens of the
         model."""
         for row, tokens in rows:
@@ -165,13 +175,7 @@ class H2oResidency(SelectiveResidency[H2oRow]):
                 self._weigh_pushed(row, tokens.start)
             except ModelError as error:
                 raise RowError(SlotId(self._rows.index(row)), str(error)) from error
-        return H2oStep(self._decoder.layout, rows, self._decoder)
-
-    def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens within home memory. A pushed prompt is weighed once, not for every copy; raises ModelError when
-        it is of no tokens of the model."""
-        self._weigh_pushed(self._rows[source], num_tokens)
-        super().copy(source, target, num_tokens)
+        return H2oStep(rows, self._decoder)
 
     @torch.inference_mode()
     def _weigh_pushed(self, row: H2oRow, num_tokens: int) -> None:
@@ -181,6 +185,6 @@ class H2oResidency(SelectiveResidency[H2oRow]):
             if layer >= NUM_WHOLE_LAYERS:
                 row.weigh(layer, q_TNH, tokens)
 
-        if row.num_weighed < num_tokens:
-            self._pushed.run(row.buffer, TokenRange(row.num_weighed, num_tokens), weigh)
-            row.num_weighed = num_tokens
+        if row.index.num_weighed < num_tokens:
+            self._pushed.run(row.kv, TokenRange(row.index.num_weighed, num_tokens), weigh)
+            row.index.num_weighed = num_tokens

@@ -17,15 +17,16 @@ B rows of one new token, T tokens, D hidden, N heads, G kv heads, H head dim, R 
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.paged_row import MakeMemory, PagedRow
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.sparse.selective import HomeRow, SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.rows import MakeMemory, Row
+from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
+from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
@@ -34,81 +35,48 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
 
-class ScoredRow(HomeRow, Protocol):
-    """A HomeRow that also keeps partial keys."""
+class PartialIndex(PartialKeys):
+    """A Part of a row: the partial keys by one basis, in the layers that choose."""
 
-    @property
-    def partial(self) -> PartialKeys:
-        """Return the partial keys of the keys that the row keeps."""
-        ...
-
-    def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of new tokens of a longer span, in a layer that has run."""
-        ...
-
-
-class KeyedRow(ScoredRow, Protocol):
-    """A ScoredRow whose keys can still be read when all layers have run."""
-
-    def own_keys(self, position: int) -> Tensor:
-        """Return the keys of a step's own token in the layers that choose, which have run: `[L, G, H]`."""
-        ...
-
-
-class InfinigenRow(SelectiveRow):
-    """A KeyedRow with partial keys of all its tokens, in the layers that choose."""
-
-    def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis) -> None:
-        """Raise what is in OUT_OF_MEMORY, or OSError, when the slot's address space cannot be had."""
-        super().__init__(shape, make_memory)
-        layout = shape.layout
+    def __init__(self, layout: KvLayout, basis: Basis, max_tokens: int) -> None:
+        """Raise OSError when so much address space cannot be had."""
+        layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
+        super().__init__(layers, layout.num_kv_heads, basis.num_columns, max_tokens)
         self._basis = basis
-        self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
-        self._partial = PartialKeys(self._layers, layout.num_kv_heads, basis.num_columns, shape.max_slot_tokens)
-
-    @property
-    def partial(self) -> PartialKeys:
-        """Return the partial keys of all keys."""
-        return self._partial
 
     def open(self, num_tokens: int, capacity_tokens: int) -> None:
         """Begin a claim; `num_tokens` tokens will be written for sure."""
-        super().open(num_tokens, capacity_tokens)
-        self.partial.expect(num_tokens)
+        self.expect(num_tokens)
 
-    @property
-    def index_bytes(self) -> int:
-        """Return the bytes now committed for partial keys."""
-        return self.partial.num_bytes
+    def add(self, layer: int, first: int, kv_T2GH: Tensor) -> None:
+        """Make the partial keys of the tokens from number `first` on, if it is a layer that chooses."""
+        if layer in self.layers:
+            self.write(layer, first, kv_T2GH[:, 0], self._basis.key_projection(layer))
 
-    def index_bytes_for(self, num_tokens: int) -> int:
-        """Return the bytes of the partial keys of that many tokens."""
-        return self.partial.bytes_for(num_tokens)
 
-    def write(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Copy pushed KV home, and make the partial keys of its tokens."""
-        super().write(layer, tokens, data)
-        if layer in self._layers:
-            self.take_in(layer, tokens, self.buffer.span(layer, tokens))
+class ScoredRow(Row):
+    """A Row that keeps partial keys."""
 
-    def copy_from(self, other: PagedRow, num_tokens: int) -> None:
-        """Copy another row's first tokens and their partial keys."""
-        assert isinstance(other, InfinigenRow), "rows of one policy are alike"
-        super().copy_from(other, num_tokens)
-        self.partial.copy_from(other.partial, num_tokens)
-
-    def own_keys(self, position: int) -> Tensor:
-        """Return a view at home of one token's keys in the layers that choose: `[L, G, H]`."""
-        return self.buffer.data[NUM_WHOLE_LAYERS:, position, 0]
+    partial: PartialIndex
+    """Partial keys of the keys that the row keeps."""
 
     def take_in(self, layer: int, tokens: TokenRange, kv_T2GH: Tensor) -> None:
-        """Make the partial keys of `tokens`, whose KV is at home."""
-        self.partial.write(layer, tokens.start, kv_T2GH[:, 0], self._basis.key_projection(layer))
+        """Make the partial keys of new tokens."""
+        self.partial.add(layer, tokens.start, kv_T2GH)
 
-    def release(self) -> None:
-        """End the claim, if there is one."""
-        super().release()
-        self.partial.release()
+
+class InfinigenRow(SelectiveRow, ScoredRow):
+    """A ScoredRow whose keys can still be read when all layers have run."""
+
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, basis: Basis, num_places: int | None = None) -> None:
+        """`num_places`: tokens that the layers that choose have room for; None: all. Raises what is in OUT_OF_MEMORY,
+        or OSError, when the slot's address space cannot be had."""
+        self.partial = PartialIndex(shape.layout, basis, num_places or shape.max_slot_tokens)
+        super().__init__(shape, make_memory, self.partial, num_places)
+
+    def own_keys(self, position: int) -> Tensor:
+        """Return a view of a step's own token's keys in the layers that choose: `[L, G, H]`."""
+        return self.others.buffer.data[:, self.num_kept(position), 0]
 
 
 S = TypeVar("S", bound=ScoredRow)
@@ -118,18 +86,12 @@ class ScoringStep(SelectiveStep[S]):
     """A step that scores partial keys. A subclass makes the partial keys of the choosing rows' own tokens. The step
     does not need those before it ends, because a token's own key is always chosen."""
 
-    def __init__(
-        self,
-        layout: KvLayout,
-        rows: Sequence[tuple[S, TokenRange]],
-        prepared: PreparedSelection,
-        decoder: Decoder,
-    ) -> None:
-        super().__init__(layout, rows)
+    def __init__(self, rows: Sequence[tuple[S, TokenRange]], prepared: PreparedSelection, decoder: Decoder) -> None:
+        super().__init__(decoder.layout, rows)
         self._longer = [(row, span) for (row, tokens), span in zip(rows, self.spans, strict=True) if len(tokens) != 1]
         self._prepared = prepared
         self._decoder = decoder
-        self._layers = range(NUM_WHOLE_LAYERS, layout.num_layers)
+        self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
         self._guessed: dict[int, Picks] = {}
         """Picks by layer, guessed in the turn before, until the layer asks for them."""
         if self.choosing and self._layers:
@@ -152,9 +114,8 @@ class ScoringStep(SelectiveStep[S]):
 
     def end(self, layer: int) -> None:
         """Make the partial keys of the longer spans' new tokens."""
-        if layer in self._layers:
-            for row, span in self._longer:
-                row.take_in(layer, span.tokens, span.own(layer))
+        for row, span in self._longer:
+            row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
         """Make the partial keys of the choosing rows' own tokens."""
@@ -167,7 +128,7 @@ class ScoringStep(SelectiveStep[S]):
         return select_keys(q_BNR, self._partial, layer, prepared.selection, has_new=False, closeness_BGS=closeness_BGS)
 
 
-K = TypeVar("K", bound=KeyedRow)
+K = TypeVar("K", bound=InfinigenRow)
 
 
 class InfinigenStep(ScoringStep[K]):
@@ -182,7 +143,7 @@ class InfinigenStep(ScoringStep[K]):
             self.append_keys(layer, k_BGH)
 
 
-class InfinigenResidency(SelectiveResidency[InfinigenRow]):
+class InfinigenResidency(RowResidency[InfinigenRow]):
     """A Residency that chooses keys by partial scores, and keeps all KV."""
 
     traits = POLICIES["infinigen"]
@@ -190,11 +151,6 @@ class InfinigenResidency(SelectiveResidency[InfinigenRow]):
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
         """`prepared` must be for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space
         cannot be had."""
-        super().__init__([InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)])
-        self._layout = shape.layout
-        self._prepared = prepared
-        self._decoder = decoder
+        rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))
         native.load("key_selection")  # builds it now, not when the first KV is pushed
-
-    def make_step(self, rows: Sequence[tuple[InfinigenRow, TokenRange]]) -> InfinigenStep[InfinigenRow]:
-        return InfinigenStep(self._layout, rows, self._prepared, self._decoder)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
+from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
@@ -27,16 +28,10 @@ class OracleStep(SelectiveStep[SelectiveRow]):
         super().__init__(layout, rows)
         self._selection = selection
 
-    @property
-    def num_link_bytes(self) -> int:
-        """Return the bytes of all rows read from home, in the layers that are not whole."""
-        num_tokens = sum(tokens.end if len(tokens) == 1 else tokens.start for _, tokens in self.rows)
-        return self.num_chosen_layers * num_tokens * self.layout.row_bytes
-
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
         lists = []
         for (row, tokens), q_NH in zip(self.choosing, q_BNH, strict=True):
-            k_SGH = row.buffer.rows(layer, TokenRange(0, tokens.end)).k_SGH
+            k_SGH = row.kv(layer, TokenRange(0, tokens.end))[:, 0]
             lists.append(best_keys(true_scores(q_NH, k_SGH), self._selection))
         most = max(len(keys) for keys_G in lists for keys in keys_G)
         keys_BGK = torch.zeros(len(lists), self.layout.num_kv_heads, most, dtype=torch.int32)
@@ -47,20 +42,20 @@ class OracleStep(SelectiveStep[SelectiveRow]):
                 num_BG[b, g] = len(keys)
         return Picks(keys_BGK, num_BG)
 
+    def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
+        """Return the bytes of all keys and values of the choosing rows: scoring reads them from home."""
+        return sum(tokens.end for _, tokens in self.choosing) * self.layout.row_bytes
 
-class OracleResidency(SelectiveResidency[SelectiveRow]):
+
+class OracleResidency(RowResidency[SelectiveRow]):
     """A Residency whose rows attend to the keys with the largest true scores."""
 
     traits = POLICIES["oracle"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
-        super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
-        self._layout = shape.layout
-        self._selection = selection
-
-    def make_step(self, rows: Sequence[tuple[SelectiveRow, TokenRange]]) -> OracleStep:
-        return OracleStep(self._layout, rows, self._selection)
+        rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: OracleStep(shape.layout, rows, selection))
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ no token is guessed. Models with learned positions add these to layer 0's input,
 
 The second run attends to the pushed KV, not to KV of its own, and writes none. It costs as much as a local prefill.
 
-T tokens, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
+T tokens, S tokens up to them, N heads, G kv heads, H head dim, V vocabulary, C = G x H.
 """
 
 from collections.abc import Callable
@@ -20,10 +20,13 @@ from baton.errors import ConfigError, ModelError
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.positions import LearnedTable
-from modeling.kv.buffers import KvBuffer
+from modeling.kv.buffers import KvRows
 
 UseQueries = Callable[[int, Tensor, TokenRange], None]
 """Takes a layer, its queries `[T, N, H]` as attention compares them, and the tokens that they belong to."""
+
+ReadKv = Callable[[int, TokenRange], Tensor]
+"""Returns the KV of tokens in a layer, `[T, 2, G, H]`."""
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
@@ -43,26 +46,27 @@ class PushedPrompts:
         self._vocabulary_VC: Tensor | None = None
         """Values of all tokens in layer 0, computed for the first pushed prompt."""
 
-    def run(self, buffer: KvBuffer, tokens: TokenRange, use: UseQueries) -> None:
-        """Pass the queries of `tokens` to `use`, chunk by chunk, and of each chunk layer by layer. The KV of `tokens`
-        and of all tokens before lies in `buffer`. Raises ModelError when the KV is not that of this model's tokens."""
+    def run(self, read: ReadKv, tokens: TokenRange, use: UseQueries) -> None:
+        """Pass the queries of `tokens` to `use`, chunk by chunk, and of each chunk layer by layer. `read`: returns KV
+        of `tokens` and of all tokens before. Raises ModelError when the KV is not that of this model's tokens."""
         decoder = self._decoder
         for part in tokens.split(_CHUNK_TOKENS):
-            token_ids = self.token_ids(buffer, part)
+            token_ids = self.token_ids(read, part)
             step = Step(decoder.weights.positions.lookup(torch.arange(part.start, part.end)), spans=())
             hidden_TD = decoder.embed(token_ids, step)
             for layer in range(decoder.layout.num_layers):
                 q_TNH = decoder.project(layer, hidden_TD, step)
                 use(layer, q_TNH, part)
                 attention = decoder.attention(layer, q_TNH, part.start)
-                attention.add(buffer.rows(layer, TokenRange(0, part.end)))
+                kv_S2GH = read(layer, TokenRange(0, part.end))
+                attention.add(KvRows(kv_S2GH[:, 0], kv_S2GH[:, 1], 0))
                 hidden_TD = decoder.complete(layer, hidden_TD, attention.result())
 
-    def token_ids(self, buffer: KvBuffer, tokens: TokenRange) -> list[int]:
+    def token_ids(self, read: ReadKv, tokens: TokenRange) -> list[int]:
         """Return the ids of `tokens` by their values in layer 0. Raises ModelError when a value is no token's."""
         if self._vocabulary_VC is None:
             self._vocabulary_VC = self._values()
-        v_TC = buffer.rows(0, tokens).v_SGH.flatten(1).float()
+        v_TC = read(0, tokens)[:, 1].flatten(1).float()
         half_squares_V = self._vocabulary_VC.square().sum(1) / 2
         ids_T = (v_TC @ self._vocabulary_VC.T - half_squares_V).argmax(1)
         distances_T = (self._vocabulary_VC[ids_T] - v_TC).norm(dim=1)

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.sparse.selective import SelectiveResidency, SelectiveRow, SelectiveStep
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
+from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Picks, Selection
 
@@ -32,19 +33,15 @@ class WindowStep(SelectiveStep[SelectiveRow]):
         return self._picks
 
 
-class WindowResidency(SelectiveResidency[SelectiveRow]):
+class WindowResidency(RowResidency[SelectiveRow]):
     """A Residency whose rows attend to their first and latest keys."""
 
     traits = POLICIES["window"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, selection: Selection) -> None:
         """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
-        super().__init__([SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)])
-        self._layout = shape.layout
-        self._selection = selection
-
-    def make_step(self, rows: Sequence[tuple[SelectiveRow, TokenRange]]) -> WindowStep:
-        return WindowStep(self._layout, rows, self._selection)
+        rows = [SelectiveRow(shape, make_memory) for _ in range(shape.num_slots)]
+        super().__init__(rows, lambda rows: WindowStep(shape.layout, rows, selection))
 
 
 def first_and_last(lengths_B: Tensor, selection: Selection, num_kv_heads: int) -> Picks:

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection

@@ -108,7 +108,7 @@ class Trace:
         num_kept = min(num_tokens, self.limit.num_places)
         truth_LN2GH = torch.stack(self.truth, 1)
         for at, layer in enumerate(LAYERS):
-            kv_P2GH = row.placed_rows(layer, TokenRange(0, num_kept))
+            kv_P2GH = row.kv(layer, TokenRange(0, num_kept))
             k_PGR = row.partial.read(layer, num_kept)
             expected_NGR = partial_of(truth_LN2GH[at, :, 0], basis, layer)
             for head in range(NUM_HEADS):

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.steps import RowResidency
 from modeling.forward.decoder import Decoder, LayerTurns
 from modeling.forward.selection import Picks
 from tests.support.engines.generation import prefilled
@@ -90,13 +90,14 @@ class Bench:
 
     def home(self, slot: int, layer: int) -> Tensor:
         """`[S, 2, G, H]`: all that a slot has of a layer at home."""
-        assert isinstance(self.residency, SelectiveResidency)
-        home_S2GH: Tensor = self.residency._rows[slot].memory.data_LS2GH[layer]
+        assert isinstance(self.residency, RowResidency)
+        kv, at = self.residency._rows[slot]._homes[layer]
+        home_S2GH: Tensor = kv.memory.data_LS2GH[at]
         return home_S2GH
 
     def close(self) -> None:
         """Gives all back, and sees that it is."""
-        assert isinstance(self.residency, SelectiveResidency)
+        assert isinstance(self.residency, RowResidency)
         for row in self.residency._rows:
             row.release()
             assert (row.num_bytes.home, row.num_bytes.device) == (0, 0)

@@ -14,9 +14,9 @@ from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
 from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tensor
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.residency.steps import RowResidency
 from generate_workers.slots.leases import KvLedger, Seat, SlotLedger, SlotState
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
@@ -56,8 +56,8 @@ def make_residency(
 def memories_of(memory: KvMemory) -> list[PagedMemory]:
     """The home memories of all slots."""
     residency = memory.residency
-    assert isinstance(residency, DeviceResidency | HostResidency | SelectiveResidency)
-    memories = [row.memory for row in residency._rows]
+    assert isinstance(residency, RowResidency)
+    memories = [kv.memory for row in residency._rows for kv in row._home]
     assert all(isinstance(each, PagedMemory) for each in memories)
     return [each for each in memories if isinstance(each, PagedMemory)]
 

@@ -261,7 +261,7 @@ def test_logits_are_those_of_lists_however_the_prompt_came(way: str, budget: Hea
     expected_TV, heads = reference_logits(budget)
     torch.testing.assert_close(got_TV, expected_TV, atol=2e-4, rtol=2e-4)
     for layer in range(2, DECODER.layout.num_layers):
-        check_same(residency._rows[SLOT].hitters(layer), heads[layer])
+        check_same(residency._rows[SLOT].index.hitters[layer], heads[layer])
     residency._rows[SLOT].release()
 
 
@@ -294,12 +294,12 @@ def test_what_was_dropped_is_never_read() -> None:
     for tokens in steps(NUM_PROMPT, NUM_ALL):
         expected = run(calm, [tokens])
         for layer in range(2, DECODER.layout.num_layers) if tokens.start > NUM_PROMPT else ():
-            for g, positions_K in enumerate(row.hitters(layer).positions_GK):
+            for g, positions_K in enumerate(row.index.hitters[layer].positions_GK):
                 is_gone_S = torch.ones(tokens.start, dtype=torch.bool)
                 is_gone_S[positions_K.long()] = False
-                row.buffer.data[layer, : tokens.start][is_gone_S, :, g] = torch.nan
+                row.kv(layer, TokenRange(0, tokens.start))[is_gone_S, :, g] = torch.nan
         assert torch.equal(run(residency, [tokens]), expected)
-    assert row.buffer.data[3, :NUM_PROMPT].isnan().any()
+    assert row.kv(3, TokenRange(0, NUM_PROMPT)).isnan().any()
 
 
 @needs_kernel
@@ -309,13 +309,13 @@ def test_what_is_kept_is_read(part: int) -> None:
     calm = make()
     push(calm, NUM_PROMPT)
     expected = run(calm, steps(NUM_PROMPT, NUM_PROMPT + 2))[1]
-    kept = calm._rows[SLOT].hitters(3).positions_GK[1].tolist()
+    kept = calm._rows[SLOT].index.hitters[3].positions_GK[1].tolist()
     assert len(kept) < NUM_PROMPT // 2
     for position in kept[:-1]:  # those that the last of these steps attended to, but its own
         residency = make()
         push(residency, NUM_PROMPT)
         run(residency, steps(NUM_PROMPT, NUM_PROMPT + 1))
-        residency._rows[SLOT].buffer.data[3, position, part, 1] += 1
+        residency._rows[SLOT].kv(3, TokenRange(position, position + 1))[0, part, 1] += 1
         assert not torch.equal(run(residency, steps(NUM_PROMPT + 1, NUM_PROMPT + 2))[0], expected)
 
 
@@ -335,7 +335,7 @@ def test_a_row_keeps_the_same_alone_and_among_others() -> None:
         with torch.inference_mode(), together.step(rows) as step:
             DECODER.forward([other_ids[70 + at], IDS[NUM_PROMPT + at]], step.spans, step.turns)
     for layer in range(2, DECODER.layout.num_layers):
-        one, same = alone._rows[SLOT].hitters(layer), together._rows[SLOT].hitters(layer)
+        one, same = alone._rows[SLOT].index.hitters[layer], together._rows[SLOT].index.hitters[layer]
         assert one.positions_GK.tolist() == same.positions_GK.tolist()
         torch.testing.assert_close(one.sums_GK, same.sums_GK, atol=1e-4, rtol=1e-4)
 
@@ -346,7 +346,7 @@ def test_a_copy_goes_on_alike_and_a_pushed_prompt_runs_once_for_all() -> None:
     push(residency, NUM_PROMPT)
     residency.open(OTHER, NUM_PROMPT, 128)
     residency.copy(SLOT, OTHER, NUM_PROMPT)
-    assert [residency._rows[slot].num_weighed for slot in (SLOT, OTHER)] == [NUM_PROMPT] * 2
+    assert [residency._rows[slot].index.num_weighed for slot in (SLOT, OTHER)] == [NUM_PROMPT] * 2
     parts = steps(NUM_PROMPT, NUM_ALL)
     assert torch.equal(run(residency, parts), run(residency, parts, slot=OTHER))
 
@@ -364,7 +364,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert step.num_bytes_read == 2 * 42 * layout.row_bytes + picked
     row = residency._rows[SLOT]
     kept = (layout.num_layers - 2) * layout.num_kv_heads * 29 * 8
-    assert row.index_bytes == kept <= row.index_bytes_for(42)
+    assert row.index.num_bytes == kept <= row.index.bytes_for(42)
     assert (residency.traits.name, residency.traits.is_exact) == ("h2o", False)
     row.release()
     assert row.num_bytes == KvBytes()

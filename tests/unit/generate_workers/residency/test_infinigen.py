@@ -211,7 +211,7 @@ def check_partial(made: Harness, basis: Basis) -> int:
         kept = made.slots.memory.residency._rows[row.slot]  # type: ignore[attr-defined]
         assert isinstance(kept, InfinigenRow)
         for layer in LAYERS:
-            keys_SGH = kept.memory.data_LS2GH[layer, :cached, 0]
+            keys_SGH = kept.kv(layer, TokenRange(0, cached))[:, 0]
             found_SGR = kept.partial.read(layer, cached)
             torch.testing.assert_close(found_SGR, partial_of(keys_SGH, basis, layer), atol=1e-6, rtol=2**-7)
     return len(rows)

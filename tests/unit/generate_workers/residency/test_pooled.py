@@ -14,9 +14,9 @@ from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape, StepKv
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency, PooledStep
 from generate_workers.residency.sparse.pool import Eviction, PoolLimit, PoolSize
 from generate_workers.slots.memory import MemoryLimits
@@ -152,7 +152,7 @@ def traced_run(bench: Bench, traces: Sequence[Trace], fed: dict[int, list[int]])
                 for row, slot in enumerate(single if picks is not None else []):
                     trace = traces[slot]
                     num_kept = min(len(trace.truth), trace.limit.num_places)
-                    before = row_of(bench, slot).placed_rows(layer, TokenRange(0, num_kept))
+                    before = row_of(bench, slot).kv(layer, TokenRange(0, num_kept))
                     assert picks is not None
                     q_NR = random_basis(LAYOUT).queries(layer, queries[layer])[row]
                     closeness_GP = closeness(q_NR, row_of(bench, slot).partial.read(layer, num_kept))
@@ -332,7 +332,7 @@ def test_memory_is_never_more_than_the_limit_s() -> None:
         assert row.num_bytes.home <= most.home
         assert row.num_bytes.device <= most.device
     assert row.num_bytes == bench.residency.bytes_for(77)
-    assert row._kept.memory.data_LS2GH.shape[1] == places
+    assert row.others.memory.data_LS2GH.shape[1] == places
     bench.close()
 
 

@@ -18,6 +18,7 @@ from generate_workers.residency.host import HostRow
 from generate_workers.residency.host_link import HostLink, copy_tensor
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
+from generate_workers.residency.rows import Area, PagedKv
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.decoder import Decoder
 from modeling.kv.memory import PAGE_BYTES, PagedMemory, TensorMemory
@@ -263,8 +264,8 @@ def test_a_row_whose_area_cannot_be_had_holds_no_home_memory() -> None:
             raise MemoryError("full")
 
     layout = dataclasses.replace(LAYOUT, num_kv_heads=2, head_dim=128)
-    home = TensorMemory(layout, 64, CPU)
-    row = HostRow(layout, home, FullMemory(layout, 64))
+    home = PagedKv(layout, lambda layout, most: TensorMemory(layout, most, CPU), 64)
+    row = HostRow(home, Area(dataclasses.replace(layout, num_layers=2), FullMemory, 64))
     with pytest.raises(MemoryError, match="full"):
         row.open(8, 16)
     assert home.num_bytes == 0

@@ -11,9 +11,9 @@ from baton.errors import ConfigError
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenRange
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape, Residency
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.oracle import OracleResidency, best_keys
 from generate_workers.residency.sparse.window import WindowResidency, first_and_last
 from modeling.forward.selection import Picks, Selection

@@ -6,11 +6,13 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from baton.ids import SlotId
 from generate_workers.residency.int4.format import has_int4_kernel
 from generate_workers.residency.policies import MAKERS, SelectionSource, make_residency
 from generate_workers.residency.port import KvShape
+from generate_workers.residency.sparse.infinigen import ScoredRow
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
-from generate_workers.residency.sparse.selective import SelectiveResidency
+from generate_workers.residency.sparse.selective import SelectiveRow
 from generate_workers.residency.traits import POLICIES, POOLED
 from modeling.sparse.selection_file import PreparedSelection
 from tests.support.engines.infinigen import DECODER, LAYOUT, prepared
@@ -37,7 +39,7 @@ def test_every_policy_in_the_table_is_made_in_the_same_order() -> None:
 def test_a_policy_made_by_name_has_the_traits_of_its_line(name: str) -> None:
     with contextlib.closing(make_residency(name, SHAPE, CPU, Unwritten(DECODER))) as residency:
         assert residency.traits is POLICIES[name]
-        assert isinstance(residency, SelectiveResidency) == POLICIES[name].chooses_keys
+        assert isinstance(residency.open(SlotId(0), 1, 1), SelectiveRow | ScoredRow) == POLICIES[name].chooses_keys
 
 
 @needs_kernels

@@ -130,6 +130,14 @@ def test_buffer_span_owns_its_new_tokens_and_sees_all_before() -> None:
     assert (rows.first_position, rows.end_position) == (5, 12)
 
 
+def test_layers_take_turns_in_a_buffer_of_fewer() -> None:
+    buffer = numbered(TokenRange(0, 8))
+    span = BufferSpan(buffer, TokenRange(4, 6))
+    assert torch.equal(span.own(5), buffer.data[2, 4:6])
+    (rows,) = span.segments(4)
+    assert torch.equal(rows.k_SGH, buffer.data[1, :6, 0])
+
+
 def test_place_says_where_each_layer_s_keys_lie() -> None:
     memory = torch.zeros(3, 40, 2, 2, 4)  # room for more than the buffer's tokens
     buffer = KvBuffer.of(layout(), TokenRange(5, 20), memory[:, :15])

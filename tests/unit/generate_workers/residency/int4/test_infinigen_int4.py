@@ -17,9 +17,9 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency, ScoredInt4Row
 from generate_workers.residency.int4.whole import Int4Residency
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvBytes, KvShape
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.pool import PoolSize
 from generate_workers.slots.memory import MemoryLimits
 from modeling.forward.decoder import Decoder

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(not has_int4_kernel(), reason="needs a C++ compi
 
 CPU = torch.device("cpu")
 SLOT, OTHER = SlotId(0), SlotId(1)
+MAX_TOKENS = 128
 DECODER = random_decoder(num_layers=5, head_dim=64)
 
 
@@ -165,14 +166,14 @@ def test_every_processor_makes_the_same_bytes(instruction_set: str, head_dim: in
 # The policy.
 
 
-def make(decoder: Decoder = DECODER, num_slots: int = 2, max_tokens: int = 128) -> Int4Residency:
-    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_tokens)
+def make(decoder: Decoder = DECODER, num_slots: int = 2) -> Int4Residency:
+    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, MAX_TOKENS)
     return Int4Residency(shape, PoisonedMemory)
 
 
 def push(residency: Int4Residency, buffer: KvBuffer, piece: int = 7) -> None:
     """All of a prompt, in pieces."""
-    row = residency.open(SLOT, len(buffer.tokens), residency._shape.max_slot_tokens)
+    row = residency.open(SLOT, len(buffer.tokens), MAX_TOKENS)
     for layer in range(buffer.layout.num_layers):
         for tokens in reversed(buffer.tokens.split(piece)):
             row.write(layer, tokens, buffer.export(layer, tokens).toreadonly())

@@ -8,8 +8,8 @@ import torch
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenRange
-from generate_workers.residency.paged_row import MakeMemory
 from generate_workers.residency.port import KvShape, RowError
+from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, PartOf
 from modeling.forward.rows import has_native_rows

@@ -176,7 +176,7 @@ def test_h2o_has_dropped_it_for_good() -> None:
         run(residency, position)
         row = residency._rows[SLOT]
         assert isinstance(row, H2oRow)
-        assert position < NUM_PROMPT or not (row.hitters(LAYER).positions_GK == NEEDLE).any()
+        assert position < NUM_PROMPT or not (row.index.hitters[LAYER].positions_GK == NEEDLE).any()
     out_NH, kept = run(residency, LAST)
     assert all(NEEDLE not in keys for keys in kept)
     assert is_far(out_NH)

@@ -27,7 +27,7 @@ def test_tokens_are_known_by_their_values(dtype: str) -> None:
     ids = prompt(300)
     buffer, _ = prefilled(decoder, ids)
     with torch.inference_mode():
-        assert PushedPrompts(decoder).token_ids(buffer, TokenRange(20, 300)) == list(ids[20:])
+        assert PushedPrompts(decoder).token_ids(buffer.span, TokenRange(20, 300)) == list(ids[20:])
 
 
 @torch.inference_mode()
@@ -48,7 +48,7 @@ def test_queries_are_those_of_the_prompts_own_forward() -> None:
         had.append((layer, tokens))
         torch.testing.assert_close(q_TNH, own[layer][tokens.start : tokens.end], atol=1e-4, rtol=1e-4)
 
-    PushedPrompts(DECODER).run(buffer, TokenRange(9, NUM_ALL), check)
+    PushedPrompts(DECODER).run(buffer.span, TokenRange(9, NUM_ALL), check)
     assert had == [(layer, TokenRange(9, NUM_ALL)) for layer in range(DECODER.layout.num_layers)]
 
 
@@ -59,7 +59,7 @@ def test_kv_of_another_model_is_refused(value: float | None) -> None:
         buffer.data[0, 11:, 1, 0, 0] = value
     at = 0 if value is None else 11
     with torch.inference_mode(), pytest.raises(ModelError, match=f"position {at} is of no token of this model"):
-        PushedPrompts(DECODER).token_ids(buffer, TokenRange(0, NUM_ALL))
+        PushedPrompts(DECODER).token_ids(buffer.span, TokenRange(0, NUM_ALL))
 
 
 def test_models_with_learned_positions_are_refused() -> None:
