@@ -110,8 +110,8 @@ class ChainPlanner:
         return Basis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
 
     def adopt(self, basis: Basis) -> None:
-        """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the
-        former basis."""
+        """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
+        basis."""
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = basis
 
@@ -138,12 +138,10 @@ class ChainPlanner:
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
-        cached. Returns fewer ranges than ranks when there are fewer tokens.
-
-        Knots are searched without a cached prefix; behind one, the best chunks are more even. So behind a prefix, and
-        where knots lie far apart, the knots' proportions and chunks of equal work are compared by predicted times, and
-        the faster ones taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
-        """
+        cached. Returns fewer ranges than ranks when there are fewer tokens. Knots are searched without a cached prefix;
+        behind one, the best chunks are more even. So behind a prefix, and where knots lie far apart, the knots'
+        proportions and chunks of equal work are compared by predicted times, and the faster ones taken. Raises
+        InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`."""
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
             raise InvalidArgumentError(f"num_ranks = {num_ranks} is out of range: this planner has {self.max_ranks}")
@@ -163,8 +161,7 @@ class ChainPlanner:
         return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the seconds that each rank is busy with its layers, without waits and without what a request takes
-        besides."""
+        """Return the seconds that each rank is busy with its layers, without waits and what a request takes besides."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:

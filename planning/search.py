@@ -36,12 +36,10 @@ def search(
     resolution: int = 1,
     slack: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return the best chunks found, each of at least one token, in rank order. Deterministic.
-
-    `resolution`: boundaries lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among
-    all chunks that take at most this fraction longer than the best, those nearest to balance are chosen. The result for
-    one length then resembles that for the next, also where some ranks hardly matter (a slow link).
-    """
+    """Return the best chunks found, each of at least one token, in rank order. Deterministic. `resolution`: boundaries
+    lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among all chunks that take at
+    most this fraction longer than the best, those nearest to balance are chosen. The result for one length then
+    resembles that for the next, also where some ranks hardly matter (a slow link)."""
     if num_ranks == 1:
         return (num_tokens,)
     unit = max(1, min(resolution, num_tokens // num_ranks))
@@ -70,10 +68,8 @@ def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
     """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
-    of a quadratic.
-
-    A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for causal kernels.
-    """
+    of a quadratic. A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for
+    causal kernels."""
     weight = 1.0 if kernel is Kernel.DENSE else 0.5
     a, b = cost.linear_s, cost.pair_s
 
@@ -96,10 +92,8 @@ def analytic_seed(
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
     """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
-    and their seconds.
-
-    Tries pairs of moves too, because the slowest rank can often shed tokens only when two others take them.
-    """
+    and their seconds. Tries pairs of moves too, because the slowest rank can often shed tokens only when two others
+    take them."""
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))
@@ -131,8 +125,8 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: each rank with a few times the tokens of the one before it, or half; and one token a
-    rank with the rest on the last."""
+    """Return seeds for slow links: each rank with a few times its predecessor's tokens, or half; and all on the
+    last."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]

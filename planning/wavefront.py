@@ -79,11 +79,9 @@ def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protoc
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`; a 0-d array, or `[N]`.
-
-    With `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the
-    generation group.
-    """
+    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`: a 0-d array, or `[N]`. With
+    `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the generation
+    group."""
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]
@@ -134,8 +132,7 @@ def _rank(
 def _pass_on(
     arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
 ) -> list[Seconds]:
-    """Return when what a rank holds reaches the next rank, by message. BLOCKING: [a message's seconds, when it could
-    set out]."""
+    """Return when a rank's KV reaches the next, by message. BLOCKING: [a message's seconds, when it could set out]."""
     cost, protocol = setting
     chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
     if protocol.receive is Receive.BLOCKING:

@@ -19,13 +19,11 @@ only splits characters that are already broken."""
 
 
 class Detokenizer:
-    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`.
-
-    There is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into
-    U+FFFD throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay
-    in the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
-    would.
-    """
+    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`. There
+    is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into U+FFFD
+    throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay in the
+    text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
+    would."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], is_silent: Callable[[int], bool]) -> None:
         """`decode` makes text of token ids and skips the ids for which `is_silent` returns True."""
@@ -75,10 +73,8 @@ class Detokenizer:
 
     def _cut(self, fresh: str) -> str:
         """Return the first pending tokens' text and forget them, which bounds the work on a long run of broken UTF-8.
-
         Where the cut splits a broken character, the kept tokens show one U+FFFD more, and the returned text has one
-        less.
-        """
+        less."""
         tail_ids = self._pending_ids[-_TAIL_TOKENS:]
         num_head = len(fresh) - len(self._decode(tail_ids))
         text = self._send(fresh, num_head)

@@ -121,7 +121,6 @@ def _write_choices(stream: "Stream") -> None:
 
 
 def _leave_pipe() -> int:
-    """Return the exit status for a closed output pipe. Points standard output at /dev/null, so that the interpreter's
-    last flush does not fail."""
+    """Return the exit status for a closed output pipe, after which the interpreter's last flush goes to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE_STATUS

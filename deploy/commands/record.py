@@ -58,8 +58,7 @@ class ClusterRecord:
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Remove the record, its Ray's folder, and the stored prefixes that killed workers left on this machine.
-        Harmless when they are gone."""
+        """Remove the record, its Ray's folder, and prefixes that killed workers left. Harmless when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         sweep()
@@ -107,9 +106,8 @@ def process_start(pid: int) -> str:
 
 
 def kill_ray(folder: str, within_s: float = 10.0) -> int:
-    """Kill the remaining processes of the Ray with that temporary folder, its workers included, and wait until they
-    are gone. Return how many there were. Raises UnavailableError for processes that do not end within `within_s`
-    seconds."""
+    """Kill the processes that remain of the Ray in that folder, wait until they are gone, and return how many there
+    were. Raises UnavailableError for processes that do not end within `within_s` seconds."""
     killed: set[int] = set()
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while doomed := _processes_of(folder):

@@ -40,12 +40,9 @@ class OwnCluster:
 
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
-    """Bring up a cluster on a free port under a name that starts with `purpose`. On leaving, in whatever way, nothing
-    of it is left. `options` are those of `baton serve`; `report` is called with each line that the child prints
-    meanwhile.
-
-    Raises ConfigError or UnavailableError with the reason when the cluster does not come up.
-    """
+    """Bring up a cluster on a free port, with the options of `baton serve`, under a name that starts with `purpose`.
+    After the block nothing of it is left. `report` is called with each line that the child prints. Raises ConfigError
+    or UnavailableError with the reason when the cluster does not come up."""
     name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0")
     command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)

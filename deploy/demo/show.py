@@ -45,8 +45,7 @@ _SHOWN_OF_PASSAGE = 240
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of the signal that ended
-    it."""
+    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.demo.show", description="Shows Baton at work on this machine."
     )

@@ -103,8 +103,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises InvalidArgumentError,
-    ConfigError, ModelError."""
+    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
     from deploy.forecasts.plan_options import find_chip, find_model
     from planning.study.roofline import critical_batch, largest_batch
 

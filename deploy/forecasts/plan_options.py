@@ -30,8 +30,7 @@ class NamedModel:
 
 
 def find_model(args: argparse.Namespace) -> NamedModel:
-    """Return the model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Return the model that exactly one of the options names. Raises InvalidArgumentError, ConfigError, ModelError."""
     ways = {"MODEL": args.model, "--shape": args.shape, "--params": args.params}
     given = [name for name, value in ways.items() if value]
     if len(given) != 1:
@@ -45,8 +44,7 @@ def find_model(args: argparse.Namespace) -> NamedModel:
 
 
 def find_chip(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
-    """Return the hardware's name and rates; for `here`, measure this machine with matrices of `shape`. Raises
-    InvalidArgumentError, ConfigError."""
+    """Return the hardware's name and rates, measured for `here`. Raises InvalidArgumentError, ConfigError."""
     from planning.study.chips import chip_of
 
     if args.hardware.lower() == HERE:

@@ -73,8 +73,7 @@ def inspect_machine() -> Machine:
 
 
 def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
-    """Run all checks and return their findings; `folder` holds the resolved model. A cluster on another Ray is not
-    judged by the size of this machine."""
+    """Run all checks of the model in `folder` and, unless the cluster runs on another Ray, of this machine's size."""
     local = not config.ray.address
     checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
     if local:
@@ -113,8 +112,7 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that a policy that chooses keys has a file from `baton prepare`. Workers check that it is for their
-    model."""
+    """Check that a policy that chooses keys has a file from `baton prepare`; workers check that it fits."""
     from modeling.sparse.selection_file import prepared_path  # imports torch
 
     section = config.generate
@@ -149,8 +147,7 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Check that the weights of all workers fit in memory, and warn when the generation groups' KV does not fit beside
-    them."""
+    """Check that the weights of all workers fit in memory, and warn when the KV does not fit beside them."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
@@ -207,9 +204,8 @@ def _why_taken(host: str, port: int) -> str | None:
 
 
 def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Measure what bounds generation on this machine, for the configured model and threads: the rates that `baton
-    plan --hardware here` uses. `baton serve` does not run this check, because it takes seconds and all configured
-    threads."""
+    """Measure the rates that bound generation here, those of `baton plan --hardware here`. `baton serve` does not run
+    this check, because it takes seconds and all configured threads."""
     from deploy.machine.calibrations import nominal_calibration  # imports torch, as the next import does
     from deploy.machine.probe import measure
 
@@ -227,8 +223,7 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad
-    file."""
+    """Return the bytes of the model's weights as `dtype`, from files' headers. Raises ConfigError for a bad file."""
     return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
 
 

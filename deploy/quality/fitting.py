@@ -80,8 +80,7 @@ class Outcome:
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Fit, judge and tune, and write the file. Blocks for a minute or more. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Fit, judge and tune, and write the file. Raises InvalidArgumentError, ConfigError, ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -127,8 +126,7 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Judge each basis with each number of columns by what it captures of a text's attention. Return that, and what
-    true scores capture."""
+    """Return what each basis, with each number of columns, captures of a text's attention, and what true scores do."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -192,8 +190,7 @@ class Reader:
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Measure the cost and the reads of a basis and selection. Implements
-        deploy.quality.selection_tuning.Measure."""
+        """Measure what a basis and selection cost and read. Implements deploy.quality.selection_tuning.Measure."""
         reading = self.read(basis, selection)
         cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
         layout = self._shape.layout

@@ -130,8 +130,7 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Push each context's KV to a row of the policy, which must have no others; release the rows at the end of the
-        block."""
+        """Push each context's KV to a row of the policy, which has no others; release the rows after the block."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):

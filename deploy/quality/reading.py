@@ -50,8 +50,7 @@ class VariedSource(SelectionSource):
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Load the selection and change how many keys it chooses. Raises ModelError when nothing was prepared for this
-        model."""
+        """Load the selection and change how many keys it chooses. Raises ModelError when none was prepared."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -82,8 +81,7 @@ class Readings:
 
 
 def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
-    """Read everything, and return what is printed. Blocks for minutes. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Read everything, and return what is printed. Raises InvalidArgumentError, ConfigError, ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -108,8 +106,7 @@ def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], 
 
 
 def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Console) -> Material:
-    """Prefill all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
-    is not enough memory."""
+    """Prefill all contexts of one length. Raises InvalidArgumentError for short texts, ConfigError without memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]

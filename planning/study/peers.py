@@ -44,8 +44,7 @@ def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) 
 
 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a dense single process did nothing but
-    attention."""
+    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a process did attention alone."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
 
 
@@ -58,8 +57,7 @@ def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
 
 
 def _all_gather(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return the seconds of an all-gather in one layer: n - 1 ring steps, then one copy that makes the pieces one
-    tensor."""
+    """Return the seconds of an all-gather in one layer: n - 1 ring steps, then a copy that joins the pieces."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 1) * cost.link.seconds(num_tokens / num_ranks * cost.kv_bytes) + cost.copy_s * num_tokens
