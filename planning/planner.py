@@ -50,7 +50,7 @@ class Basis:
 
 class ChainPlanner:
     """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
-    thread may change what they rest on (`adopt`, `use`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
+    thread may change what they rest on (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
 
     def __init__(
         self,
@@ -114,10 +114,6 @@ class ChainPlanner:
         basis."""
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = basis
-
-    def use(self, calibration: Calibration) -> None:
-        """Predict by another calibration from here on: `search`, then `adopt`. Blocks while knots are searched."""
-        self.adopt(self.search(calibration))
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record what the ranks of `group` took for a finished job. Nominal costs are scaled accordingly from here on;

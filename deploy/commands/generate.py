@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.results import Completion
-from deploy.config.worker import read_variable
+from deploy.commands.admin_channel import given_key
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     options["n"] = args.n
     text = None if args.chat else prompt
-    api_key = None if args.api_key_env is None else read_variable(args.api_key_env)
     with (
-        Client(args.target, api_key=api_key, tenant=args.tenant) as client,
+        Client(args.target, api_key=given_key(args), tenant=args.tenant) as client,
         client.generate(
             text,
             messages=messages,

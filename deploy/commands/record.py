@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -132,15 +131,12 @@ def require_reachable(address: str) -> None:
 
 def _processes_of(folder: str) -> set[int]:
     """Return the living processes of that Ray and their descendants, this process excluded."""
-    parents = {pid: int(fields[1]) for pid in _pids() if (fields := _stat(pid)) and fields[0] != "Z"}
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid)) and fields[0] != "Z"}
     found = {pid for pid in parents if _is_of(pid, folder)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {os.getpid()}
-
-
-def _pids() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").glob("[0-9]*"))
 
 
 def _is_of(pid: int, folder: str) -> bool:

@@ -101,7 +101,7 @@ class _Child:
 
     async def end(self) -> None:
         """End the child with all that it started. Processes that an interrupted start left are killed."""
-        self._report = _ignore
+        self._report = lambda line: None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
@@ -147,10 +147,6 @@ class _Child:
     def _failure(self, status: int) -> BatonError:
         reason = self._last_line.removeprefix(_PREFIX) or f"`baton serve` ended with status {status}"
         return ConfigError(reason) if status == _CONFIG_STATUS else UnavailableError(reason)
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

@@ -7,6 +7,7 @@ Each check is a function from the configuration to a finding, and changes nothin
 import enum
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import socket
@@ -122,13 +123,11 @@ def check_selection(config: ClusterConfig) -> Finding:
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
-        text = (
-            f"residency {section.residency} chooses keys, and nothing was prepared: run `baton prepare` with this model"
-        )
-        return Finding("selection", Verdict.FAILED, f"{text}, dtype and quantization, or set generate.selection_file")
-    return Finding(
-        "selection", Verdict.OK, str(path) if section.selection_file else f"in {prepared_path('any').parent}"
-    )
+        remedy = "run `baton prepare` with this model, dtype and quantization, or set generate.selection_file"
+        text = f"residency {section.residency} chooses keys, and nothing was prepared: {remedy}"
+        return Finding("selection", Verdict.FAILED, text)
+    found = str(path) if section.selection_file else f"in {prepared_path('any').parent}"
+    return Finding("selection", Verdict.OK, found)
 
 
 def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
@@ -172,9 +171,8 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
 def check_compiler(machine: Machine) -> Finding:
     """Warn when there is no C++ compiler, which speeds Baton up but is not needed."""
     if machine.compiler is None:
-        return Finding(
-            "compiler", Verdict.WARNING, "no C++ compiler: prefill attention is torch's, several times slower"
-        )
+        text = "no C++ compiler: prefill attention is torch's, several times slower"
+        return Finding("compiler", Verdict.WARNING, text)
     return Finding("compiler", Verdict.OK, machine.compiler)
 
 
@@ -234,14 +232,7 @@ def _num_elements(path: Path) -> int:
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError(f"model file {path} is no safetensors file: download or convert the model anew") from error
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            elements = 1
-            for size in tensor["shape"]:
-                elements *= size
-            total += elements
-    return total
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _available_bytes() -> int:
