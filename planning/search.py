@@ -125,8 +125,7 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: each rank with a few times its predecessor's tokens, or half; and all on the
-    last."""
+    """Return seeds for slow links: ranks with a few times the tokens before them, with half, nearly all on the last."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]

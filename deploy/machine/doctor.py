@@ -12,7 +12,7 @@ import os
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,17 +75,11 @@ def inspect_machine() -> Machine:
 
 def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
     """Run all checks of the model in `folder` and, unless the cluster runs on another Ray, of this machine's size."""
-    local = not config.ray.address
-    checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
-    if local:
-        checks += [
-            lambda: check_selection(config),
-            lambda: check_cores(config, machine),
-            lambda: check_memory(config, folder, machine),
-            lambda: check_shm(config, machine),
-        ]
-    checks += [lambda: check_compiler(machine), lambda: check_port(config)]
-    return [check() for check in checks]
+    findings = [versions(), check_model(config, folder)]
+    if not config.ray.address:
+        findings += [check_selection(config), check_cores(config, machine)]
+        findings += [check_memory(config, folder, machine), check_shm(config, machine)]
+    return [*findings, check_compiler(machine), check_port(config)]
 
 
 def require(findings: Sequence[Finding]) -> None:
