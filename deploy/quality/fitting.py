@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.errors import ConfigError, InvalidArgumentError, ModelError
+from baton.errors import InvalidArgumentError, ModelError
 from deploy.config.worker import use_threads
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost
-from deploy.quality.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.passages import Passage, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.quality.selection_tuning import Found, Measured, tune
 from deploy.quality.texts import Texts
 from deploy.quality.wanted import Wanted
@@ -33,7 +33,6 @@ from generate_workers.residency.sparse.selective import require_selective
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
-from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
 from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
@@ -166,14 +165,7 @@ class Reader:
         self._lookahead = lookahead
         self._console = console
         self._shape = shape_for(decoder, passages)
-        num_tokens = sum(passage.num_context for passage in passages)
-        try:
-            with progress(console, "prefill", num_tokens) as done:
-                contexts = [prefill(decoder, each.token_ids[: each.num_context], done) for each in passages]
-        except OUT_OF_MEMORY as error:
-            remedy = "use fewer --rows, or a shorter --context"
-            raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
-        self._contexts = [Context(*each) for each in zip(passages, contexts, strict=True)]
+        self._contexts = prefill_contexts(decoder, passages, console)
         self._full = self._read(DeviceResidency(self._shape, PagedMemory), "all keys", 0)
 
     @property

@@ -19,7 +19,7 @@ from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
 from deploy.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.quality.metrics import agreement, perplexities, perplexity, relative_cost
-from deploy.quality.passages import Context, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.quality.texts import Texts
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
@@ -29,7 +29,6 @@ from generate_workers.residency.sparse.pool import PoolSize, eviction_named
 from generate_workers.residency.sparse.selective import require_selective
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.selection_file import PreparedSelection
 from text.tokenizer import Tokenizer
@@ -110,13 +109,7 @@ def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Co
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
-    with progress(console, f"prefill of {context} tokens", len(wanted) * context) as done:
-        try:
-            made = [Context(each, prefill(decoder, each.token_ids[:context], done)) for each in wanted]
-        except OUT_OF_MEMORY as error:
-            raise ConfigError(
-                f"memory for {len(wanted)} rows of {context} tokens cannot be had: use fewer --rows"
-            ) from error
+    made = prefill_contexts(decoder, wanted, console)
     return Material(made[: len(passages)], made[len(passages) :], [needle.num_answer for needle in needles])
 
 
