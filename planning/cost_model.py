@@ -88,6 +88,11 @@ class Kernel(Enum):
     CAUSAL = "causal"
     """The rectangle without the upper half of the rank's own square, as in Baton."""
 
+    @property
+    def own_part(self) -> float:
+        """Fraction of a rank's own square of pairs that is computed."""
+        return 1.0 if self is Kernel.DENSE else 0.5
+
 
 class Receive(Enum):
     """When a rank receives the earlier tokens' KV of a layer."""

@@ -44,7 +44,7 @@ class PrefillFit:
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
     """Fit prefill costs to (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for too few."""
     tokens, seconds = _points("points", "token counts", points)
-    pairs = tokens**2 * (1.0 if kernel is Kernel.DENSE else 0.5)
+    pairs = tokens**2 * kernel.own_part
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
     (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
     return PrefillFit(linear_s, pair_s, fixed_s, residual)

@@ -70,8 +70,7 @@ def analytic_seed(
     """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
     of a quadratic. A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for
     causal kernels."""
-    weight = 1.0 if kernel is Kernel.DENSE else 0.5
-    a, b = cost.linear_s, cost.pair_s
+    weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
         chunks, start = [], float(cached)

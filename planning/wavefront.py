@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planning.cost_model import CostModel, Kernel, Protocol, Receive
+from planning.cost_model import CostModel, Protocol, Receive
 
 Seconds = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class Work:
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
     """Return the work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
-    own_keys = chunks if protocol.kernel is Kernel.DENSE else chunks / 2
+    own_keys = chunks * protocol.kernel.own_part
     rest_s = (1 - cost.project_share) * cost.linear_s
     copy = protocol.num_copies * cost.copy_s * (earlier + chunks)
     copy[:, 0] = 0.0
@@ -118,10 +118,8 @@ def _rank(
         begin_NL = whole[:, None] * layers
         return begin_NL, begin_NL
     came_NL = arrived[-1]
-    if (
-        protocol.receive is Receive.BLOCKING
-    ):  # here `arrived` holds the message's seconds, and when the KV could set out
-        message = arrived[0]
+    if protocol.receive is Receive.BLOCKING:
+        message = arrived[0]  # here `arrived` holds the message's seconds, and when the KV could set out
         begin_NL = _scan(came_NL, message + whole, message + whole)
         return begin_NL, np.maximum(begin_NL, came_NL) + message[:, None]
     after = far + copy if protocol.receive is Receive.LOCAL_FIRST else far + own + copy

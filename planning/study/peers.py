@@ -11,7 +11,7 @@ from planning.cost_model import CostModel, Kernel
 
 def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
     """Return the seconds to the first token of one rank alone."""
-    pairs = num_tokens * (num_tokens * _area(kernel) + cached)
+    pairs = num_tokens * (num_tokens * kernel.own_part + cached)
     return cost.num_layers * _layer(cost, num_tokens, pairs) + cost.head_s
 
 
@@ -46,10 +46,6 @@ def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
     """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a process did attention alone."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
-
-
-def _area(kernel: Kernel) -> float:
-    return 1.0 if kernel is Kernel.DENSE else 0.5
 
 
 def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
