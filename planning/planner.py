@@ -134,10 +134,12 @@ class ChainPlanner:
 
     def chunks(self, tokens: TokenRange, num_ranks: int) -> tuple[TokenRange, ...]:
         """Return one consecutive, non-empty range a rank, in rank order, covering `tokens`; `tokens.start` tokens are
-        cached. Returns fewer ranges than ranks when there are fewer tokens. Knots are searched without a cached prefix;
-        behind one, the best chunks are more even. So behind a prefix, and where knots lie far apart, the knots'
-        proportions and chunks of equal work are compared by predicted times, and the faster ones taken. Raises
-        InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`."""
+        cached. Returns fewer ranges than ranks when there are fewer tokens.
+
+        Knots are searched without a cached prefix; behind one, the best chunks are more even. So behind a prefix, and
+        where knots lie far apart, the knots' proportions and chunks of equal work are compared by predicted times, and
+        the faster ones taken. Raises InvalidArgumentError for no tokens, or ranks that are not 1 to `max_ranks`.
+        """
         check_partition_request(tokens, num_ranks)
         if num_ranks > self.max_ranks:
             raise InvalidArgumentError(f"num_ranks = {num_ranks} is out of range: this planner has {self.max_ranks}")

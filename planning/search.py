@@ -36,10 +36,12 @@ def search(
     resolution: int = 1,
     slack: float = 0.0,
 ) -> tuple[int, ...]:
-    """Return the best chunks found, each of at least one token, in rank order. Deterministic. `resolution`: boundaries
-    lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among all chunks that take at
-    most this fraction longer than the best, those nearest to balance are chosen. The result for one length then
-    resembles that for the next, also where some ranks hardly matter (a slow link)."""
+    """Return the best chunks found, each of at least one token, in rank order. Deterministic.
+
+    `resolution`: boundaries lie at multiples of this many tokens (fewer, where the prompt is too short). `slack`: among
+    all chunks that take at most this fraction longer than the best, those nearest to balance are chosen. The result for
+    one length then resembles that for the next, also where some ranks hardly matter (a slow link).
+    """
     if num_ranks == 1:
         return (num_tokens,)
     unit = max(1, min(resolution, num_tokens // num_ranks))

@@ -19,11 +19,13 @@ only splits characters that are already broken."""
 
 
 class Detokenizer:
-    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`. There
-    is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into U+FFFD
-    throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay in the
-    text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
-    would."""
+    """Incremental `decode`: the texts that `push` returns, and then the text of `flush`, add up to `decode(ids)`.
+
+    There is one exception. Byte-fallback decoders turn a run of byte tokens that is not valid UTF-8 as a whole into
+    U+FFFD throughout, even its valid characters. Valid characters of such a run that a `push` has already returned stay
+    in the text. For the same reason a run that spells more than ten U+FFFD in a row may show more of them than `decode`
+    would.
+    """
 
     def __init__(self, decode: Callable[[Sequence[int]], str], is_silent: Callable[[int], bool]) -> None:
         """`decode` makes text of token ids and skips the ids for which `is_silent` returns True."""

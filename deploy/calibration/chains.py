@@ -107,7 +107,7 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return one length between each two neighbours, at which the fit is checked against prompts unseen."""
+    """Return one length between each two neighbours, at which the fit is checked against unseen prompts."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 
 def tokens_of_slot(folder: Path, max_slot_tokens: int) -> int:
-    """Return the tokens that a request may have: what a slot holds and the model has positions for. Raises
-    ModelError."""
+    """Return the tokens, prompt and output, that a request may have: as many as a slot holds and the model has
+    positions. Raises ModelError."""
     from modeling.checkpoints.weights import load_config  # imports torch
 
     return min(max_slot_tokens, load_config(folder).max_position)

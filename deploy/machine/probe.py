@@ -111,10 +111,12 @@ def measure(
 
 
 def chip_from(steps: Steps, bandwidth: float, memory_bytes: float) -> Chip:
-    """Return the rates of a machine on which the probe's steps took this long. FLOP/s follow from the time of a further
-    row where many are computed, or are a bound where reading hides that time. What a step of one row takes beyond
-    reading is its layers' own time. How much of the reading shows in a step of many rows says how well it overlaps with
-    computing."""
+    """Return the rates of a machine on which the probe's steps took this long.
+
+    FLOP/s follow from the time of a further row where many are computed, or are a bound where reading hides that time.
+    What a step of one row takes beyond reading is its layers' own time. How much of the reading shows in a step of many
+    rows says how well it overlaps with computing.
+    """
     one, *_, some, many = sorted(steps.by_rows)
     row_s = steps.by_rows[many] / many
     if steps.is_bound:

@@ -44,7 +44,7 @@ def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) 
 
 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a process did attention alone."""
+    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a dense rank did attention alone."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
 
 
