@@ -108,7 +108,7 @@ async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
     async with LocalCluster(config, SystemClock()) as cluster:
         planner = await asyncio.to_thread(local_planner, config)
-        await asyncio.to_thread(planner.use, calibration)
+        planner.adopt(await asyncio.to_thread(planner.search, calibration))
         with progress("arrivals", rounds + 1) as advance:
             for seed in range(rounds + 1):
                 for way in WAYS:

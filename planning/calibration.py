@@ -85,13 +85,10 @@ def calibrate_chain(
     origin: Calibration, rank_rows: Sequence[RankRow], link_points: Points, request_s: float
 ) -> tuple[Calibration, float]:
     """Fit a cost model to measurements of a chain in service. Return it and the largest residual of the rows, a
-    fraction.
-
-    `origin` names the model and hardware. `request_s` is the seconds that a request took besides its chain; it becomes
-    head_s. Without `link_points` (a chain of one rank) the link stays that of `origin`. Its bandwidth stays too where
-    larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or times that
-    do not grow.
-    """
+    fraction. `origin` names the model and hardware. `request_s` is the seconds that a request took besides its chain;
+    it becomes head_s. Without `link_points` (a chain of one rank) the link stays that of `origin`. Its bandwidth stays
+    too where larger messages took no longer, as on an idle fast link. Raises InvalidArgumentError for too few rows, or
+    times that do not grow."""
     former = origin.cost
     fit = fit_ranks(rank_rows, former, BATON)
     if not fit.linear_s + fit.pair_s > 0:
@@ -112,8 +109,7 @@ def calibrate_chain(
 
 
 def nominal(model: str, hardware: str, shape: ModelShape, rates: Hardware) -> Calibration:
-    """Return the calibration that is assumed before anything is measured: the model's FLOPs and bytes at nominal
-    rates."""
+    """Return the calibration that is assumed before any measurement: FLOPs and bytes at nominal rates."""
     return Calibration(model, hardware, Kernel.CAUSAL, shape, (), (), derive(shape, rates))
 
 

@@ -45,8 +45,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Costs of one model on one kind of rank, joined by one kind of link. Times in seconds; all but head_s are per
-    layer."""
+    """Costs of one model on one kind of rank and link. Times in seconds; all but head_s are per layer."""
 
     num_layers: int
     linear_s: float
@@ -57,11 +56,9 @@ class CostModel:
     fixed_s: float = 0.0
     issue_s: float = 0.0
     head_s: float = 0.0
-    """Seconds for the last token's logits, once a prompt; where measured in service, all that a request takes besides
-    its chain."""
+    """Seconds for the last token's logits; where measured in service, all that a request takes besides its chain."""
     copy_s: float = 0.0
-    """Seconds to write one token's KV again at another place, for protocols that need it contiguous. Baton's does
-    not."""
+    """Seconds to write one token's KV again elsewhere, for protocols that need it contiguous. Baton's does not."""
     link: Link = field(default_factory=Link)
     push: Link | None = None
     """Each rank's own connection to the generation group; None: the time to push KV is left out."""
@@ -77,8 +74,7 @@ class CostModel:
             raise ConfigError("cost: linear_s and pair_s are both 0: measure again, with longer prompts")
 
     def times(self, factor: float) -> "CostModel":
-        """Return costs by which everything takes `factor` times as long, links included. The best division of a prompt
-        stays the same."""
+        """Return costs by which all takes `factor` times as long, links included: the best partition stays the same."""
         slower = {name: factor * getattr(self, name) for name in COSTS}
         push = None if self.push is None else self.push.times(factor)
         return dataclasses.replace(self, link=self.link.times(factor), push=push, **slower)
@@ -92,13 +88,17 @@ class Kernel(Enum):
     CAUSAL = "causal"
     """The rectangle without the upper half of the rank's own square, as in Baton."""
 
+    @property
+    def own_part(self) -> float:
+        """Fraction of a rank's own square of pairs that is computed."""
+        return 1.0 if self is Kernel.DENSE else 0.5
+
 
 class Receive(Enum):
     """When a rank receives the earlier tokens' KV of a layer."""
 
     BLOCKING = "blocking"
-    """Received before the rank does anything for that layer; the message sets out only then (table 5 of the KV-Runahead
-    paper)."""
+    """Received before the rank begins that layer; the message sets out only then (the KV-Runahead paper's table 5)."""
     OVERLAPPED = "overlapped"
     """Receive posted early; the KV is needed after projecting (section 4.3 of the KV-Runahead paper)."""
     LOCAL_FIRST = "local_first"
@@ -112,8 +112,7 @@ class Protocol:
     kernel: Kernel
     receive: Receive
     cut_through: bool = False
-    """Whether each rank's chunk is a message of its own that is passed on as it arrives; else a layer's KV is one
-    message."""
+    """Whether each rank's chunk is a message, passed on as it arrives; else a layer's KV is one message."""
     skip_last: bool = True
     """Whether the last layer computes only KV and the last token's output."""
     num_copies: int = 0

@@ -42,10 +42,9 @@ class PrefillFit:
 
 
 def fit_prefill(points: Sequence[tuple[float, float]], num_layers: int, kernel: Kernel) -> PrefillFit:
-    """Fit prefill costs to (tokens, seconds) of whole prompts through all layers of one rank. Raises
-    InvalidArgumentError for too few points."""
+    """Fit prefill costs to (tokens, seconds) of whole prompts on one rank. Raises InvalidArgumentError for too few."""
     tokens, seconds = _points("points", "token counts", points)
-    pairs = tokens**2 * (1.0 if kernel is Kernel.DENSE else 0.5)
+    pairs = tokens**2 * kernel.own_part
     columns = num_layers * np.stack([tokens, pairs, np.ones_like(tokens)], axis=1)
     (linear_s, pair_s, fixed_s), residual = fit_relative(columns, seconds)
     return PrefillFit(linear_s, pair_s, fixed_s, residual)
@@ -92,11 +91,8 @@ def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tupl
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
     """Fit non-negative coefficients of the columns `[N, at most 3]` to the seconds `[N]`. Return them and the largest
-    deviation, as a fraction of its seconds.
-
-    With at most three unknowns, trying plain least squares on every subset of columns and keeping the best non-negative
-    solution is exact.
-    """
+    deviation, as a fraction of its seconds. With at most three unknowns, trying plain least squares on every subset of
+    columns and keeping the best non-negative solution is exact."""
     scaled = columns / seconds[:, None]
     scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]

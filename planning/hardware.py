@@ -19,8 +19,7 @@ class Hardware:
     """FLOP/s of the attention kernel."""
     link: Link
     scores_per_s: float = math.inf
-    """Attention scores (one for each query, key and head) a second, for a kernel that stores them and is bound by
-    that."""
+    """Attention scores (one for each query, key and head) a second, for a kernel that is bound by storing them."""
     memory_bandwidth: float = math.inf
     """Bytes a second of memory copies."""
     fixed_s: float = 0.0

@@ -31,8 +31,7 @@ def read(path: Path, kind: str) -> str:
 
 
 def parse(text: str, kind: str, schema: int) -> dict[str, Any]:
-    """Parse a file's text and return its object. Raises ConfigError if the text is no JSON, or of another kind or
-    schema."""
+    """Parse a file's text and return its object. Raises ConfigError for no JSON, or another kind or schema."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -50,8 +49,7 @@ def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
 
 
 def write(path: Path, text: str) -> None:
-    """Write the text to a file, replacing one that is there in one step. Raises ConfigError when the folder cannot be
-    written to."""
+    """Write the text to a file, or replace it in one step. Raises ConfigError when the folder cannot be written to."""
     partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # unique for each writer
     try:
         try:

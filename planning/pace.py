@@ -68,8 +68,7 @@ class Pace:
             self._note(*min(ratios))
 
     def note(self, observed_s: float, predicted_s: float) -> None:
-        """Record an observation of something that took `observed_s`; `predicted_s` is the prediction without
-        correction."""
+        """Record something that took `observed_s`; `predicted_s` is the prediction without correction."""
         if predicted_s > 0:
             self._note(observed_s / predicted_s, predicted_s)
 

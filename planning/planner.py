@@ -50,7 +50,7 @@ class Basis:
 
 class ChainPlanner:
     """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
-    thread may change what they rest on (`adopt`, `use`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
+    thread may change what they rest on (`adopt`, `use_steps`, `observe`, `observe_local`, `pass_over_local`)."""
 
     def __init__(
         self,
@@ -110,14 +110,10 @@ class ChainPlanner:
         return Basis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
 
     def adopt(self, basis: Basis) -> None:
-        """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the
-        former basis."""
+        """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
+        basis."""
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._basis = basis
-
-    def use(self, calibration: Calibration) -> None:
-        """Predict by another calibration from here on: `search`, then `adopt`. Blocks while knots are searched."""
-        self.adopt(self.search(calibration))
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
         """Record what the ranks of `group` took for a finished job. Nominal costs are scaled accordingly from here on;
@@ -163,8 +159,7 @@ class ChainPlanner:
         return float(chain_ttft(lengths, self.cost, self._protocol, cached=cached))
 
     def rank_s(self, chunks: Sequence[TokenRange]) -> tuple[float, ...]:
-        """Return the seconds that each rank is busy with its layers, without waits and without what a request takes
-        besides."""
+        """Return the seconds that each rank is busy with its layers, without waits and what a request takes besides."""
         return self._rank_s(chunks, self.cost)
 
     def step_s(self, batch: float, context: float) -> float:

@@ -70,12 +70,9 @@ def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
     """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
-    of a quadratic.
-
-    A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for causal kernels.
-    """
-    weight = 1.0 if kernel is Kernel.DENSE else 0.5
-    a, b = cost.linear_s, cost.pair_s
+    of a quadratic. A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for
+    causal kernels."""
+    weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
         chunks, start = [], float(cached)
@@ -96,10 +93,8 @@ def analytic_seed(
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
     """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
-    and their seconds.
-
-    Tries pairs of moves too, because the slowest rank can often shed tokens only when two others take them.
-    """
+    and their seconds. Tries pairs of moves too, because the slowest rank can often shed tokens only when two others
+    take them."""
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))
@@ -131,8 +126,7 @@ def rounded(chunks: Sequence[float], num_tokens: int) -> tuple[int, ...]:
 
 
 def tapered(num_tokens: int, num_ranks: int) -> list[tuple[int, ...]]:
-    """Return seeds for slow links: each rank with a few times the tokens of the one before it, or half; and one token a
-    rank with the rest on the last."""
+    """Return seeds for slow links: ranks with a few times the tokens before them, with half, nearly all on the last."""
     shapes = [[factor**rank for rank in range(num_ranks)] for factor in (0.5, 2.0, 4.0)]
     first = [1.0] * (num_ranks - 1)
     shapes += [[*first, float(max(num_tokens - num_ranks + 1, 1))]]

@@ -200,8 +200,7 @@ def _rows(data: dict[str, Any]) -> tuple[tuple[float, ...], ...]:
 
 
 def _place(axis: tuple[int, ...], value: float) -> tuple[int, float]:
-    """Find the two points of an axis between which a value lies. Return the first one's index, and the fraction of the
-    way to the next (0 to 1)."""
+    """Return the index of the point of an axis below a value, and the fraction (0 to 1) of the way to the next."""
     if len(axis) == 1:
         return 0, 0.0
     index = min(max(bisect_right(axis, value) - 1, 0), len(axis) - 2)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from planning.cost_model import CostModel, Kernel, Protocol, Receive
+from planning.cost_model import CostModel, Protocol, Receive
 
 Seconds = NDArray[np.float64]
 
@@ -50,7 +50,7 @@ class Work:
 def work_of(chunks: NDArray[np.float64], cost: CostModel, protocol: Protocol, cached: int | Seconds) -> Work:
     """Return the work of `[N, n]` chunks behind `cached` tokens: one number, or `[N, 1]`."""
     earlier = np.cumsum(chunks, axis=1) - chunks
-    own_keys = chunks if protocol.kernel is Kernel.DENSE else chunks / 2
+    own_keys = chunks * protocol.kernel.own_part
     rest_s = (1 - cost.project_share) * cost.linear_s
     copy = protocol.num_copies * cost.copy_s * (earlier + chunks)
     copy[:, 0] = 0.0
@@ -79,11 +79,9 @@ def rank_seconds(work: Work, is_last: NDArray[np.bool_], cost: CostModel, protoc
 def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
-    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`; a 0-d array, or `[N]`.
-
-    With `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the
-    generation group.
-    """
+    """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`: a 0-d array, or `[N]`. With
+    `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the generation
+    group."""
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]
@@ -120,10 +118,8 @@ def _rank(
         begin_NL = whole[:, None] * layers
         return begin_NL, begin_NL
     came_NL = arrived[-1]
-    if (
-        protocol.receive is Receive.BLOCKING
-    ):  # here `arrived` holds the message's seconds, and when the KV could set out
-        message = arrived[0]
+    if protocol.receive is Receive.BLOCKING:
+        message = arrived[0]  # here `arrived` holds the message's seconds, and when the KV could set out
         begin_NL = _scan(came_NL, message + whole, message + whole)
         return begin_NL, np.maximum(begin_NL, came_NL) + message[:, None]
     after = far + copy if protocol.receive is Receive.LOCAL_FIRST else far + own + copy
@@ -134,8 +130,7 @@ def _rank(
 def _pass_on(
     arrived: list[Seconds], ready_NL: Seconds, chunks: NDArray[np.float64], setting: tuple[CostModel, Protocol]
 ) -> list[Seconds]:
-    """Return when what a rank holds reaches the next rank, by message. BLOCKING: [a message's seconds, when it could
-    set out]."""
+    """Return when a rank's KV reaches the next, by message. BLOCKING: [a message's seconds, when it could set out]."""
     cost, protocol = setting
     chunk_s = chunks * cost.kv_bytes / cost.link.bandwidth
     if protocol.receive is Receive.BLOCKING:

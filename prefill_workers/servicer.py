@@ -95,7 +95,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and report it. When the call ends, in any way, the job and its push have ended or soon
+        """Run a job on this rank and report it. When the call ends, in any way, job and push have ended or soon
         will."""
         with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
@@ -221,9 +221,8 @@ class PrefillServer:
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
         """Serve on host:port, with links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
-        `prefix_folder`, which is made if need be and removed by its last user; up to `prefix_bytes` are kept there, and
-        more in `prefix_disk`, if one is given. Raises ConfigError when the server cannot listen there, or the folder
-        cannot be made."""
+        `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most, more in
+        `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder cannot be made."""
         server = make_server()
         bound = bind(server, host, port)
         store = None

@@ -38,10 +38,8 @@ Fields = dict[str, Any]
 
 def write_tokenizer(gguf_path: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and the chat template, if there is one, into an existing folder.
-
     Reads only the GGUF file's metadata and blocks for seconds. A second call writes the same files. Raises ModelError
-    when the file cannot be read or its tokenizer is not supported.
-    """
+    when the file cannot be read or its tokenizer is not supported."""
     architecture, fields = _read_fields(gguf_path)
     _check(fields, gguf_path)
     try:

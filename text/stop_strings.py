@@ -25,16 +25,14 @@ class StopStrings:
     """Stop strings with their matching tables. Immutable: all choices of a request share one object, in any thread."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """`stop` holds non-empty strings. Building the tables takes 2 ms for the longest list that a request may
-        have."""
+        """`stop` holds non-empty strings. Building the tables takes 2 ms for a request's longest list."""
         assert all(stop), "empty stop string"
         self.tables = tuple((pattern, _borders(pattern)) for pattern in dict.fromkeys(stop))
         """Pairs of a distinct stop string and, for each of its prefixes, the length of that prefix's longest border."""
 
 
 class _Matcher:
-    """Tracks the longest prefix of `pattern` with which the text fed so far ends; `length` is its length in
-    characters."""
+    """Tracks the longest prefix of `pattern` with which the text fed so far ends; it has `length` characters."""
 
     def __init__(self, pattern: str, borders: Sequence[int]) -> None:
         self.pattern = pattern
@@ -42,8 +40,8 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Take one character and return whether the whole pattern ends here. A matcher must not be fed after it
-        returned True."""
+        """Take one character and return whether the whole pattern ends here. Not to be called after it returned
+        True."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:
@@ -65,8 +63,7 @@ def _borders(pattern: str) -> tuple[int, ...]:
 
 
 class StopChecker:
-    """Cuts one stream's text at its first stop string. Its state follows from the text alone, not from how it is
-    cut."""
+    """Cuts one stream's text at its first stop string. Its state follows from the text, not from how it is cut."""
 
     def __init__(self, stop: StopStrings) -> None:
         """`stop` holds the stream's stop strings. With none, no text is ever held back."""
@@ -75,8 +72,7 @@ class StopChecker:
         self._stopped = False
 
     def push(self, text: str) -> StopResult:
-        """Take the next text and return what may be shown of it. After the stop, all text is dropped and `stopped`
-        stays True."""
+        """Take the next text and return what may be shown of it. After the stop, all text is dropped."""
         if self._stopped:
             return StopResult("", True)
         if not self._matchers:
@@ -92,7 +88,6 @@ class StopChecker:
         return StopResult(buffer[:num_certain], False)
 
     def flush(self) -> str:
-        """Return the text held back, at the end of the stream; "" after a stop. `push` must not be called
-        afterwards."""
+        """Return the text held back, at the end of the stream; "" after a stop. Not to be followed by `push`."""
         held, self._held = self._held, ""
         return held

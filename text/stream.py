@@ -21,8 +21,7 @@ class TextStream:
 
     @classmethod
     def rebuild(cls, tokenizer: Tokenizer, stop: StopStrings, output_ids: Sequence[int]) -> Self:
-        """Return a stream in the state that it has after `output_ids`, so that it continues as the original stream
-        would have."""
+        """Return a stream in its state after `output_ids`, so that it continues as the original stream would have."""
         stream = cls(tokenizer, stop)
         for token_id in output_ids:
             stream.push(token_id)
@@ -33,6 +32,5 @@ class TextStream:
         return self._checker.push(self._detokenizer.push(token_id))
 
     def flush(self) -> str:
-        """Return the text still held back, at the end of the stream; "" if a stop string ended it. To be called
-        once."""
+        """Return the text held back, at the end of the stream; "" if a stop string ended it. To be called once."""
         return self._checker.push(self._detokenizer.flush()).text + self._checker.flush()

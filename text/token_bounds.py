@@ -34,8 +34,7 @@ class TokenBound:
     """Byte values that may belong to no token: the vocabulary lacks them, or they are whitespace beside a special token
     that absorbs it."""
     shrinks: int
-    """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 when it shortens
-    none."""
+    """Largest factor by which the tokenizer's normalization shortens a text that is not ASCII; 1 if it does not."""
 
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`."""

@@ -42,10 +42,8 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
-
         Blocks for about a second the first time in a process. Raises ModelError when the files are missing or
-        unreadable.
-        """
+        unreadable."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
         try:
@@ -68,24 +66,19 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Return sixteen hex digits that are equal for two tokenizers exactly when they and their chat templates are
-        equal."""
+        """Return sixteen hex digits that are equal for two tokenizers iff they and their chat templates are equal."""
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
     def min_tokens(self, text: str) -> int:
-        """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes.
-
-        Returns 0 for a tokenizer that is not known to keep every byte of a text (`text.token_bounds`).
-        """
+        """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes. Returns 0 for a
+        tokenizer that is not known to keep every byte of a text (`text.token_bounds`)."""
         return self._bound.min_tokens(text) if self._bound is not None else 0
 
     def encode(self, text: str) -> list[int]:
-        """Return a prompt's token ids.
-
-        They begin with a beginning-of-sequence token iff the tokenizer's own post-processor adds one. Special tokens
-        spelled out in the text become special tokens. Raises InvalidArgumentError for text that is not Unicode.
-        """
+        """Return a prompt's token ids. They begin with a beginning-of-sequence token iff the tokenizer's own
+        post-processor adds one. Special tokens spelled out in the text become special tokens. Raises
+        InvalidArgumentError for text that is not Unicode."""
         return self._encode(text, "prompt", add_special_tokens=True)
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
@@ -93,11 +86,9 @@ class Tokenizer:
         return self.encode_rendered(self.render_chat(messages))
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return a conversation as text in the model's chat template, ready for the assistant's turn.
-
-        A message has a `role` and a `content`. The template writes all special tokens itself. Raises
-        InvalidArgumentError for bad messages and for a model without a template, and ModelError for a broken template.
-        """
+        """Return a conversation as text in the model's chat template, ready for the assistant's turn. A message has a
+        `role` and a `content`. The template writes all special tokens itself. Raises InvalidArgumentError for bad
+        messages and for a model without a template, and ModelError for a broken template."""
         _check_messages(messages)
         if not self.has_chat_template:
             raise InvalidArgumentError(
@@ -106,8 +97,7 @@ class Tokenizer:
         return self._render([dict(message) for message in messages])
 
     def encode_rendered(self, text: str) -> list[int]:
-        """Return the token ids of a rendered conversation, and add no special token to it. Raises
-        InvalidArgumentError."""
+        """Return the token ids of a rendered conversation, with no special token added. Raises InvalidArgumentError."""
         return self._encode(text, "messages", add_special_tokens=False)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -107,8 +107,7 @@ def fitted_lengths(max_tokens: int) -> tuple[int, ...]:
 
 
 def lengths_between(lengths: Sequence[int]) -> tuple[int, ...]:
-    """Return one length between each two neighbours, at which the fit is checked against prompts that it has not
-    seen."""
+    """Return one length between each two neighbours, at which the fit is checked against unseen prompts."""
     ascending = sorted(set(lengths))
     between = [round((low * high) ** 0.5) for low, high in itertools.pairwise(ascending)]
     return tuple(each for each in between if each not in ascending)
@@ -170,7 +169,7 @@ def rank_rows(samples: Sequence[Sample]) -> list[RankRow]:
 
 
 def link_points(samples: Sequence[Sample]) -> tuple[tuple[float, float], ...]:
-    """Return (bytes, seconds) of messages, the median over jobs that sent messages of that size; none for chains of one
+    """Return (bytes, seconds) of messages, the median over jobs with messages of that size; none for chains of one
     rank."""
     seconds: defaultdict[float, list[float]] = defaultdict(list)
     for sample in samples:

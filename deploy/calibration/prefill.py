@@ -85,7 +85,8 @@ def run(args: argparse.Namespace) -> int:
     with admin_channel(target, api_key) as channel, Client(target, api_key=api_key) as client:
         stub = PlanningStub(channel)
         _require_idle(client, "generate" if args.generate else "prefill", args.anyway)
-        text = (measured_steps if args.generate else _measured_chains)(args, client, stub, console)
+        measured = measured_steps if args.generate else _measured_chains
+        text = measured(args, client, stub, console)
         if args.output is not None:
             json_file.write(args.output, text)
             console.print(f"written to {args.output}")

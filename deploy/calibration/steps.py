@@ -47,8 +47,8 @@ class Grid:
 
 
 def default_batches(num_slots: int) -> tuple[int, ...]:
-    """Return the numbers of rows to measure on a group of `num_slots`: from one to all slots, or as many as a request
-    may have choices."""
+    """Return the numbers of rows to measure on a group of `num_slots`: up to all slots, or the most choices of a
+    request."""
     most = min(num_slots, MAX_CHOICES)
     return tuple(sorted({*(each for each in _BATCHES if each <= most), most}))
 
@@ -59,8 +59,7 @@ def longest_context(max_tokens: int) -> int:
 
 
 def default_contexts(max_tokens: int) -> tuple[int, ...]:
-    """Return the contexts to measure for requests of up to `max_tokens`. Raises InvalidArgumentError where no two
-    lengths fit."""
+    """Return the contexts to measure for requests of up to `max_tokens`. Raises InvalidArgumentError if no two fit."""
     longest = longest_context(max_tokens)
     contexts = tuple(each for each in _CONTEXTS if each <= longest)
     if len(contexts) < 2:

@@ -45,8 +45,7 @@ class FaultPlan(Protocol):
 
 
 class SeededPlan:
-    """Hits calls at random between `begin` and `end`. Whether the n-th call of a name is hit, and how, depends on the
-    seed alone. Implements FaultPlan."""
+    """Hits calls at random between `begin` and `end`, each by its name, number and the seed. Implements FaultPlan."""
 
     def __init__(self) -> None:
         self.struck: Counter[tuple[str, Fault]] = Counter()

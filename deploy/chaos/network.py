@@ -239,9 +239,8 @@ async def _again(requests: list[bytes]) -> AsyncIterator[bytes]:
 
 
 async def _pump(requests: AsyncIterator[bytes], call: Call) -> None:
-    with contextlib.suppress(
-        grpc.aio.AioRpcError, asyncio.InvalidStateError
-    ):  # the call has ended: its status says why
+    # The call may end meanwhile: its status says why.
+    with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
         async for request in requests:
             await call.write(request)
         await call.done_writing()

@@ -66,8 +66,7 @@ class ChaosRun:
         self._report = Report(schedule)
 
     async def run(self, judge: Judge) -> Report:
-        """Run the schedule from its first request until nothing is held, and return the report. Blows that do not come
-        due are skipped."""
+        """Run the schedule until nothing is held, and return the report. Blows that do not come due are skipped."""
         began_s, faults = self._clock.now_s(), self._cluster.faults
         async with AsyncClient(self._cluster.endpoint, reconnect=_RECONNECT) as client:
             faults.begin(self._schedule.seed, self._schedule.rate)
@@ -167,8 +166,7 @@ class ChaosRun:
 
 
 class Watch:
-    """Checks one stream's events: indices without a gap, one end a choice. Also cancels the stream when its client is
-    to leave."""
+    """Checks one stream's events: indices without a gap, one end a choice. Cancels it when its client is to leave."""
 
     def __init__(self, stream: AsyncStream, ask: Ask) -> None:
         self.complaints: list[str] = []

@@ -142,8 +142,7 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
 
 
 def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
-    """Print one row a seed: what was done and what came of it. Then print what did not hold, and the command that
-    repeats it."""
+    """Print what came of each seed in a row; then what did not hold, and the command that repeats it."""
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH)
     columns = (Column(name, justify="left" if name == "requests" else "right", no_wrap=True) for name in _COLUMNS)
     table = Table(*columns, "", box=None)
@@ -168,8 +167,7 @@ def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def _diverted(log: Path) -> Iterator[Console]:
-    """Send standard error of this process and its children to the log file. Yield a console that still writes to the
-    terminal."""
+    """Send standard error of this process and its children to the log file. Yield a console on the terminal."""
     try:
         file = log.open("w")
     except OSError as error:

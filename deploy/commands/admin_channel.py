@@ -25,16 +25,14 @@ def add_key_option(parser: argparse.ArgumentParser) -> None:
 
 
 def given_key(args: argparse.Namespace) -> str | None:
-    """Return the API key that the command was given, or None. Raises ConfigError for an environment variable that is
-    not set."""
+    """Return the API key that the command was given, if any. Raises ConfigError for a variable that is not set."""
     return None if args.api_key_env is None else read_variable(args.api_key_env)
 
 
 @contextlib.contextmanager
 def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Channel"]:
     """Connect to the orchestrator at `target` and yield the channel, whose calls carry this API key. Errors of calls
-    leave the block as the BatonErrors that they stand for. Raises UnavailableError when no orchestrator answers within
-    5 s."""
+    leave the block as BatonErrors. Raises UnavailableError when no orchestrator answers within 5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from baton.status import translate_rpc_errors

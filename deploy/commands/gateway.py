@@ -7,7 +7,7 @@ from pathlib import Path
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
 from baton.settings.paths import cache_folder
-from deploy.config.environment import read_variable
+from deploy.commands.admin_channel import given_key
 from deploy.options.command import add_command
 
 _ANSWER_S = 10.0
@@ -79,7 +79,7 @@ async def _serve(args: argparse.Namespace) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    caller = call_metadata(None if args.api_key_env is None else read_variable(args.api_key_env), None)
+    caller = call_metadata(given_key(args), None)
     async with make_channel(args.orchestrator) as orchestrator:
         try:
             model = await ask_model(orchestrator, _ANSWER_S, caller)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.results import Completion
-from deploy.config.environment import read_variable
+from deploy.commands.admin_channel import given_key
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 if TYPE_CHECKING:
@@ -55,9 +55,8 @@ def run(args: argparse.Namespace) -> int:
     options = sampling_options(args)
     options["n"] = args.n
     text = None if args.chat else prompt
-    api_key = None if args.api_key_env is None else read_variable(args.api_key_env)
     with (
-        Client(args.target, api_key=api_key, tenant=args.tenant) as client,
+        Client(args.target, api_key=given_key(args), tenant=args.tenant) as client,
         client.generate(
             text,
             messages=messages,
@@ -121,7 +120,6 @@ def _write_choices(stream: "Stream") -> None:
 
 
 def _leave_pipe() -> int:
-    """Return the exit status for a closed output pipe. Points standard output at /dev/null, so that the interpreter's
-    last flush does not fail."""
+    """Return the exit status for a closed output pipe, after which the interpreter's last flush goes to /dev/null."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return BROKEN_PIPE_STATUS

@@ -14,7 +14,6 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -58,8 +57,7 @@ class ClusterRecord:
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Remove the record, its Ray's folder, and the stored prefixes that killed workers left on this machine.
-        Harmless when they are gone."""
+        """Remove the record, its Ray's folder, and prefixes that killed workers left. Harmless when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
         sweep()
@@ -107,9 +105,8 @@ def process_start(pid: int) -> str:
 
 
 def kill_ray(folder: str, within_s: float = 10.0) -> int:
-    """Kill the remaining processes of the Ray with that temporary folder, its workers included, and wait until they
-    are gone. Return how many there were. Raises UnavailableError for processes that do not end within `within_s`
-    seconds."""
+    """Kill the processes that remain of the Ray in that folder, wait until they are gone, and return how many there
+    were. Raises UnavailableError for processes that do not end within `within_s` seconds."""
     killed: set[int] = set()
     deadline, pause = time.monotonic() + within_s, threading.Event()
     while doomed := _processes_of(folder):
@@ -134,15 +131,12 @@ def require_reachable(address: str) -> None:
 
 def _processes_of(folder: str) -> set[int]:
     """Return the living processes of that Ray and their descendants, this process excluded."""
-    parents = {pid: int(fields[1]) for pid in _pids() if (fields := _stat(pid)) and fields[0] != "Z"}
+    pids = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+    parents = {pid: int(fields[1]) for pid in pids if (fields := _stat(pid)) and fields[0] != "Z"}
     found = {pid for pid in parents if _is_of(pid, folder)}
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found - {os.getpid()}
-
-
-def _pids() -> Iterator[int]:
-    return (int(path.name) for path in Path("/proc").glob("[0-9]*"))
 
 
 def _is_of(pid: int, folder: str) -> bool:

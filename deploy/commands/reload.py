@@ -96,8 +96,7 @@ class _Rollout:
         return [group.name for group in self._groups() if not group.is_drained]
 
     def reload(self, name: str) -> None:
-        """Give the group new workers; blocks until it serves again. Raises BatonError when a step fails; then the group
-        may be drained or away."""
+        """Give the group new workers, until it serves again. Raises BatonError; then it may be drained or away."""
         self._is_withdrawn = False
         if self._is_last_to_generate(name):
             self._stand_in = self._start_stand_in(name)

@@ -40,12 +40,9 @@ class OwnCluster:
 
 @contextlib.asynccontextmanager
 async def own_cluster(purpose: str, options: Sequence[str], report: Callable[[str], None]) -> AsyncIterator[OwnCluster]:
-    """Bring up a cluster on a free port under a name that starts with `purpose`. On leaving, in whatever way, nothing
-    of it is left. `options` are those of `baton serve`; `report` is called with each line that the child prints
-    meanwhile.
-
-    Raises ConfigError or UnavailableError with the reason when the cluster does not come up.
-    """
+    """Bring up a cluster on a free port, with the options of `baton serve`, under a name that starts with `purpose`.
+    After the block nothing of it is left. `report` is called with each line that the child prints. Raises ConfigError
+    or UnavailableError with the reason when the cluster does not come up."""
     name = f"{purpose}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
     fixed = ("--set", f"name={name}", "--set", "orchestrator.port=0")
     command = (sys.executable, "-m", "deploy.cli", "serve", *options, *fixed)
@@ -104,7 +101,7 @@ class _Child:
 
     async def end(self) -> None:
         """End the child with all that it started. Processes that an interrupted start left are killed."""
-        self._report = _ignore
+        self._report = lambda line: None
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(signal.SIGINT)
         try:
@@ -150,10 +147,6 @@ class _Child:
     def _failure(self, status: int) -> BatonError:
         reason = self._last_line.removeprefix(_PREFIX) or f"`baton serve` ended with status {status}"
         return ConfigError(reason) if status == _CONFIG_STATUS else UnavailableError(reason)
-
-
-def _ignore(line: str) -> None:
-    pass
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:

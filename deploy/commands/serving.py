@@ -58,8 +58,7 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Run `baton stop`: end the cluster, and return when all its processes are gone; 0, or 1 if the launcher does not
-    end."""
+    """Run `baton stop`: end the cluster with all its processes. Return 0, or 1 if the launcher does not end."""
     from deploy.commands.record import kill_ray, load_record
 
     record = load_record(args.name)

@@ -1,4 +1,4 @@
-"""The demo's requests on the screen: one whose text appears as it comes, or many as rows of a table that fills."""
+"""The demo's scenes: requests whose text appears as it comes, many as rows of a table that fills, and the groups."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -9,11 +9,31 @@ from rich.live import Live
 from rich.table import Column, Table
 from rich.text import Text
 
+from baton.client import AsyncClient
 from baton.cluster_state import ClusterState, GenerationStatus
+from baton.errors import BatonError
 from baton.streams import AsyncStream
 from deploy.commands.generate import describe
 from deploy.commands.timeline import draw_timeline
 
+QUESTION = "Why is the sky blue? Answer in two sentences."
+QUESTIONS = (
+    "Name three rivers in Europe.",
+    "What is a prime number?",
+    "Write one sentence about the sea.",
+    "What do bees make?",
+    "Who wrote Hamlet?",
+    "Why do cats purr?",
+    "What is the capital of France?",
+    "Give a small robot a name.",
+)
+"""Questions that are asked at the same time."""
+_ANSWER_TOKENS = 96
+_PASSAGE_TOKENS = 64
+_SHORT_TOKENS = 48
+_DEADLINE_S = 120.0
+_SHOWN_OF_PASSAGE = 240
+"""Characters of the passage's end that are shown before its continuation."""
 _REFRESHES_A_SECOND = 8
 _TAIL = 60
 """Characters at the end of a running text that are shown, where there is room."""
@@ -77,7 +97,47 @@ class DemoRequest:
         draw_timeline(output.timings, output.usage, (output.finish,), self.token_ns, console)
 
 
-async def show_all(requests: Sequence[DemoRequest], console: Console) -> None:
+async def show_chat(client: AsyncClient, console: Console) -> None:
+    """Ask one question in a chat, and show the answer as it comes."""
+    console.rule("A chat", align="left")
+    console.print(QUESTION, style="bold")
+    messages = [{"role": "user", "content": QUESTION}]
+    stream = client.generate(messages=messages, max_tokens=_ANSWER_TOKENS, deadline_s=_DEADLINE_S)
+    await DemoRequest(QUESTION, stream).show(console)
+
+
+async def show_passage(client: AsyncClient, console: Console, passage: str) -> None:
+    """Let the model go on with a long passage, which all ranks prefill, and draw the timeline."""
+    console.rule("A long passage, prefilled by all ranks, and what the model goes on with", align="left")
+    console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
+    stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
+    request = DemoRequest("the passage", stream)
+    await request.show(console)
+    request.draw_timeline(console)
+
+
+async def show_all_at_once(client: AsyncClient, console: Console) -> None:
+    """Ask all questions at once, and draw the timeline of the one that waited longest."""
+    console.rule(f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", align="left")
+    requests = []
+    for question in QUESTIONS:
+        messages = [{"role": "user", "content": question}]
+        stream = client.generate(messages=messages, max_tokens=_SHORT_TOKENS, deadline_s=_DEADLINE_S)
+        requests.append(DemoRequest(question, stream))
+    await _follow_all(requests, console)
+    max(requests, key=lambda request: request.first_token_s).draw_timeline(console)
+
+
+async def show_state(client: AsyncClient, console: Console) -> None:
+    """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
+    console.rule("What the cluster holds now", align="left")
+    state = await client.cluster_state()
+    console.print(_group_table(state))
+    if num_leaked := sum(group.num_leaked for group in state.groups):
+        raise BatonError(f"{num_leaked} slots or jobs leaked: see Ray's logs")
+
+
+async def _follow_all(requests: Sequence[DemoRequest], console: Console) -> None:
     """Follow all requests to their ends and then print them; a terminal meanwhile shows the end of each text. The first
     failure ends the other requests and is raised."""
     tasks = [asyncio.create_task(request.finish()) for request in requests]
@@ -99,7 +159,7 @@ async def show_all(requests: Sequence[DemoRequest], console: Console) -> None:
     )
 
 
-def group_table(state: ClusterState) -> Table:
+def _group_table(state: ClusterState) -> Table:
     """Return the table of groups, one row a group."""
     table = Table("group", "ready", "slots", "free", "leaked", box=None)
     for group in state.groups:

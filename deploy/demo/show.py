@@ -24,29 +24,9 @@ from deploy.commands.inspection import add_config_options
 if TYPE_CHECKING:
     from baton.client import AsyncClient
 
-QUESTION = "Why is the sky blue? Answer in two sentences."
-QUESTIONS = (
-    "Name three rivers in Europe.",
-    "What is a prime number?",
-    "Write one sentence about the sea.",
-    "What do bees make?",
-    "Who wrote Hamlet?",
-    "Why do cats purr?",
-    "What is the capital of France?",
-    "Give a small robot a name.",
-)
-"""Questions that are asked at the same time."""
-_ANSWER_TOKENS = 96
-_PASSAGE_TOKENS = 64
-_SHORT_TOKENS = 48
-_DEADLINE_S = 120.0
-_SHOWN_OF_PASSAGE = 240
-"""Characters of the passage's end that are shown before its continuation."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of the signal that ended
-    it."""
+    """Run the demo; return the exit status: 0, 1 or 2 for a failure, 128 plus the number of a signal."""
     parser = argparse.ArgumentParser(
         prog="python -m deploy.demo.show", description="Shows Baton at work on this machine."
     )
@@ -73,11 +53,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def _run(args: argparse.Namespace, console: Console) -> int:
     """Run the whole show and return 0. Raises BatonError for a failure; nothing is left then either."""
     passage = _read(args.passage)
+    from deploy.demo.requests import show_all_at_once, show_chat, show_passage, show_state
+
     async with _cluster(args, console) as client:
-        await _chat(client, console)
-        await _continue(client, console, passage)
-        await _all_at_once(client, console)
-        await _state(client, console)
+        await show_chat(client, console)
+        await show_passage(client, console, passage)
+        await show_all_at_once(client, console)
+        await show_state(client, console)
         console.rule("Shutting down", align="left")
     console.print("The cluster is gone: no process, no shared memory and no file of it is left.")
     return 0
@@ -102,51 +84,6 @@ async def _cluster(args: argparse.Namespace, console: Console) -> "AsyncIterator
         async with own_cluster("demo", options, report) as cluster, AsyncClient(cluster.target) as client:
             status.stop()
             yield client
-
-
-async def _chat(client: "AsyncClient", console: Console) -> None:
-    from deploy.demo.requests import DemoRequest
-
-    console.rule("A chat", align="left")
-    console.print(QUESTION, style="bold")
-    messages = [{"role": "user", "content": QUESTION}]
-    stream = client.generate(messages=messages, max_tokens=_ANSWER_TOKENS, deadline_s=_DEADLINE_S)
-    await DemoRequest(QUESTION, stream).show(console)
-
-
-async def _continue(client: "AsyncClient", console: Console, passage: str) -> None:
-    from deploy.demo.requests import DemoRequest
-
-    console.rule("A long passage, prefilled by all ranks, and what the model goes on with", align="left")
-    console.print(f"... {passage[-_SHOWN_OF_PASSAGE:].strip()}", style="dim", end="", markup=False, soft_wrap=True)
-    stream = client.generate(passage, max_tokens=_PASSAGE_TOKENS, deadline_s=_DEADLINE_S)
-    request = DemoRequest("the passage", stream)
-    await request.show(console)
-    request.draw_timeline(console)
-
-
-async def _all_at_once(client: "AsyncClient", console: Console) -> None:
-    from deploy.demo.requests import DemoRequest, show_all
-
-    console.rule(f"{len(QUESTIONS)} streams at once, and the timeline of the one that waited longest", align="left")
-    requests = []
-    for question in QUESTIONS:
-        messages = [{"role": "user", "content": question}]
-        stream = client.generate(messages=messages, max_tokens=_SHORT_TOKENS, deadline_s=_DEADLINE_S)
-        requests.append(DemoRequest(question, stream))
-    await show_all(requests, console)
-    max(requests, key=lambda request: request.first_token_s).draw_timeline(console)
-
-
-async def _state(client: "AsyncClient", console: Console) -> None:
-    """Show what the cluster holds when no request runs. Raises BatonError for leaked slots or jobs."""
-    from deploy.demo.requests import group_table
-
-    console.rule("What the cluster holds now", align="left")
-    state = await client.cluster_state()
-    console.print(group_table(state))
-    if num_leaked := sum(group.num_leaked for group in state.groups):
-        raise BatonError(f"{num_leaked} slots or jobs leaked: see Ray's logs")
 
 
 def _read(path: Path) -> str:

@@ -12,17 +12,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.forecasts.plan_options import find_chip, find_model
 from deploy.forecasts.plan_results import Cell, Plan
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
+from planning.study.chips import CHIPS, Chip
+from planning.study.roofline import ServedModel, critical_batch, largest_batch, step_time
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planning.study.chips import Chip
-    from planning.study.roofline import ServedModel
-
-HARDWARE = ("tpu-v5e", "a100", "h100", "h200")
 MAX_BATCH = 2**16
 MAX_CHIPS = 2**14
 MAX_TOKENS = 2**24
@@ -71,7 +70,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     model.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
     model.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
     hardware = parser.add_argument_group("hardware")
-    known = f"{', '.join(HARDWARE)}, or here: this machine, measured (default: %(default)s)"
+    known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: %(default)s)"
     hardware.add_argument("--hardware", default="h100", metavar="NAME", help=known)
     hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
     hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
@@ -80,7 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 
 def run(args: argparse.Namespace) -> int:
     """Run `baton plan`; return the exit status."""
-    # Imported here and below, so that --help and mistyped options are answered without numpy.
+    # Imported here and below, so that --help and mistyped options are answered at once.
     from rich.console import Console
 
     plan = make_plan(args)
@@ -103,11 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises InvalidArgumentError,
-    ConfigError, ModelError."""
-    from deploy.forecasts.plan_options import find_chip, find_model
-    from planning.study.roofline import critical_batch, largest_batch
-
+    """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
     batches = option_values.counts("--batch", args.batch, MAX_BATCH)
     contexts = option_values.counts("--context", args.context, MAX_TOKENS)
     num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)
@@ -124,9 +119,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _cell(model: "ServedModel", chip: "Chip", num_chips: int, size: tuple[int, int]) -> Cell:
-    from planning.study.roofline import step_time
-
+def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int]) -> Cell:
     batch, context = size
     step = step_time(model, chip, batch=batch, context=context, num_chips=num_chips)
     kv_bytes = batch * model.kv_bytes(context)

@@ -3,16 +3,13 @@
 import argparse
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
 from baton.types import DTYPE_BYTES
 from deploy.options import numbers as option_values
-
-if TYPE_CHECKING:
-    from planning.model_shape import ModelShape
-    from planning.study.chips import Chip
-    from planning.study.roofline import Mixture, ServedModel
+from planning.model_shape import SHAPES, TIED, ModelShape, shape_from
+from planning.study.chips import Chip, chip_of
+from planning.study.roofline import Mixture, ServedModel, served
 
 HERE = "here"
 
@@ -24,14 +21,13 @@ class NamedModel:
     name: str
     formats: str
     """Formats of weights and KV, in words."""
-    model: "ServedModel"
-    shape: "ModelShape | None"
+    model: ServedModel
+    shape: ModelShape | None
     """Shape of the model; None when only its size was given."""
 
 
 def find_model(args: argparse.Namespace) -> NamedModel:
-    """Return the model that the options name, in one of three ways. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Return the model that exactly one of the options names. Raises InvalidArgumentError, ConfigError, ModelError."""
     ways = {"MODEL": args.model, "--shape": args.shape, "--params": args.params}
     given = [name for name, value in ways.items() if value]
     if len(given) != 1:
@@ -44,11 +40,8 @@ def find_model(args: argparse.Namespace) -> NamedModel:
     return _shaped(args) if args.shape else _named(args)
 
 
-def find_chip(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
-    """Return the hardware's name and rates; for `here`, measure this machine with matrices of `shape`. Raises
-    InvalidArgumentError, ConfigError."""
-    from planning.study.chips import chip_of
-
+def find_chip(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:
+    """Return the hardware's name and rates, measured for `here`. Raises InvalidArgumentError, ConfigError."""
     if args.hardware.lower() == HERE:
         return _measured(args, shape)
     if args.threads is not None:
@@ -62,7 +55,7 @@ def find_chip(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[st
     return args.hardware.lower(), chip
 
 
-def _measured(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[str, Chip]":
+def _measured(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:
     if shape is None:
         raise InvalidArgumentError("--hardware here measures with the model's matrices: give MODEL or --shape")
     from rich.console import Console
@@ -82,8 +75,6 @@ def _measured(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[st
 
 
 def _sized(args: argparse.Namespace) -> NamedModel:
-    from planning.study.roofline import ServedModel
-
     model = ServedModel(
         num_params=option_values.positive("--params", args.params),
         kv_token_bytes=option_values.positive("--kv-per-token", args.kv_per_token),
@@ -93,9 +84,6 @@ def _sized(args: argparse.Namespace) -> NamedModel:
 
 
 def _shaped(args: argparse.Namespace) -> NamedModel:
-    from planning.model_shape import shape_from
-    from planning.study.roofline import Mixture
-
     fields = option_values.assignments("--shape", args.shape)
     tied = bool(fields.pop("tied", 0))
     mixture = Mixture(fields.pop("experts", 1), fields.pop("active_experts", 1))
@@ -104,8 +92,6 @@ def _shaped(args: argparse.Namespace) -> NamedModel:
 
 
 def _named(args: argparse.Namespace) -> NamedModel:
-    from planning.model_shape import SHAPES, TIED
-
     if args.model in SHAPES:
         shape = replace(SHAPES[args.model], dtype_bytes=DTYPE_BYTES[args.dtype])
         return _serve(args, args.model, shape, tied=args.model in TIED)
@@ -127,10 +113,8 @@ def _named(args: argparse.Namespace) -> NamedModel:
 
 
 def _serve(
-    args: argparse.Namespace, name: str, shape: "ModelShape", *, tied: bool, mixture: "Mixture | None" = None
+    args: argparse.Namespace, name: str, shape: ModelShape, *, tied: bool, mixture: Mixture | None = None
 ) -> NamedModel:
-    from planning.study.roofline import served
-
     model = served(shape, tied=tied, weight_bytes=_bytes(args, "weights"), kv_bytes=_bytes(args, "kv"), mixture=mixture)
     formats = f"{args.weights or args.dtype} weights, {args.kv or args.dtype} KV"
     return NamedModel(name, formats, model, shape)

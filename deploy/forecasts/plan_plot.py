@@ -12,8 +12,7 @@ if TYPE_CHECKING:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw the plan as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without matplotlib or
-    for a path that cannot be written to."""
+    """Draw the plan as a PNG. Raises what `require_plots` and `write_plot` raise."""
     require_plots(path)
     from matplotlib.figure import Figure
 

@@ -1,11 +1,9 @@
 """What `baton plan` predicts, for its tables and its plot."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from planning.study.chips import Chip
-    from planning.study.roofline import ServedModel
+from planning.study.chips import Chip
+from planning.study.roofline import ServedModel
 
 
 @dataclass(frozen=True)
@@ -33,8 +31,8 @@ class Plan:
     """Everything that `baton plan` prints."""
 
     title: str
-    model: "ServedModel"
-    chip: "Chip"
+    model: ServedModel
+    chip: Chip
     num_chips: int
     critical_batch: float
     largest_batch: dict[int, int]

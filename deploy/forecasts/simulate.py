@@ -12,19 +12,15 @@ from typing import TYPE_CHECKING
 from baton.errors import InvalidArgumentError
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
+from planning.cost_model import PROTOCOLS, CostModel, Link
+from planning.hardware import HARDWARE, derive, hardware_of
+from planning.model_shape import SHAPES, shape_from, shape_of
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from planning.cost_model import CostModel
     from planning.study.comparison import Comparison
 
-MODELS = (
-    "llama-7b", "llama-7b-gqa8", "llama-7b-mqa", "llama-13b", "llama-30b", "falcon-1b", "falcon-7b", "llama-3.1-8b",
-    "smollm2-135m",
-)  # fmt: skip
-HARDWARE = ("a100-eager", "h100-flash", "cpu-core", "cpu-core-fp32")
-PROTOCOLS = ("paper", "paper-overlapped", "store-and-forward", "baton")
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_HARDWARE = "h100-flash"
 MAX_TOKENS = 2**21
@@ -66,7 +62,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("--protocol", default="baton", metavar="NAME", help=protocols)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the table as a PNG; needs the extra 'plot'")
     group = parser.add_argument_group("model and machine")
-    group.add_argument("--model", metavar="NAME", help=f"{', '.join(MODELS)} (default: {DEFAULT_MODEL})")
+    group.add_argument("--model", metavar="NAME", help=f"{', '.join(SHAPES)} (default: {DEFAULT_MODEL})")
     group.add_argument(
         "--shape",
         metavar="FIELD=N,...",
@@ -93,16 +89,15 @@ def run(args: argparse.Namespace) -> int:
     # Imported here and below, so that --help and mistyped options are answered without numpy.
     from rich.console import Console
 
-    from planning.cost_model import PROTOCOLS as KNOWN
     from planning.study.comparison import compare
 
-    if args.protocol not in KNOWN:
+    if args.protocol not in PROTOCOLS:
         raise InvalidArgumentError(f"--protocol = {args.protocol!r} is unknown: use one of {', '.join(PROTOCOLS)}")
     ranks = option_values.counts("--ranks", args.ranks, MAX_RANKS)
     contexts = option_values.counts("--contexts", args.contexts, MAX_TOKENS)
     cached = option_values.count("--cached", args.cached, MAX_TOKENS, least=0)
     name, cost = machine(args)
-    protocol = KNOWN[args.protocol]
+    protocol = PROTOCOLS[args.protocol]
     by_ranks = {n: [compare(tokens, n, cost, protocol, cached=cached) for tokens in contexts] for n in ranks}
     console = Console()
     title = f"{name}, protocol {args.protocol}" + (f", {cached} tokens cached" if cached else "")
@@ -116,10 +111,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def machine(args: argparse.Namespace) -> "tuple[str, CostModel]":
+def machine(args: argparse.Namespace) -> tuple[str, CostModel]:
     """Return the model and hardware that the options name: a line of text, and the costs."""
-    from planning.cost_model import Link
-
     _refuse_both(args, "calibration", ("model", "shape", "hardware", "linear_tflop_s", "attention_tflop_s"))
     _refuse_both(args, "shape", ("model",))
     name, cost = _calibrated(args.calibration) if args.calibration else _derived(args)
@@ -169,17 +162,14 @@ def _shares(row: "Comparison") -> str:
     return " ".join(f"{share:.0f}" if share >= 1 else "<1" for share in shares)
 
 
-def _calibrated(path: Path) -> "tuple[str, CostModel]":
+def _calibrated(path: Path) -> tuple[str, CostModel]:
     from planning.calibration import load
 
     calibration = load(path)
     return f"{calibration.model} on {calibration.hardware}", calibration.cost
 
 
-def _derived(args: argparse.Namespace) -> "tuple[str, CostModel]":
-    from planning.hardware import derive, hardware_of
-    from planning.model_shape import shape_from, shape_of
-
+def _derived(args: argparse.Namespace) -> tuple[str, CostModel]:
     name, model = args.hardware or DEFAULT_HARDWARE, args.model or DEFAULT_MODEL
     hardware = hardware_of(name)
     if args.linear_tflop_s is not None:

@@ -22,8 +22,7 @@ _CURVES = (
 
 
 def draw(title: str, by_ranks: Mapping[int, Sequence[Comparison]], path: Path) -> None:
-    """Draw the comparisons as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without
-    matplotlib or for a path that cannot be written to."""
+    """Draw the comparisons as a PNG. Raises what `require_plots` and `write_plot` raise."""
     require_plots(path)
     from matplotlib.figure import Figure
 

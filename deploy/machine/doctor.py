@@ -7,11 +7,12 @@ Each check is a function from the configuration to a finding, and changes nothin
 import enum
 import importlib.metadata
 import json
+import math
 import os
 import shutil
 import socket
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,19 +73,12 @@ def inspect_machine() -> Machine:
 
 
 def examine(config: ClusterConfig, folder: Path, machine: Machine) -> list[Finding]:
-    """Run all checks and return their findings; `folder` holds the resolved model. A cluster on another Ray is not
-    judged by the size of this machine."""
-    local = not config.ray.address
-    checks: list[Callable[[], Finding]] = [versions, lambda: check_model(config, folder)]
-    if local:
-        checks += [
-            lambda: check_selection(config),
-            lambda: check_cores(config, machine),
-            lambda: check_memory(config, folder, machine),
-            lambda: check_shm(config, machine),
-        ]
-    checks += [lambda: check_compiler(machine), lambda: check_port(config)]
-    return [check() for check in checks]
+    """Run all checks of the model in `folder` and, unless the cluster runs on another Ray, of this machine's size."""
+    findings = [versions(), check_model(config, folder)]
+    if not config.ray.address:
+        findings += [check_selection(config), check_cores(config, machine)]
+        findings += [check_memory(config, folder, machine), check_shm(config, machine)]
+    return [*findings, check_compiler(machine), check_port(config)]
 
 
 def require(findings: Sequence[Finding]) -> None:
@@ -112,8 +106,7 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that a policy that chooses keys has a file from `baton prepare`. Workers check that it is for their
-    model."""
+    """Check that a policy that chooses keys has a file from `baton prepare`; workers check that it fits."""
     from modeling.sparse.selection_file import prepared_path  # imports torch
 
     section = config.generate
@@ -123,13 +116,11 @@ def check_selection(config: ClusterConfig) -> Finding:
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
-        text = (
-            f"residency {section.residency} chooses keys, and nothing was prepared: run `baton prepare` with this model"
-        )
-        return Finding("selection", Verdict.FAILED, f"{text}, dtype and quantization, or set generate.selection_file")
-    return Finding(
-        "selection", Verdict.OK, str(path) if section.selection_file else f"in {prepared_path('any').parent}"
-    )
+        remedy = "run `baton prepare` with this model, dtype and quantization, or set generate.selection_file"
+        text = f"residency {section.residency} chooses keys, and nothing was prepared: {remedy}"
+        return Finding("selection", Verdict.FAILED, text)
+    found = str(path) if section.selection_file else f"in {prepared_path('any').parent}"
+    return Finding("selection", Verdict.OK, found)
 
 
 def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
@@ -148,8 +139,7 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 
 
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Check that the weights of all workers fit in memory, and warn when the generation groups' KV does not fit beside
-    them."""
+    """Check that the weights of all workers fit in memory, and warn when the KV does not fit beside them."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
@@ -174,9 +164,8 @@ def check_shm(config: ClusterConfig, machine: Machine) -> Finding:
 def check_compiler(machine: Machine) -> Finding:
     """Warn when there is no C++ compiler, which speeds Baton up but is not needed."""
     if machine.compiler is None:
-        return Finding(
-            "compiler", Verdict.WARNING, "no C++ compiler: prefill attention is torch's, several times slower"
-        )
+        text = "no C++ compiler: prefill attention is torch's, several times slower"
+        return Finding("compiler", Verdict.WARNING, text)
     return Finding("compiler", Verdict.OK, machine.compiler)
 
 
@@ -206,9 +195,8 @@ def _why_taken(host: str, port: int) -> str | None:
 
 
 def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
-    """Measure what bounds generation on this machine, for the configured model and threads: the rates that `baton
-    plan --hardware here` uses. `baton serve` does not run this check, because it takes seconds and all configured
-    threads."""
+    """Measure the rates that bound generation here, those of `baton plan --hardware here`. `baton serve` does not run
+    this check, because it takes seconds and all configured threads."""
     from deploy.machine.calibrations import nominal_calibration  # imports torch, as the next import does
     from deploy.machine.probe import measure
 
@@ -226,8 +214,7 @@ def measure_rates(config: ClusterConfig, folder: Path, machine: Machine) -> Find
 
 
 def weight_bytes(folder: Path, dtype: str) -> int:
-    """Return the bytes of the model's weights once loaded as `dtype`. Reads headers only. Raises ConfigError for a bad
-    file."""
+    """Return the bytes of the model's weights as `dtype`, from files' headers. Raises ConfigError for a bad file."""
     return sum(_num_elements(path) for path in folder.glob("*.safetensors")) * DTYPE_BYTES[dtype]
 
 
@@ -238,14 +225,7 @@ def _num_elements(path: Path) -> int:
             header = json.loads(file.read(length))
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError(f"model file {path} is no safetensors file: download or convert the model anew") from error
-    total = 0
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            elements = 1
-            for size in tensor["shape"]:
-                elements *= size
-            total += elements
-    return total
+    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _available_bytes() -> int:

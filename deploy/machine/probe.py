@@ -161,9 +161,8 @@ class Stopwatch:
         self._now_s = now_s
 
     def times(self, calls: Sequence[Callable[[], object]]) -> list[list[float]]:
-        """Return the seconds that each call took in several rounds, ascending. In a round each call is made twice and
-        the second is timed, with its own data in the caches as far as they hold it. A passing disturbance so hits all
-        calls alike."""
+        """Return the seconds that each call took in several rounds, ascending. In a round each call is made twice, and
+        the second is timed, with its own data in the caches; a passing disturbance hits all calls."""
         times: list[list[float]] = [[] for _ in calls]
         began_s = self._now_s()
         while len(times[0]) < _ROUNDS and (not times[0] or self._now_s() < began_s + _ENOUGH_S):
@@ -223,8 +222,7 @@ def _step(decoder: Decoder, rows: int, context: int) -> Callable[[], object]:
 
 
 def _write_model(folder: Path, shape: ModelShape, dtype: str, num_layers: int) -> None:
-    """Write a model folder of the Llama family with random weights. A feed-forward part without a gate becomes one with
-    as many weights."""
+    """Write a Llama model with random weights; a feed-forward part without a gate becomes one with as many weights."""
     ffn = shape.ffn if shape.gated else -(-2 * shape.ffn // 3)
     config = {
         "model_type": "llama",

@@ -10,8 +10,7 @@ Number = TypeVar("Number", int, float)
 
 
 def ascending(option: str, text: str, parse: Callable[[str, str], Number]) -> tuple[Number, ...]:
-    """Parse numbers joined by commas with `parse`, which is given the option and one number's text; return them
-    ascending, each once."""
+    """Parse numbers joined by commas with `parse`, which is given option and text; return them ascending, each once."""
     return tuple(sorted({parse(option, each.strip()) for each in text.split(",")}))
 
 

@@ -20,8 +20,7 @@ def require_plots(path: Path) -> None:
 
 
 def write_plot(figure: "Figure", title: str, path: Path) -> None:
-    """Write the figure as a PNG, below its title and with a grid in all panels. Raises ConfigError for a path that
-    cannot be written to."""
+    """Write the figure as a PNG, with a title and grids. Raises ConfigError for a path that cannot be written to."""
     for panel in figure.axes:
         panel.grid(visible=True, alpha=0.3)
     figure.suptitle(title, fontsize="medium")

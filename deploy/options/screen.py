@@ -9,8 +9,7 @@ from rich.table import Table
 
 
 def number_table(title: str, headings: Sequence[str], words: str = "") -> Table:
-    """Return an empty table of numbers, which stand at the right of their columns. The column headed `words`, if one
-    is, has its words at the left."""
+    """Return an empty table whose columns are flush right, as numbers are, but for the one that is headed `words`."""
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1, 0, 0))
     for heading in headings:
         table.add_column(heading, justify="left" if heading == words else "right")

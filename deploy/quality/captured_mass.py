@@ -59,14 +59,12 @@ def captured(
 
 
 def closeness(scores_GJQS: Tensor) -> Tensor:
-    """Return, as `[G, Q, S]`, how far below a query head's best key a key is, for the one of the J heads for which that
-    is least."""
+    """Return, as `[G, Q, S]`, how far below a query head's best key a key is: the least over the J heads."""
     return (scores_GJQS - scores_GJQS.amax(-1, keepdim=True)).amax(1)
 
 
 def choose(close_GQS: Tensor, positions_Q: Tensor, seen_QS: Tensor, selection: Selection) -> Tensor:
-    """Return the keys that a selection takes, as a mask `[G, Q, S]`: the rule of modeling.forward.selection, for many
-    queries at once."""
+    """Return the keys that a selection takes, as a mask `[G, Q, S]`: modeling.forward.selection for many queries."""
     num_seen_Q = seen_QS.sum(-1)
     num_close_Q = (close_GQS > -selection.alpha).logical_and_(seen_QS).sum(-1).double().mean(0).ceil()
     most_Q = (num_seen_Q * selection.most_share).floor().clamp_(min=selection.free_keys)

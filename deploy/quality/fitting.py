@@ -16,13 +16,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.errors import ConfigError, InvalidArgumentError, ModelError
+from baton.errors import InvalidArgumentError, ModelError
 from deploy.config.environment import use_threads
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost
-from deploy.quality.passages import Context, Passage, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.passages import Passage, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.quality.selection_tuning import Found, Measured, tune
 from deploy.quality.texts import Texts
 from deploy.quality.wanted import Wanted
@@ -33,7 +33,6 @@ from generate_workers.residency.sparse.selective import require_selective
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
-from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.kv.memory import PagedMemory
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis, BasisKind, LayerSample, fit_bases, sample_layers
 from modeling.sparse.selection_file import LOOKAHEADS, PreparedSelection, prepared_path, save_prepared
@@ -80,8 +79,7 @@ class Outcome:
 
 
 def prepare(args: argparse.Namespace, wanted: Wanted, console: Console) -> Outcome:
-    """Fit, judge and tune, and write the file. Blocks for a minute or more. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Fit, judge and tune, and write the file. Raises InvalidArgumentError, ConfigError, ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     torch.set_num_threads(use_threads(args.threads))
@@ -127,8 +125,7 @@ def fit(decoder: Decoder, token_ids: Sequence[int], wanted: Wanted, console: Con
 def judge(
     decoder: Decoder, token_ids: Sequence[int], bases: Sequence[Basis], wanted: Wanted, console: Console
 ) -> tuple[tuple[Judged, ...], Captured]:
-    """Judge each basis with each number of columns by what it captures of a text's attention. Return that, and what
-    true scores capture."""
+    """Return what each basis, with each number of columns, captures of a text's attention, and what true scores do."""
     selection = Selection(math.inf, _JUDGED_SHARE, wanted.num_first, wanted.num_last)
     narrowed = [basis.first(num) for num in _num_columns(decoder, wanted) for basis in bases]
     guesses = [Guess(basis, lookahead, selection) for basis in narrowed for lookahead in LOOKAHEADS]
@@ -168,14 +165,7 @@ class Reader:
         self._lookahead = lookahead
         self._console = console
         self._shape = shape_for(decoder, passages)
-        num_tokens = sum(passage.num_context for passage in passages)
-        try:
-            with progress(console, "prefill", num_tokens) as done:
-                contexts = [prefill(decoder, each.token_ids[: each.num_context], done) for each in passages]
-        except OUT_OF_MEMORY as error:
-            remedy = "use fewer --rows, or a shorter --context"
-            raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
-        self._contexts = [Context(*each) for each in zip(passages, contexts, strict=True)]
+        self._contexts = prefill_contexts(decoder, passages, console)
         self._full = self._read(DeviceResidency(self._shape, PagedMemory), "all keys", 0)
 
     @property
@@ -192,8 +182,7 @@ class Reader:
         return self._read(residency, _name(basis, selection), mass_every)
 
     def measure(self, basis: Basis, selection: Selection) -> Measured:
-        """Measure the cost and the reads of a basis and selection. Implements
-        deploy.quality.selection_tuning.Measure."""
+        """Measure what a basis and selection cost and read. Implements deploy.quality.selection_tuning.Measure."""
         reading = self.read(basis, selection)
         cost, cost_error = relative_cost(reading.losses_BM, self._full.losses_BM)
         layout = self._shape.layout

@@ -22,8 +22,7 @@ def perplexity(losses: Tensor) -> float:
 
 
 def perplexities(losses_BM: Tensor, chunk_steps: int) -> list[float]:
-    """Return the perplexities of consecutive chunks of `chunk_steps` steps each, over all rows; steps that fill no
-    chunk are left out."""
+    """Return the perplexities of consecutive chunks of `chunk_steps` steps, over all rows; the rest is left out."""
     num_chunks = losses_BM.shape[1] // chunk_steps
     return [perplexity(losses_BM.narrow(1, chunk * chunk_steps, chunk_steps)) for chunk in range(num_chunks)]
 
@@ -63,8 +62,7 @@ class PicksMeter:
         return statistics.fmean(self._masses) if self._masses else None
 
     def watch(self, step: StepKv) -> "WatchedTurns | None":
-        """Return the step's turns with this meter attached; None if the step has none. All its rows have one new
-        token."""
+        """Return the step's turns with this meter attached, if it has turns. All its rows have one new token."""
         return None if step.turns is None else WatchedTurns(self, step, step.turns)
 
     def take(self, layer: int, picks: Picks, step: StepKv, q_BNH: Tensor) -> None:

@@ -15,14 +15,17 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
+from baton.errors import ConfigError
 from baton.ids import SlotId
 from baton.types import TokenRange
+from deploy.options.screen import progress
 from deploy.quality.metrics import PicksMeter
 from generate_workers.residency.port import KvBytes, KvShape, Residency, RowKv
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.buffers import OUT_OF_MEMORY, BufferSpan, KvBuffer
 
 _CHUNK_TOKENS = 1024
 """Tokens of a context that are prefilled at once."""
@@ -108,6 +111,17 @@ def prefill(decoder: Decoder, token_ids: Sequence[int], done: Callable[[int], No
     return kv
 
 
+def prefill_contexts(decoder: Decoder, passages: Sequence[Passage], console: Console) -> list[Context]:
+    """Prefill the contexts of all passages, with a bar. Raises ConfigError when there is not enough memory for them."""
+    num_tokens = sum(passage.num_context for passage in passages)
+    try:
+        with progress(console, f"prefill of {num_tokens} tokens", num_tokens) as done:
+            return [Context(each, prefill(decoder, each.token_ids[: each.num_context], done)) for each in passages]
+    except OUT_OF_MEMORY as error:
+        remedy = "use fewer --rows, or a shorter --context"
+        raise ConfigError(f"memory for {len(passages)} passages cannot be had ({error}): {remedy}") from error
+
+
 def shape_for(decoder: Decoder, passages: Sequence[Passage]) -> KvShape:
     """Return the sizes that a policy needs to hold a row for each passage."""
     longest = max(len(passage.token_ids) for passage in passages)
@@ -130,8 +144,7 @@ class PassageRows:
     @classmethod
     @contextmanager
     def opened(cls, decoder: Decoder, residency: Residency, contexts: Sequence[Context]) -> Iterator["PassageRows"]:
-        """Push each context's KV to a row of the policy, which must have no others; release the rows at the end of the
-        block."""
+        """Push each context's KV to a row of the policy, which has no others; release the rows after the block."""
         with ExitStack() as claims:
             rows: list[RowKv] = []
             for slot, context in enumerate(contexts):

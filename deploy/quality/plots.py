@@ -25,8 +25,7 @@ _Curves = dict[str, list[Cell]]
 
 
 def draw(evaluation: Evaluation, path: Path) -> None:
-    """Draw the evaluation as a PNG. Raises InvalidArgumentError for another kind of file, ConfigError without
-    matplotlib or for a path that cannot be written to."""
+    """Draw the evaluation as a PNG. Raises what `require_plots` and `write_plot` raise."""
     require_plots(path)
     from matplotlib.figure import Figure
 
@@ -72,7 +71,7 @@ def _over_bytes(panel: "Axes", curves: _Curves, value: Callable[[Cell], float | 
 
 
 def _over_text(panel: "Axes", curves: _Curves, num_steps: int) -> None:
-    """Draw each policy's perplexity along the text, for the cell that reads about as much KV as the first approximate
+    """Draw each policy's perplexity along the text, for the cell that reads about as much KV as the first inexact
     one."""
     approximate = [cells[0].kv_share for cells in curves.values() if not cells[0].is_exact]
     target = approximate[0] if approximate else 1.0

@@ -19,14 +19,13 @@ from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.options.screen import progress
 from deploy.quality.evaluation import Cell, Evaluation, Setting, Size
 from deploy.quality.metrics import agreement, perplexities, perplexity, relative_cost
-from deploy.quality.passages import Context, PassageRows, Reading, prefill, read, shape_for
+from deploy.quality.passages import Context, PassageRows, Reading, prefill_contexts, read, shape_for
 from deploy.quality.texts import Texts
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.pool import PoolSize, eviction_named
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.kv.buffers import OUT_OF_MEMORY
 from modeling.sparse.selection_file import PreparedSelection
 from text.tokenizer import Tokenizer
 
@@ -46,8 +45,7 @@ class VariedSource(SelectionSource):
     alpha: float | None = None
 
     def load(self) -> PreparedSelection:
-        """Load the selection and change how many keys it chooses. Raises ModelError when nothing was prepared for this
-        model."""
+        """Load the selection and change how many keys it chooses. Raises ModelError when none was prepared."""
         prepared = super().load()
         selection = prepared.selection
         if self.budget is not None:
@@ -83,8 +81,7 @@ class Readings:
 
 
 def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], console: Console) -> Evaluation:
-    """Read everything, and return what is printed. Blocks for minutes. Raises InvalidArgumentError, ConfigError,
-    ModelError."""
+    """Read everything, and return what is printed. Raises InvalidArgumentError, ConfigError, ModelError."""
     folder = resolve_folder(args.model, args.cache, console)
     prepare_kernels(console)
     num_threads = use_threads(args.threads)
@@ -109,18 +106,11 @@ def evaluate(args: argparse.Namespace, size: Size, settings: Sequence[Setting], 
 
 
 def gather(decoder: Decoder, texts: Texts, context: int, size: Size, console: Console) -> Material:
-    """Prefill all contexts of one length. Raises InvalidArgumentError when texts are too short, ConfigError when there
-    is not enough memory."""
+    """Prefill all contexts of one length. Raises InvalidArgumentError for short texts, ConfigError without memory."""
     passages = texts.passages(context, size.num_steps)
     needles = texts.needles(context, size.num_steps) if size.has_needles else []
     wanted = [*passages, *(needle.passage for needle in needles)]
-    with progress(console, f"prefill of {context} tokens", len(wanted) * context) as done:
-        try:
-            made = [Context(each, prefill(decoder, each.token_ids[:context], done)) for each in wanted]
-        except OUT_OF_MEMORY as error:
-            raise ConfigError(
-                f"memory for {len(wanted)} rows of {context} tokens cannot be had: use fewer --rows"
-            ) from error
+    made = prefill_contexts(decoder, wanted, console)
     return Material(made[: len(passages)], made[len(passages) :], [needle.num_answer for needle in needles])
 
 

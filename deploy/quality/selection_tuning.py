@@ -31,8 +31,7 @@ class Measured:
     picked_share: float
     """Mean fraction of a row's keys that was attended to, in layers that choose."""
     read_share: float
-    """Bytes of KV and partial keys that attention and choosing read, as a fraction of the KV that full attention
-    reads."""
+    """Bytes of KV and partial keys that attention and choosing read, as a fraction of full attention's KV."""
 
     @property
     def likely_cost(self) -> float:

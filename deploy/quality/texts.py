@@ -40,7 +40,7 @@ class Texts:
     """Texts, divided into a part for each row."""
 
     def __init__(self, tokenizer: Tokenizer, paths: Sequence[Path], num_rows: int) -> None:
-        """Read and divide the texts. Raises InvalidArgumentError for a file that is no text, and for more files than
+        """Read and divide the texts. Raises InvalidArgumentError for a file that is no text, and more files than
         rows."""
         if num_rows < len(paths):
             raise InvalidArgumentError(f"--rows {num_rows} is less than the {len(paths)} texts: use a row for each")
@@ -53,8 +53,7 @@ class Texts:
         self._parts = [texts[row % len(texts)][row // len(texts)] for row in range(num_rows)]
 
     def passages(self, num_context: int, num_steps: int) -> list[Passage]:
-        """Return the first tokens of each row's part as a passage. Raises InvalidArgumentError when a part is too
-        short."""
+        """Return the first tokens of each row's part as a passage. Raises InvalidArgumentError for a short part."""
         num_tokens = num_context + num_steps + 1
         return [Passage(tuple(part.first(num_tokens)), num_context) for part in self._parts]
 
@@ -77,8 +76,7 @@ class Texts:
         return needles
 
     def _bare(self, text: str) -> list[int]:
-        """Return the tokens of a text that stands within another: without those that the tokenizer puts before a
-        text."""
+        """Return the tokens of a text within another: without those that the tokenizer puts before a text."""
         return self._tokenizer.encode(text)[self._num_added :]
 
 

@@ -11,7 +11,7 @@ from planning.cost_model import CostModel, Kernel
 
 def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
     """Return the seconds to the first token of one rank alone."""
-    pairs = num_tokens * (num_tokens * _area(kernel) + cached)
+    pairs = num_tokens * (num_tokens * kernel.own_part + cached)
     return cost.num_layers * _layer(cost, num_tokens, pairs) + cost.head_s
 
 
@@ -44,13 +44,8 @@ def bound(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) 
 
 
 def paper_bound(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a dense single process did nothing but
-    attention."""
+    """Return TTFT*(p), equation 3 of the paper: TTFT(1) / 2 (1/p + 1/p^2), as if a dense rank did attention alone."""
     return single(num_tokens, cost, Kernel.DENSE) / 2 * (1 / num_ranks + 1 / num_ranks**2)
-
-
-def _area(kernel: Kernel) -> float:
-    return 1.0 if kernel is Kernel.DENSE else 0.5
 
 
 def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
@@ -58,8 +53,7 @@ def _layer(cost: CostModel, num_tokens: float, pairs: float) -> float:
 
 
 def _all_gather(num_tokens: int, num_ranks: int, cost: CostModel) -> float:
-    """Return the seconds of an all-gather in one layer: n - 1 ring steps, then one copy that makes the pieces one
-    tensor."""
+    """Return the seconds of an all-gather in one layer: n - 1 ring steps, then a copy that joins the pieces."""
     if num_ranks == 1:
         return 0.0
     return (num_ranks - 1) * cost.link.seconds(num_tokens / num_ranks * cost.kv_bytes) + cost.copy_s * num_tokens

@@ -58,8 +58,7 @@ class ServedModel:
         return self.kv_token_bytes * context
 
     def kv_read_bytes(self, context: int) -> float:
-        """Return the bytes of KV that one step reads of a sequence of `context` tokens: sliding windows hide the
-        rest."""
+        """Return the bytes of KV that a step reads of a sequence of `context` tokens: windows hide the rest."""
         if not self.windows:
             return self.kv_bytes(context)
         seen = sum(context if window is None else min(context, window) for window in self.windows)
@@ -152,7 +151,6 @@ def critical_batch(model: ServedModel, chip: Chip) -> float:
 
 
 def largest_batch(model: ServedModel, chip: Chip, context: int, num_chips: int = 1) -> int:
-    """Return how many rows of `context` tokens fit in memory beside the weights; 0 when the weights alone do not
-    fit."""
+    """Return how many rows of `context` tokens fit in memory beside the weights; 0 if the weights do not fit."""
     free = chip.memory_bytes * num_chips - model.all_weight_bytes
     return max(0, int(free // model.kv_bytes(context)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from baton.sampling_params import SamplingParams
-from deploy.demo.show import QUESTIONS
+from deploy.demo.requests import QUESTIONS
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import processes_of, share_kernels, shared_files
 from tests.support.folders import ROOT

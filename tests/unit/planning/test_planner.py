@@ -108,7 +108,7 @@ def test_another_calibration_counts_from_when_it_is_given() -> None:
     tokens = behind(0, 512)
     before = planner.chunks(tokens, 2), planner.ttft_s(planner.chunks(tokens, 2))
     slow = over(Link(1e-3, 1e6))
-    planner.use(slow)
+    planner.adopt(planner.search(slow))
     assert planner.calibration is slow
     assert planner.chunks(tokens, 2)[0].end < before[0][0].end
     assert planner.ttft_s(planner.chunks(tokens, 2)) > before[1]
@@ -164,12 +164,12 @@ def test_nominal_costs_are_scaled_by_what_jobs_took_and_chunks_stay() -> None:
 def test_another_calibration_is_scaled_by_later_jobs_alone_and_a_measured_one_never() -> None:
     planner = ChainPlanner(ASSUMED, max_ranks=2, max_tokens=512)
     planner.observe("chain", done(planner, 400, slower=3.0))
-    planner.use(ASSUMED)
+    planner.adopt(planner.search(ASSUMED))
     assert planner.cost == ASSUMED.cost
     planner.observe("chain", done(planner, 100, slower=2.0))
     assert planner.cost.linear_s == pytest.approx(2 * ASSUMED.cost.linear_s, rel=1e-3)
     measured = dataclasses.replace(ASSUMED, prefill_points=((1.0, 1.0),))
-    planner.use(measured)
+    planner.adopt(planner.search(measured))
     planner.observe("chain", done(planner, 400, slower=3.0))
     assert planner.cost == ASSUMED.cost
 
@@ -228,7 +228,7 @@ def test_what_a_local_prefill_took_is_corrected_once() -> None:
     assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))  # nothing else is known yet
     planner.observe_local(observed_s=3 * nominal_s, predicted_s=nominal_s)
     assert planner.local_s(tokens, 0, 0) == pytest.approx((3 * nominal_s, 0.0))
-    planner.use(ASSUMED)
+    planner.adopt(planner.search(ASSUMED))
     assert planner.local_s(tokens, 0, 0) == pytest.approx((nominal_s, 0.0))
 
 

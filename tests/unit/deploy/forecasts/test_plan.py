@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from deploy.cli import main
-from deploy.forecasts.plan import HARDWARE
 from deploy.machine import probe
 from planning.model_shape import ModelShape
-from planning.study.chips import CHIPS, Chip
+from planning.study.chips import Chip
 from tests.support.folders import DATA
 
 TABLES: dict[str, Any] = json.loads((DATA / "roofline_tables.json").read_text())
@@ -42,10 +41,6 @@ def shown(capsys: pytest.CaptureFixture[str], arguments: str) -> str:
 def planned(capsys: pytest.CaptureFixture[str], arguments: str) -> dict[str, Any]:
     plan: dict[str, Any] = json.loads(shown(capsys, f"{arguments} --json"))
     return plan
-
-
-def test_the_names_that_help_offers_are_the_known_ones() -> None:
-    assert tuple(CHIPS) == HARDWARE
 
 
 def test_the_source_s_table_to_the_last_digit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.forecasts import simulate
 from planning.calibration import save
-from planning.cost_model import BATON, PAPER, PROTOCOLS, Kernel
+from planning.cost_model import BATON, PAPER, Kernel
 from planning.hardware import HARDWARE, derive
 from planning.model_shape import SHAPES
 from planning.search import search
@@ -34,12 +33,6 @@ def numbers(out: str, first: str) -> list[list[float]]:
     """The rows that begin with a word, as numbers."""
     rows = [line.split() for line in out.splitlines() if line.split()[:1] == [first]]
     return [[float(word) for word in row if re.fullmatch(r"[\d.]+", word)] for row in rows]
-
-
-def test_the_names_that_help_offers_are_the_known_ones() -> None:
-    assert tuple(SHAPES) == simulate.MODELS
-    assert tuple(HARDWARE) == simulate.HARDWARE
-    assert tuple(PROTOCOLS) == simulate.PROTOCOLS
 
 
 def test_table_holds_the_predictions(capsys: pytest.CaptureFixture[str]) -> None:

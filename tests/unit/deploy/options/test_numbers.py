@@ -34,6 +34,13 @@ def test_numbers_that_are_not_above_zero_are_refused(text: str) -> None:
         positive("--cost", text)
 
 
+def test_a_number_may_be_zero_where_that_is_said() -> None:
+    assert positive("--link-us", "0", or_zero=True) == 0.0
+    for text in ("-1", "inf", "nan", ""):
+        with pytest.raises(InvalidArgumentError, match=f"^--link-us = '{text}' is out of range: .* of at least 0$"):
+            positive("--link-us", text, or_zero=True)
+
+
 def test_a_part_is_no_more_than_the_whole() -> None:
     assert part("--most-share", "1") == 1.0
     with pytest.raises(InvalidArgumentError, match="^--ratios: 1.5 is out of range: use a part of 1$"):
