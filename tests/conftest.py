@@ -16,6 +16,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # A shell that runs this in the background ignores Ctrl-C, and all processes below it would: some are tested for it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+# torch looks up the names of a store's peers. A question that the resolver loses costs so many seconds, and not five.
+os.environ["RES_OPTIONS"] = "timeout:1"
 # Nothing is fetched: not by a test, and not by a library on its behalf.
 os.environ["HF_HUB_OFFLINE"] = "1"
 

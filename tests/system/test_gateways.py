@@ -89,7 +89,8 @@ def token_ids(output: Completion) -> list[int]:
 async def test_what_one_gateway_carries_outlives_the_others_death(running: Relay, folder: Path) -> None:
     gate = running.group_gates[0]
     async with contextlib.AsyncExitStack() as stack:
-        doomed, other = [await stack.enter_async_context(gateway_of(running, folder)) for _ in range(2)]
+        starting = (stack.enter_async_context(gateway_of(running, folder)) for _ in range(2))
+        doomed, other = await asyncio.gather(*starting)
         both = await stack.enter_async_context(AsyncClient(f"ipv4:{doomed.target},{other.target}"))
         one = await stack.enter_async_context(AsyncClient(other.target))
         gate.shut()  # after the first token, which a chain makes

@@ -43,10 +43,10 @@ def decoder(smollm2: Path) -> Decoder:
 async def test_a_prompt_that_begins_alike_computes_what_is_missing(
     relay: Relay, decoder: Decoder, smollm2: Path
 ) -> None:
-    shared = passage_ids(smollm2, 600)
+    shared = passage_ids(smollm2, 300)
     cold = await ask(relay, shared, GREEDY)
     assert cold.finished.usage.num_cached_tokens == 0
-    for num_shared in (600, 300):
+    for num_shared in (300, 150):
         prompt = (*shared[:num_shared], *passage_ids(smollm2, 50, start=2000 + num_shared))
         answer = await ask(relay, prompt, GREEDY)
         cached = num_shared // BLOCK * BLOCK
@@ -57,12 +57,12 @@ async def test_a_prompt_that_begins_alike_computes_what_is_missing(
 
 
 async def test_the_next_turn_of_a_chat_reuses_prompt_and_answer(relay: Relay, decoder: Decoder, smollm2: Path) -> None:
-    asked = passage_ids(smollm2, 200, start=1300)
-    params = SamplingParams(max_tokens=150, ignore_eos=True)
+    asked = passage_ids(smollm2, 100, start=1300)  # less than a block: the answer's first tokens fill it
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
     first = await ask(relay, asked, params)
     prompt = (*asked, *first.token_ids, *passage_ids(smollm2, 30, start=1600))
     second = await ask(relay, prompt, GREEDY)
-    cached = (200 + 149) // BLOCK * BLOCK
+    cached = (100 + 39) // BLOCK * BLOCK
     assert (second.finished.usage.num_cached_tokens, second.num_attempts) == (cached, 1)
     pushed = sum(rank.num_bytes_pushed for rank in second.timings.prefill.ranks)
     assert pushed == (len(prompt) - cached) * decoder.layout.token_bytes
