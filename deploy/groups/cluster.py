@@ -14,6 +14,7 @@ from baton.clock import Clock
 from baton.errors import UnavailableError
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
+from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner
@@ -120,6 +121,13 @@ class Cluster:
         )
 
 
+def group_of(workers: Sequence[WorkerConfig], around: Surroundings) -> WorkerGroup:
+    """Make the group of these workers, which is not started yet; a chain gets links."""
+    first = workers[0]
+    links = ChainLinks(first.place.host, around.heartbeat.dead_after_s) if first.role == "prefill" else None
+    return WorkerGroup(first.group_name, workers, around, links)
+
+
 def _by_number(group: WorkerGroup) -> tuple[int, str]:
     """Return a sort key by which generate-10 comes after generate-9."""
     return len(group.name), group.name
@@ -151,10 +159,7 @@ class LocalCluster:
         self._around = Surroundings(spawner, heartbeat, clock, report, changed=self._tell_members)
         self._cluster = Cluster([], [], self._around)
         for name in config.group_sizes:
-            workers = config.workers(name, folder, kernels)
-            is_chain = workers[0].role == "prefill"
-            links = ChainLinks(config.worker_host, supervision.dead_after_s) if is_chain else None
-            self._cluster.add(WorkerGroup(name, workers, self._around, links))
+            self._cluster.add(group_of(config.workers(name, folder, kernels), self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.config.num_workers} workers")

@@ -22,8 +22,7 @@ from baton.errors import BatonError
 from baton.results import ModelInfo
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
-from deploy.groups.chain_links import ChainLinks
-from deploy.groups.cluster import Cluster
+from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.roster import Roster
 from deploy.machine.limits import tokens_of_slot
@@ -171,12 +170,8 @@ class SupervisorActor:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
         if model:
             require_alike(Path(model), self._folder)
-        workers = self._config.workers(
-            name, Path(model) if model else self._folder, kernels=self._kernels, cluster=self._store
-        )
-        is_chain = workers[0].role == "prefill"
-        links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s) if is_chain else None
-        return WorkerGroup(name, workers, self._around, links)
+        folder = Path(model) if model else self._folder
+        return group_of(self._config.workers(name, folder, self._kernels, self._store), self._around)
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return
