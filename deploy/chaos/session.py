@@ -10,7 +10,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -28,10 +27,10 @@ from deploy.chaos.report import Answer, Outcome, Report
 from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.groups.group import Heartbeat
 from deploy.groups.processes import ProcessSpawner
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from modeling.checkpoints.weights import load_config
@@ -110,29 +109,29 @@ async def _judged(
 
 def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
     """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches."""
-    local = LocalConfig(
-        folder,
-        num_ranks=_NUM_RANKS,
-        dtype="float32",
-        generate_threads=1,
-        num_slots=_NUM_SLOTS,
-        max_slot_tokens=_MAX_TOKENS,
+    config = make_local_config(
+        {
+            "model": {"dtype": "float32"},
+            "prefill": {"num_ranks": _NUM_RANKS},
+            "generate": {
+                "num_groups": _NUM_ENGINES,
+                "num_threads": 1,
+                "num_slots": _NUM_SLOTS,
+                "max_slot_tokens": _MAX_TOKENS,
+            },
+        }
     )
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
 
-    engine = local.worker("generate", 0)
-
     def life(layout: str) -> OrchestratorLife:
-        info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, False, layout)
-        return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, local_planner(local), local.host)
+        info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
+        planner = served_planner(config, folder)
+        return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, planner, config.worker_host)
 
     return ChaosPlan(
-        spawner=ProcessSpawner(local.start_timeout_s),
-        chain=[local.worker("prefill", rank) for rank in range(_NUM_RANKS)],
-        engines=[
-            replace(engine, group=group, place=replace(engine.place, num_engines=_NUM_ENGINES))
-            for group in range(_NUM_ENGINES)
-        ],
+        spawner=ProcessSpawner(config.supervision.start_timeout_s),
+        chain=config.workers("prefill-0", folder),
+        engines=[each for group in range(_NUM_ENGINES) for each in config.workers(f"generate-{group}", folder)],
         life=life,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,

@@ -25,6 +25,11 @@ class WorkerConfig:
     """Settings of the role."""
 
     @property
+    def group_name(self) -> str:
+        """Name of the worker's group: ROLE-GROUP."""
+        return f"{self.role}-{self.group}"
+
+    @property
     def name(self) -> str:
-        """Name of the worker: prefill-GROUP.RANK, or ROLE-GROUP."""
-        return f"{self.role}-{self.group}" + (f".{self.rank}" if self.role == "prefill" else "")
+        """Name of the worker: that of its group, and in a chain .RANK."""
+        return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name

@@ -123,8 +123,8 @@ class RaySpawner:
         return None
 
     def _make(self, config: WorkerConfig) -> "ActorHandle[Any]":
-        group = f"{config.role}-{config.group}"
-        place = PlacementGroupSchedulingStrategy(self._places[group], placement_group_bundle_index=config.rank)
+        room = self._places[config.group_name]
+        place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=config.rank)
         made: Any = ray.remote(WorkerActor).options(
             name=config.name,
             namespace=self._namespace,

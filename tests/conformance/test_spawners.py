@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
@@ -25,7 +25,7 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
 
 @pytest.fixture
 def config(smollm2: Path) -> WorkerConfig:
-    return LocalConfig(smollm2, dtype="float32").worker("prefill", 0)
+    return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2)[0]
 
 
 async def _answers(handle: WorkerHandle) -> bool:

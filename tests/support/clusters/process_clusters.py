@@ -7,10 +7,10 @@ from pathlib import Path
 
 from baton.results import ModelInfo
 from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.group import Heartbeat
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from modeling.checkpoints.weights import load_config
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.storms import CLOCK
@@ -22,19 +22,20 @@ LIMITS = OrchestratorConfig(disaggregation="always")
 async def process_cluster(folder: Path, *, num_slots: int, max_tokens: int) -> AsyncIterator[ProcessKeeper]:
     """A chain of one rank and one generation group, each with one thread; the keeper of their orchestrator, which
     serves on `port` of this machine."""
-    local = LocalConfig(
-        folder, num_ranks=1, dtype="float32", generate_threads=1, num_slots=num_slots, max_slot_tokens=max_tokens
-    )
+    generate = {"num_threads": 1, "num_slots": num_slots, "max_slot_tokens": max_tokens}
+    config = make_local_config({"model": {"dtype": "float32"}, "prefill": {"num_ranks": 1}, "generate": generate})
+    supervision = config.supervision
     model = load_config(folder)
 
     def life() -> OrchestratorLife:
         layout = cluster.members.view.generation[0].layout_fingerprint
-        info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, True, layout)
-        return OrchestratorLife(folder, info, model.eos_token_ids, LIMITS, local_planner(local), local.host)
+        info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, True, layout)
+        planner = served_planner(config, folder)
+        return OrchestratorLife(folder, info, model.eos_token_ids, LIMITS, planner, config.worker_host)
 
-    async with LocalCluster(local, CLOCK) as cluster:
-        await cluster.until_ready(local.start_timeout_s)
-        heartbeat = Heartbeat(local.heartbeat_s, local.dead_after_s)
+    async with LocalCluster(config, folder, CLOCK) as cluster:
+        await cluster.until_ready(supervision.start_timeout_s)
+        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         keeper = ProcessKeeper(life, lambda: cluster.members.view, heartbeat, CLOCK)
         try:
             await keeper.start()
