@@ -21,10 +21,11 @@ from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
 from baton.types import FinishReason, SampledToken, TokenEvent
 from generate_workers.engine.batcher import Batcher, StepPlan
-from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
+from generate_workers.engine.config import EngineConfig
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_bound import PrefillWork, StepBound
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.prefixes.answer_saving import Answer, AnswerSaver
@@ -131,14 +132,8 @@ class GenerationEngine:
     def status(self) -> EngineStatus:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
-        return EngineStatus(
-            ledger=self._slots.ledger(),
-            num_streams=len(self._book.streams()),
-            num_rows=len(self._running.rows),
-            num_steps=self._num_steps,
-            num_preemptions=self._running.num_preemptions,
-            num_preempted=len(self._running.waiting),
-            last_step=self._last_step,
+        return EngineStatus.of(
+            self._slots, self._book, self._running, num_steps=self._num_steps, last_step=self._last_step
         )
 
     def step(self) -> None:

@@ -1,0 +1,68 @@
+"""What a generation engine holds and does, as plain values, safe to share between threads.
+
+`generate_workers.servicer` sends it: fields of EngineStatus and of SlotLedger that GenerationStatus has under the same
+names.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from generate_workers.engine.inbox import StreamBook
+from generate_workers.engine.preemption import RunningRows
+from generate_workers.slots.leases import SlotLedger
+from generate_workers.slots.table import SlotTable
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step ran, read and took."""
+
+    num_decode_rows: int
+    num_prefill_tokens: int
+    """Tokens of local prefill."""
+    duration_s: float
+    num_kv_bytes: int
+    """Bytes of KV that attention read, in all layers."""
+    num_weight_bytes: int
+    """Bytes of weights, each read once."""
+    num_link_bytes: int
+    """Bytes copied between host and device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
+        step."""
+        return self.num_kv_bytes + self.num_weight_bytes
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A snapshot of the engine for heartbeats and metrics."""
+
+    ledger: SlotLedger
+    num_streams: int
+    """Open requests, including those that wait for a slot or a commit."""
+    num_rows: int
+    """Rows in the batch."""
+    num_steps: int
+    """Forwards begun so far."""
+    num_preemptions: int
+    """Preemptions so far: rows that gave their memory to older rows and are prefilled again later."""
+    num_preempted: int
+    """Preempted rows that wait to resume."""
+    last_step: StepStats | None
+
+    @classmethod
+    def of(
+        cls, slots: SlotTable, book: StreamBook, running: RunningRows, *, num_steps: int, last_step: StepStats | None
+    ) -> Self:
+        """Count what an engine with these slots, streams and rows holds now."""
+        return cls(
+            ledger=slots.ledger(),
+            num_streams=len(book.streams()),
+            num_rows=len(running.rows),
+            num_steps=num_steps,
+            num_preemptions=running.num_preemptions,
+            num_preempted=len(running.waiting),
+            last_step=last_step,
+        )
