@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from baton.streams import AsyncStream, Stream
     from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 __all__ = [
     "AsyncClient",

@@ -1,12 +1,37 @@
-"""gRPC channel options that all of Baton's servers and clients share, synchronous and asyncio. Pure."""
+"""gRPC channel options that all of Baton's servers and clients share, synchronous and asyncio; and the version by which
+both sides of a call know that they understand each other. Pure.
+
+Versions that differ in their first two numbers may give one message two meanings. So a caller's version is its user
+agent, which servers check (`transport.status`) before the calls that workers and operators make, and answers name the
+server's. What clients generate with (Generate, GetModel) means the same in all versions and is not checked.
+"""
 
 from dataclasses import dataclass
+
+from baton import __version__
+from baton.errors import VersionMismatchError
 
 DEFAULT_TARGET = "127.0.0.1:50051"
 """Default address, host:port, of a server on this machine."""
 MAX_MESSAGE_BYTES = 16 * 2**20
 
-Options = tuple[tuple[str, int], ...]
+USER_AGENT = f"baton/{__version__}"
+
+Options = tuple[tuple[str, int | str], ...]
+
+
+def require_version(version: str, peer: str) -> None:
+    """Raise VersionMismatchError, which names `peer`, unless this version and the peer's share their first two
+    numbers. Empty: the peer has not said its version."""
+    if version.split(".")[:2] != __version__.split(".")[:2]:
+        has = f"has Baton {version}" if version else "does not say its version of Baton"
+        raise VersionMismatchError(f"{peer} {has}, and this side has {__version__}: run one version on both sides")
+
+
+def version_of(user_agent: str) -> str:
+    """Return the version of Baton that a call's user agent names; empty if it names none."""
+    product, _, version = user_agent.partition(" ")[0].partition("/")
+    return version if product == "baton" else ""
 
 
 @dataclass(frozen=True)
@@ -24,6 +49,7 @@ def channel_options(keepalive: Keepalive) -> Options:
     after it breaks."""
     return (
         *common_options(keepalive),
+        ("grpc.primary_user_agent", USER_AGENT),
         # Without this, channels to one target share a connection, and tokens queue behind megabytes of KV.
         ("grpc.use_local_subchannel_pool", 1),
         ("grpc.enable_http_proxy", 0),

@@ -7,6 +7,7 @@ and must not be changed.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from baton.channel_options import require_version
 from baton.proto_types import read
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.common_pb2 import PrefixStoreStatus
@@ -97,7 +98,9 @@ def cluster_state_to_proto(state: ClusterState) -> pb.ClusterState:
 
 
 def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
-    """Return the message's state of groups, queue and slots."""
+    """Return the message's state of groups, queue and slots. Raises VersionMismatchError for one of a server whose
+    messages may mean something else here."""
+    require_version(message.version, "the orchestrator")
     return read(
         ClusterState,
         message,

@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import grpc
 from grpc import StatusCode
 
+from baton.channel_options import require_version, version_of
 from baton.errors import BatonError
 from baton.status import encode_error
 from baton.status import from_rpc_error as from_rpc_error
@@ -67,8 +68,17 @@ def _present(coroutine: Coroutine[Any, Any, T]) -> T:
     raise AssertionError("a call that is done has its status")
 
 
+VERSIONED = (
+    "/baton.v1.GenerationGroup/",
+    "/baton.v1.PrefillRank/",
+    "/baton.v1.Admin/",
+    "/baton.v1.Orchestrator/GetClusterState",
+)
+"""Methods, by how their names begin, whose messages may change with a version: their callers must have this one's."""
+
+
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a servicer's asynchronous method raises into a gRPC status.
+    """Refuses callers of another version, and turns what a servicer's asynchronous method raises into a gRPC status.
 
     A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
     traceback in the server's log.
@@ -86,8 +96,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return None  # no such method: grpc answers UNIMPLEMENTED
         kind = _KINDS[handler.request_streaming, handler.response_streaming]
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        method = _guard(getattr(handler, kind), details.method, self._check or _let_in)
+        method = _guard(getattr(handler, kind), details.method, self._checked)
         return make_handler(method, handler.request_deserializer, handler.response_serializer)
+
+    def _checked(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
+        if self._check is not None:
+            self._check(method, metadata, peer)
+        if method.startswith(VERSIONED):
+            require_version(version_of(str(dict(metadata).get("user-agent", ""))), f"the caller of {method}")
 
 
 _KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
@@ -101,10 +117,6 @@ _KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
 """grpc's name for a method's kind, by (request is a stream, reply is a stream)."""
 
 Method = Callable[[Any, Any], Any]
-
-
-def _let_in(method: str, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
-    pass
 
 
 def _guard(method: Method, name: str, check: Check) -> Method:

@@ -35,10 +35,11 @@ def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Cha
     leave the block as BatonErrors. Raises UnavailableError when no orchestrator answers within 5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
+    from baton.channel_options import Keepalive, channel_options
     from baton.status import translate_rpc_errors
     from deploy.commands.keyed_channel import keyed
 
-    with grpc.insecure_channel(target) as channel:
+    with grpc.insecure_channel(target, options=channel_options(Keepalive())) as channel:
         try:
             grpc.channel_ready_future(channel).result(timeout=_CONNECT_S)
         except grpc.FutureTimeoutError:

@@ -6,7 +6,10 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
+from baton.channel_options import Keepalive, channel_options
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, cluster_state_from_proto
+from baton.errors import UnauthenticatedError, VersionMismatchError
+from baton.status import STATUS_OF, from_rpc_error
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
@@ -24,16 +27,14 @@ def show_status(name: str, api_key: str | None = None) -> int:
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
         return 1
-    with grpc.insecure_channel(record.endpoint) as connection:
+    with grpc.insecure_channel(record.endpoint, options=channel_options(Keepalive())) as connection:
         channel = keyed(connection, api_key)
         try:
             request = orchestrator_pb2.GetClusterStateRequest()
             state = cluster_state_from_proto(OrchestratorStub(channel).GetClusterState(request, timeout=_ANSWER_S))
             predictions = list(_predictions(PlanningStub(channel)))
-        except grpc.RpcError as error:
-            asks_for_key = error.code() is grpc.StatusCode.UNAUTHENTICATED
-            remedy = "; give a key by --api-key-env" if asks_for_key else ""
-            print(f"cluster {name}: {record.endpoint} does not answer ({error.code().name}{remedy})")
+        except (VersionMismatchError, grpc.RpcError) as error:
+            print(f"cluster {name}: {_refusal(record.endpoint, error)}")
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
@@ -45,6 +46,14 @@ def show_status(name: str, api_key: str | None = None) -> int:
     console.print(groups_table(state))
     console.print(slots_table(state))
     return 1 if state.why_not_serving else 0
+
+
+def _refusal(endpoint: str, error: VersionMismatchError | grpc.RpcError) -> str:
+    known = from_rpc_error(error) if isinstance(error, grpc.RpcError) else error
+    if isinstance(known, VersionMismatchError):
+        return str(known)
+    remedy = "; give a key by --api-key-env" if isinstance(known, UnauthenticatedError) else ""
+    return f"{endpoint} does not answer ({STATUS_OF[type(known)].name}{remedy})"
 
 
 def groups_table(state: ClusterState) -> Table:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import grpc
 
+from baton import __version__
 from baton.clock import Clock
 from baton.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
@@ -47,11 +48,10 @@ class Heartbeat:
 
 @dataclass
 class Agreement:
-    """What all workers of a cluster must have in common: the version, the KV layout of those that load the same model
-    folder, and the kernels of those on the same kind of processor. The first worker that is asked sets each."""
+    """What all workers of a cluster must have in common: the supervisor's version, the KV layout of those that load the
+    same model folder, and the kernels of those on the same kind of processor. The first worker that is asked sets the
+    latter two."""
 
-    version: str = ""
-    told_by: str = ""
     layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """KV layout by model folder: its fingerprint, and the worker that reported it."""
     kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
@@ -59,16 +59,15 @@ class Agreement:
 
     def check(self, config: WorkerConfig, status: WorkerStatus) -> None:
         """Raise VersionMismatchError for a worker that differs from those checked before."""
-        if not self.told_by:
-            self.version, self.told_by = status.version, config.name
-        folder, reported = config.place.model_folder, (status.layout_fingerprint, config.name)
-        layout, told_by = self.layouts.setdefault(folder, reported)
-        told_by = self.told_by if status.version != self.version else told_by
-        if (status.version, status.layout_fingerprint) != (self.version, layout):
+        if status.version != __version__:
             raise VersionMismatchError(
-                f"workers differ in version or KV layout: {told_by} has {self.version}, layout {layout}; "
-                f"{config.name} has {status.version}, layout {status.layout_fingerprint}: "
-                "run one version and model everywhere"
+                f"{config.name} has Baton {status.version}, its supervisor {__version__}: run one version everywhere"
+            )
+        layout, told_by = self.layouts.setdefault(config.place.model_folder, (status.layout_fingerprint, config.name))
+        if status.layout_fingerprint != layout:
+            raise VersionMismatchError(
+                f"workers differ in KV layout: {told_by} has {layout}; {config.name} has {status.layout_fingerprint}: "
+                "run one model everywhere"
             )
         self._check_kernels(config, kernels_from_proto(status.kernels))
 

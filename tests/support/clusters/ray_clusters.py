@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 
 from baton import Client
+from baton.channel_options import Keepalive, channel_options
 from baton.cluster_state import ClusterState
 from baton.errors import BatonError
 from baton.settings.paths import cache_folder
@@ -147,7 +148,7 @@ def endpoints(state: ClusterState, role: str) -> tuple[str, ...]:
 
 def num_jobs(endpoint: str) -> int:
     """Jobs that the prefill rank at host:port holds."""
-    with grpc.insecure_channel(endpoint) as channel:
+    with grpc.insecure_channel(endpoint, options=channel_options(Keepalive())) as channel:
         return int(PrefillRankStub(channel).GetStatus(PrefillStatusRequest(), timeout=10).num_jobs)
 
 

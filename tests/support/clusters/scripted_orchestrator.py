@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 
+from baton import __version__
 from baton.errors import BatonError
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, orchestrator_pb2_grpc, prefill_pb2
 from transport.channel import bind, make_server
@@ -42,7 +43,7 @@ STATE = orchestrator_pb2.ClusterState(
     num_queued=2,
     num_running=1,
     num_degraded=4,
-    version="0.1.0",
+    version=__version__,
 )
 TAIL = "tail"
 """Text that only the choice's end brings."""

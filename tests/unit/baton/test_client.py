@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton import AsyncClient, Client, Completion, Reconnect
+from baton import AsyncClient, Client, Completion, Reconnect, __version__
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, PrefillStatus
 from baton.errors import (
     BatonError,
@@ -312,7 +312,7 @@ async def test_model_and_cluster_state() -> None:
     group = GroupState("g0", "generate", ("h:1",), 0, True, 0, 0, generation=holds)
     ranks = {1: PrefillStatus(epoch=3, num_jobs=2)}
     chain = GroupState("p0", "prefill", ("h:2", "h:3"), 3, False, 0, 0, ranks=ranks)
-    state = ClusterState((group, chain), num_queued=2, num_running=1, num_degraded=4, version="0.1.0")
+    state = ClusterState((group, chain), num_queued=2, num_running=1, num_degraded=4, version=__version__)
 
     def ask_both(target: str) -> tuple[ModelInfo, ClusterState]:
         with Client(target) as client:

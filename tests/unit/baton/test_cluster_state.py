@@ -1,5 +1,8 @@
 """What clients are told of a cluster is what the orchestrator knows and what the workers said."""
 
+import pytest
+
+from baton import __version__
 from baton.cluster_state import (
     ClusterState,
     GenerationStatus,
@@ -11,6 +14,8 @@ from baton.cluster_state import (
     group_state_from_proto,
     group_state_to_proto,
 )
+from baton.errors import VersionMismatchError
+from baton.v1 import orchestrator_pb2
 from baton.v1.common_pb2 import PrefixStoreStatus
 
 STORE = PrefixStoreStatus(identity="n:1", num_blocks=12, num_bytes=2**33, limit_bytes=2**34)
@@ -37,7 +42,7 @@ def test_a_cluster_s_state_round_trips() -> None:
         num_queued=2,
         num_running=1,
         num_degraded=4,
-        version="0.1.0",
+        version=__version__,
         num_queued_tokens=99,
         why_not_serving=("a", "b"),
         why_degraded=("c",),
@@ -62,3 +67,9 @@ def test_overdrawn_memory_is_told_as_it_is() -> None:
     told = GroupState("g", "generate", ("h:1",), 0, True, 0, 0, generation=overdrawn)
     read = group_state_from_proto(group_state_to_proto(told)).generation
     assert read is not None and read.kv.num_bytes_free == -2
+
+
+@pytest.mark.parametrize("version", ["0.1.0", ""])
+def test_the_state_of_another_version_s_server_is_refused(version: str) -> None:
+    with pytest.raises(VersionMismatchError, match="^the orchestrator .*: run one version on both sides$"):
+        cluster_state_from_proto(orchestrator_pb2.ClusterState(version=version))

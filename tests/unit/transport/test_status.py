@@ -1,16 +1,18 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
 
-from baton import errors
+from baton import __version__, errors
+from baton.channel_options import USER_AGENT
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, StaleStampError, UnavailableError
 from baton.status import MAX_TEXT_CHARS, STATUS_OF
 from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected
-from transport.channel import make_channel
-from transport.status import SentStatus, abort_with, from_rpc_error, translate_rpc_errors
+from transport.channel import bind, make_channel, make_server
+from transport.status import VERSIONED, SentStatus, abort_with, from_rpc_error, translate_rpc_errors
 
 
 def all_errors(base: type[BatonError] = BatonError) -> set[type[BatonError]]:
@@ -252,3 +254,49 @@ def test_translated_error_keeps_its_cause() -> None:
     with pytest.raises(UnavailableError) as caught, translate_rpc_errors():
         raise rpc_error
     assert caught.value.__cause__ is rpc_error
+
+
+STATUS = "/baton.v1.GenerationGroup/GetStatus"
+
+
+async def asked_by(agent: str) -> bytes:
+    """What a caller with this user agent gets from a method for callers of this version; its own request."""
+
+    async def answer(request: bytes, context: Context) -> bytes:
+        return request
+
+    server = make_server()
+    handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {"GetStatus": grpc.unary_unary_rpc_method_handler(answer)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("baton.v1.GenerationGroup", handlers),))
+    target = f"127.0.0.1:{bind(server, '127.0.0.1')}"
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(target, options=(("grpc.primary_user_agent", agent),)) as channel:
+            with translate_rpc_errors():
+                return await channel.unary_unary(STATUS, bytes, bytes)(b"asked")
+    finally:
+        await server.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("agent", "has"),
+    [
+        ("", "does not say its version of Baton"),
+        ("curl/8.0", "does not say its version of Baton"),
+        ("baton/0.1.0", "has Baton 0.1.0"),
+    ],
+)
+async def test_a_caller_of_another_version_is_refused_in_one_line(agent: str, has: str) -> None:
+    with pytest.raises(errors.VersionMismatchError) as caught:
+        await asked_by(agent)
+    sides = f"the caller of {STATUS} {has}, and this side has {__version__}"
+    assert str(caught.value) == f"{sides}: run one version on both sides"
+
+
+async def test_callers_whose_version_differs_in_its_last_numbers_are_served() -> None:
+    major, minor, *_ = __version__.split(".")
+    assert await asked_by(USER_AGENT) == await asked_by(f"baton/{major}.{minor}.99") == b"asked"
+
+
+async def test_what_clients_generate_with_is_open_to_all_versions() -> None:
+    assert not [name for name in ("Generate", "GetModel") if f"/baton.v1.Orchestrator/{name}".startswith(VERSIONED)]

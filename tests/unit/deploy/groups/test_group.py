@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import __version__
 from baton.clock import SystemClock
 from baton.errors import ModelError, UnavailableError, VersionMismatchError
 from baton.types import KernelChoice
@@ -153,9 +154,15 @@ async def test_a_failed_start_leaves_nothing(bench: Bench) -> None:
 
 async def test_workers_of_two_models_are_refused(bench: Bench) -> None:
     bench.spawner.decoders["prefill-0.1"] = random_decoder(num_kv_heads=4)
-    with pytest.raises(VersionMismatchError, match="workers differ in version or KV layout: .* run one version"):
+    with pytest.raises(VersionMismatchError, match="workers differ in KV layout: .* run one model"):
         await bench.cluster.start()
     assert all(worker.ended for worker in bench.spawner.made)
+
+
+@pytest.mark.parametrize("version", ["0.1.0", ""])
+def test_a_worker_of_another_version_is_refused(version: str) -> None:
+    with pytest.raises(VersionMismatchError, match=f"^prefill-0.0 has Baton {version}, its supervisor {__version__}"):
+        Agreement().check(tiny_worker("prefill", 0), PrefillStatus(version=version))
 
 
 def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
@@ -163,8 +170,9 @@ def test_workers_on_one_kind_of_processor_have_the_same_kernels() -> None:
     ours = KernelChoice("Zen [12]", "dot", "widened", 64)
     others = KernelChoice("Xeon [34]", "tiles", "tiles", None)
     for rank, choice in enumerate((ours, others, ours)):
-        agreement.check(tiny_worker("prefill", rank), PrefillStatus(kernels=kernels_to_proto(choice)))
-    differing = PrefillStatus(kernels=kernels_to_proto(replace(ours, torch_rows=None)))
+        status = PrefillStatus(version=__version__, kernels=kernels_to_proto(choice))
+        agreement.check(tiny_worker("prefill", rank), status)
+    differing = PrefillStatus(version=__version__, kernels=kernels_to_proto(replace(ours, torch_rows=None)))
     with pytest.raises(
         VersionMismatchError, match=r"on Zen \[12\] differ in kernels: prefill-0.0 has .* prefill-0.3 has"
     ):
