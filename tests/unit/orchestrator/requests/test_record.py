@@ -124,7 +124,7 @@ def of_choices(n: int, outputs: tuple[tuple[int, ...], ...] = ()) -> RequestReco
 
 def test_choices_share_an_attempt_until_one_has_a_token() -> None:
     made = of_choices(3)
-    assert (made.num_slots, made.num_tokens, made.output_ids, made.is_apart) == (3, 3, [], False)
+    assert (made.request.num_slots, made.num_tokens, made.output_ids, made.is_apart) == (3, 3, [], False)
     made.accept(replace(token(0), choice=1))
     assert made.is_apart
 
