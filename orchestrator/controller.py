@@ -86,11 +86,9 @@ class Controller:
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
         self._forecast = ChainForecast(self._dispatcher.chooser)
         self._planner = planner
-        lease_ttl_s = self._config.lease_ttl_s
-        self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=lease_ttl_s)
-        self.overview = Overview(
-            members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=lease_ttl_s
-        )
+        ttl_s = self._config.lease_ttl_s
+        self._census = Census(members, self._clients, clock, self._observe_step, lease_ttl_s=ttl_s)
+        self.overview = Overview(members, self._census, self._admission, self._dispatcher, clock, lease_ttl_s=ttl_s)
         self._budget = RetryBudget(clock)
         self._counting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Finished]] = set()
@@ -130,7 +128,7 @@ class Controller:
         request = replace(request, exact=self._check_exact(request.exact), prefix_salt=salt)
         record = RequestRecord.of(request, self._clock.unix_ns())
         started = Started(request.request_id, len(request.prompt_ids), request.params.seed, request.exact)
-        first: tuple[Event, ...] = (started, *self._known_ends(record))
+        first: tuple[Event, ...] = (started, *record.end_known(record.received_ns))
         if record.is_complete:
             for event in (*first, record.finish(self._clock.unix_ns())):
                 yield event
@@ -195,12 +193,6 @@ class Controller:
             )
         return wanted or (bool(groups) and not any(group.is_approximate for group in groups))
 
-    def _known_ends(self, record: RequestRecord) -> list[TokenEvent]:
-        """Return an event for each choice that had already ended when the client resumed the stream."""
-        now_ns = self._clock.unix_ns()
-        pairs = zip(record.choices, record.request.ended, strict=False)
-        return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
-
     def _resize(self) -> None:
         num_slots = self._members.view.num_slots
         self._admission.resize(num_slots)
@@ -227,9 +219,8 @@ class Controller:
             if not record.is_complete:  # else only timings came late
                 made = f"its deadline passed after {record.num_output_tokens} output tokens"
                 error = DeadlineExceededError(f"request {record.request_id}: {made}")
-                for choice in record.choices:
-                    if choice.finish is None:
-                        emit(choice.end(FinishReason.DEADLINE, self._clock.unix_ns()))
+                for event in record.end_open(FinishReason.DEADLINE, self._clock.unix_ns()):
+                    emit(event)
         except BatonError as failure:
             reason, error = FinishReason.ERROR, failure
         except Exception:

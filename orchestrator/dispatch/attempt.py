@@ -136,7 +136,7 @@ class Dispatcher:
         failed stream."""
         generation = await self._find_kept(record)
         with ExitStack() as held:
-            held.enter_context(self._members.hold(generation.name, record.num_slots))
+            held.enter_context(self._members.hold(generation.name, record.request.num_slots))
             home = self._home(record, generation, held)
             number = StreamNumber(self._numbers.issue())
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
@@ -262,7 +262,7 @@ class Dispatcher:
             num_tokens=record.num_tokens,
             capacity_tokens=record.request.capacity_tokens,
             ttl_s=self._config.lease_ttl_s,
-            num_choices=record.num_slots,
+            num_choices=record.request.num_slots,
             prefix_blocks=plan.slot_blocks,
             block_tokens=plan.blocks.block_tokens,
             prefills_locally=plan.way is None,

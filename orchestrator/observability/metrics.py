@@ -78,10 +78,10 @@ class Metrics:
             self._first_token.observe(first_token_s)
         for stage, seconds in stages(timings):
             self._stages.labels(stage).observe(seconds)
-        num_between = usage.num_output_tokens - record.request.num_given - record.num_slots
+        num_between = usage.num_output_tokens - record.request.num_given - record.request.num_slots
         if num_between > 0:
             span_s = (record.last_token_ns - record.first_token_ns) / 1e9
-            self._token.observe(max(span_s, 0.0) * record.num_slots / num_between)
+            self._token.observe(max(span_s, 0.0) * record.request.num_slots / num_between)
         if placement is not None and timings.leased_ns and not record.request.num_given:
             self._decisions.labels(placement.reason).inc()
         self._prefilled(timings)

@@ -90,7 +90,7 @@ class Chooser:
         made: dict[str, PromptBlocks] = {}
         before = Prospects(self._outlook, record, uses_cached=True, holds=False, blocks=made)
         generation = await self._find_generation(record, before, record.avoid | {*full})
-        held.enter_context(self._members.hold(generation.name, record.num_slots))
+        held.enter_context(self._members.hold(generation.name, record.request.num_slots))
         prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, blocks=made)
         way, placement = await self._decide(generation, record, prospects)
         logger.info(
@@ -122,7 +122,7 @@ class Chooser:
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
         """Return whether a generation group outside `avoid` has room for the request now."""
         groups = able_groups(self._members.view, record, avoid)
-        return bool(groups_with_room(groups, self._members.load, record.num_slots))
+        return bool(groups_with_room(groups, self._members.load, record.request.num_slots))
 
     def predict_s(self, record: RequestRecord) -> float:
         """Return the predicted seconds to the first token of a request that is placed now; 0 where nothing is known.
@@ -130,7 +130,7 @@ class Chooser:
         Predicts for the best of the ready groups that can serve the request, or of those with room, if any has room.
         """
         groups = able_groups(self._members.view, record)
-        roomy = groups_with_room(groups, self._members.load, record.num_slots)
+        roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
         prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)
         return min((self._predict_at_s(group, record, prospects) for group in roomy or groups), default=0.0)
 
@@ -153,7 +153,7 @@ class Chooser:
 
         def choose(avoid: Collection[Hashable]) -> GenerationGroup | None:
             load = self._members.load
-            groups = groups_with_room(able_groups(self._members.view, record, avoid), load, record.num_slots)
+            groups = groups_with_room(able_groups(self._members.view, record, avoid), load, record.request.num_slots)
             return cheapest_group(groups, load, cost_s)
 
         found = await self._find(choose, avoid, self._config.generation_wait_s)

@@ -60,7 +60,7 @@ class Prospects:
         self._outlook = outlook
         self._record = record
         self._uses_cached = uses_cached
-        self._num_own = record.num_slots if holds else 0
+        self._num_own = record.request.num_slots if holds else 0
         self._blocks = {} if blocks is None else blocks
         self._chains: dict[int, PromptChains] = {}
         """Chains of the prompt, by their first token."""
@@ -106,7 +106,7 @@ class Prospects:
         free, cost = self._outlook.members.num_bytes_free.get(generation.name), self._outlook.planner.cost
         if free is None:
             return False
-        num_tokens = self._record.num_slots * self._record.num_tokens
+        num_tokens = self._record.request.num_slots * self._record.num_tokens
         return free < num_tokens * cost.num_layers * cost.kv_bytes
 
     def _chain(self, generation: GenerationGroup, group: PrefillGroup) -> ChainWay:

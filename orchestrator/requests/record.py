@@ -170,11 +170,6 @@ class RequestRecord:
         return self.choices[0].output_ids if len(self.choices) == 1 else []
 
     @property
-    def num_slots(self) -> int:
-        """Return the number of slots that an attempt needs: one per choice."""
-        return len(self.choices)
-
-    @property
     def num_tokens(self) -> int:
         """Return the number of tokens whose KV an attempt that starts now has to make."""
         return len(self.request.prompt_ids) + len(self.output_ids)
@@ -264,6 +259,16 @@ class RequestRecord:
             self.last_token_ns = event.unix_ns
         choice.finish = event.finish
         return event if event.choice == choice.index else replace(event, choice=choice.index)
+
+    def end_known(self, now_ns: int) -> list[TokenEvent]:
+        """End the choices that had already ended when the client resumed its stream, and return the events that report
+        it."""
+        pairs = zip(self.choices, self.request.ended, strict=False)
+        return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
+
+    def end_open(self, reason: FinishReason, now_ns: int) -> list[TokenEvent]:
+        """End the choices that have not ended, and return the events that report it."""
+        return [choice.end(reason, now_ns) for choice in self.choices if choice.finish is None]
 
     def see_token(self, now_ns: int) -> None:
         """Record that a token is passed on now, by the orchestrator's own clock."""

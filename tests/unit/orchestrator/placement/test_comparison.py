@@ -55,7 +55,7 @@ def choose(
     cost_of: Callable[[GenerationGroup], float] = lambda group: 0.0,
 ) -> GenerationGroup | None:
     able = able_groups(ClusterView(generation=groups), record, avoid)
-    return cheapest_group(groups_with_room(able, load_of, record.num_slots), load_of, cost_of)
+    return cheapest_group(groups_with_room(able, load_of, record.request.num_slots), load_of, cost_of)
 
 
 def prefill(*groups: PrefillGroup, **busy_s: float) -> PrefillGroup | None:

@@ -9,7 +9,7 @@ from baton.errors import BatonError, UnavailableError
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken, TokenEvent
-from orchestrator.requests.record import TRANSITIONS, RequestMove, RequestRecord, RequestState
+from orchestrator.requests.record import TRANSITIONS, Attempt, RequestMove, RequestRecord, RequestState
 from orchestrator.requests.request import Request
 
 
@@ -124,7 +124,7 @@ def of_choices(n: int, outputs: tuple[tuple[int, ...], ...] = ()) -> RequestReco
 
 def test_choices_share_an_attempt_until_one_has_a_token() -> None:
     made = of_choices(3)
-    assert (made.num_slots, made.num_tokens, made.output_ids, made.is_apart) == (3, 3, [], False)
+    assert (made.request.num_slots, made.num_tokens, made.output_ids, made.is_apart) == (3, 3, [], False)
     made.accept(replace(token(0), choice=1))
     assert made.is_apart
 
@@ -161,6 +161,7 @@ def test_a_failed_attempt_of_several_choices_goes_on_choice_by_choice() -> None:
     assert made.choices[1].output_ids == [40, 41]
     made.merge([first, second])
     assert (made.attempt.number, made.first_token_ns) == (3, 50)
+    assert made.attempt.leased_ns == 30  # of the attempt that was placed last
 
 
 def test_an_end_with_choices_that_have_not_ended_is_a_bug() -> None:
@@ -171,3 +172,35 @@ def test_an_end_with_choices_that_have_not_ended_is_a_bug() -> None:
 def test_a_resumed_request_goes_on_after_each_choice_s_tokens() -> None:
     made = of_choices(2, outputs=((40,), ()))
     assert (made.request.is_resumed, made.is_apart, made.num_output_tokens) == (True, True, 1)
+
+
+def test_what_an_attempt_learns_ends_with_it_and_its_group_is_avoided_by_all_later_ones() -> None:
+    made = record()
+    made.admit(10)
+    made.place(20, "device", num_cached_tokens=2)
+    made.blame("life")
+    assert (made.attempt.blamed, made.attempt.residency, made.avoid) == ("life", "device", {"life"})
+    made.retry()
+    assert made.attempt == Attempt(number=2)
+    assert made.avoid == {"life"}
+    (branch,) = made.branches()
+    branch.blame("another")
+    assert made.avoid == {"life"}
+
+
+def test_only_the_first_token_that_is_passed_on_is_timed() -> None:
+    made = streaming()
+    made.see_token(60)
+    made.see_token(70)
+    assert made.first_seen_ns == 60
+
+
+def test_choices_that_were_complete_before_and_those_at_the_deadline_end_in_events() -> None:
+    params = SamplingParams(max_tokens=9, n=2)
+    request = Request(RequestId("r"), (1, 2, 3), params, ((40,), (50, 51)), (FinishReason.STOP, None))
+    made = RequestRecord.of(request, 5)
+    assert [(end.choice, end.index, end.finish) for end in made.end_known(5)] == [(0, 1, FinishReason.STOP)]
+    assert not made.is_complete
+    late = made.end_open(FinishReason.DEADLINE, 9)
+    assert [(end.choice, end.index, end.finish) for end in late] == [(1, 2, FinishReason.DEADLINE)]
+    assert made.is_complete
