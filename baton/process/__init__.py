@@ -1,1 +1,1 @@
-"""Settings of the running process: its cores, its garbage collection and its memory; and where it keeps files."""
+"""What any process of Baton needs for itself: its cores, garbage collection, memory, and tasks that never end."""

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from baton.clock import Clock
-from baton.endless import Pauses, repeat, tell_end
 from baton.errors import BatonError, UnavailableError
+from baton.process.endless import Pauses, repeat, tell_end
 from baton.results import ModelInfo
 from deploy.groups.group import Heartbeat
 from orchestrator.api.host import OrchestratorHost

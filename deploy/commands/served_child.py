@@ -15,8 +15,8 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.endless import tell_failure
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.endless import tell_failure
 from deploy.commands.record import ClusterRecord, kill_ray, load_record
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -5,7 +5,7 @@ of worker are killed first: one that leaves heartbeats unanswered for `dead_afte
 neighbours' links until it dies), and one that answers that its engine hangs. When a rank was replaced, or reports that
 its links broke, all ranks join a new epoch, once all answer. Groups do not wait for each other. No exception ends a
 group's supervision: what was not foreseen is logged with its traceback and reported, and the workers are looked at
-again after a pause (baton.endless).
+again after a pause (baton.process.endless).
 
 Runs on the supervisor's asyncio loop, in one task for each group.
 """
@@ -21,8 +21,8 @@ import grpc
 
 from baton import __version__
 from baton.clock import Clock
-from baton.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
+from baton.process.endless import Pauses, describe, repeat, tell_end, tell_failure
 from baton.types import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig

@@ -17,8 +17,8 @@ from ray.actor import ActorHandle
 from ray.exceptions import RayError, RayTaskError
 
 from baton.clock import Clock
-from baton.endless import Pauses, Report, repeat
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.endless import Pauses, Report, repeat
 from baton.results import ModelInfo
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.group import Heartbeat

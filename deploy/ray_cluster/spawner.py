@@ -17,8 +17,8 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from baton.endless import describe, tell_failure
 from baton.errors import UnavailableError
+from baton.process.endless import describe, tell_failure
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
 from deploy.ray_cluster.worker import Served, WorkerActor

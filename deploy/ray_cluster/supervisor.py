@@ -17,8 +17,8 @@ import ray
 from ray.exceptions import RayError
 
 from baton.clock import SystemClock
-from baton.endless import tell_failure
 from baton.errors import BatonError
+from baton.process.endless import tell_failure
 from baton.results import ModelInfo
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig

@@ -20,8 +20,8 @@ from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
 from baton.cluster_state import cluster_state_to_proto
-from baton.endless import Pauses, repeat
 from baton.errors import DeadlineExceededError
+from baton.process.endless import Pauses, repeat
 from baton.proto_types import event_to_proto, timings_to_proto
 from baton.requests import BY_CHAIN
 from baton.results import ModelInfo

@@ -19,8 +19,8 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from baton.clock import Clock
-from baton.endless import Pauses, repeat
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.process.endless import Pauses, repeat
 from baton.proto_types import model_from_proto
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub

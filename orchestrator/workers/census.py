@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 from baton.clock import Clock
 from baton.cluster_state import GenerationStatus, GroupState, PrefillStatus, StepSample
-from baton.endless import Pauses, repeat
 from baton.errors import BatonError
 from baton.ids import Epoch
+from baton.process.endless import Pauses, repeat
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import GenerationGroup, Group, PrefillGroup
 from orchestrator.requests.config import OrchestratorConfig

@@ -60,7 +60,7 @@ def test_a_group_that_could_serve_nothing_does_not_start(config: EngineConfig, m
 
 def test_an_unknown_policy_is_named() -> None:
     unknown: Any = "disk"
-    with pytest.raises(ConfigError, match="residency = 'disk' is wrong: input should be 'device', 'host',"):
+    with pytest.raises(ConfigError, match="residency: 'disk' is unknown: use one of device, host,"):
         EngineConfig(residency=unknown)
 
 

@@ -331,7 +331,7 @@ def test_a_full_queue_has_room_when_what_waits_has_been_served(hold_s: float, re
 
 
 def test_counts_of_the_waiting_are_kept_whoever_comes_and_goes() -> None:
-    rng, queue = random.Random(3), admission(max_running=3, max_queued=8, max_queued_tokens=200)
+    rng, queue = random.Random(3), admission(max_running=3, max_queued_requests=8, max_queued_tokens=200)
     entries: list[Entry] = []
     for _ in range(2000):
         if entries and rng.random() < 0.5:

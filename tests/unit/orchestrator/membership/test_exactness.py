@@ -10,6 +10,7 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
+from generate_workers.residency.traits import POLICIES
 from orchestrator.membership.members import NoGroupError
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.placement.comparison import able_groups
@@ -109,8 +110,7 @@ async def test_what_an_approximate_group_has_made_is_not_stored_for_others(resid
 
 async def test_metrics_and_state_name_each_group_s_policy(running: Relay, monkeypatch: pytest.MonkeyPatch) -> None:
     residency = running.groups[1].engine.residency
-    monkeypatch.setattr(residency, "name", "infinigen")
-    monkeypatch.setattr(residency, "is_exact", False)
+    monkeypatch.setattr(residency, "traits", POLICIES["infinigen"])
     statuses = [group.generation for group in (await running.state()).groups if group.role == "generate"]
     assert [(each.residency, each.is_approximate) for each in statuses] == [("device", False), ("infinigen", True)]
     metrics = await running.metrics()

@@ -5,8 +5,8 @@ import logging
 
 import pytest
 
-from baton.endless import Pauses, repeat, tell_end
 from baton.errors import UnavailableError
+from baton.process.endless import Pauses, repeat, tell_end
 
 QUICK = Pauses(0.001, 0.002)
 
