@@ -23,7 +23,7 @@ from deploy.quality.passages import Context, PassageRows, Reading, prefill_conte
 from deploy.quality.texts import Texts
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.sparse.pool import PoolSize, eviction_named
+from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.sparse.selection_file import PreparedSelection
@@ -146,7 +146,7 @@ def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
     pool = None
     if setting.pool is not None:
         assert setting.eviction is not None
-        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), eviction_named(setting.eviction))
+        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), Eviction(setting.eviction))
     source = VariedSource(decoder, setting.selection, pool, setting.budget, setting.alpha)
     return make_residency(setting.policy, shape, decoder.device, source)
 

@@ -96,8 +96,8 @@ COMMANDS = {
     "gateway": "--api-key-env --cache --grace --host --model --orchestrator --port",
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
-    "local": "prompt --cache --chat --colocated --config --dtype --model --no-timeline --quantization --ranks --set"
-    f" --threads {SAMPLING}",
+    "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
+    f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
     " --threads --weights",
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
