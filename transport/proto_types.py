@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from baton.errors import InvalidArgumentError
-from baton.ids import RequestId, SlotId, Stamp
+from baton.ids import SlotId, Stamp
 from baton.proto_types import event_from_proto as event_from_proto
 from baton.proto_types import event_to_proto as event_to_proto
 from baton.proto_types import finish_from_proto as finish_from_proto
@@ -17,6 +17,7 @@ from baton.proto_types import params_from_proto as params_from_proto
 from baton.proto_types import params_to_proto as params_to_proto
 from baton.proto_types import range_from_proto as range_from_proto
 from baton.proto_types import range_to_proto as range_to_proto
+from baton.proto_types import read
 from baton.proto_types import sampled_from_proto as sampled_from_proto
 from baton.proto_types import sampled_to_proto as sampled_to_proto
 from baton.sampling_params import SamplingParams
@@ -45,30 +46,14 @@ def lease_ref_from_proto(message: common_pb2.LeaseRef) -> LeaseRef:
 
 def lease_to_proto(lease: Lease) -> common_pb2.Lease:
     """Return a lease as a message."""
-    return common_pb2.Lease(
-        ref=lease_ref_to_proto(lease.ref),
-        request_id=lease.request_id,
-        attempt=lease.attempt,
-        num_tokens=lease.num_tokens,
-        endpoint=lease.endpoint,
-        ttl_s=lease.ttl_s,
-        num_present_tokens=lease.num_present_tokens,
-    )
+    return common_pb2.Lease(**vars(lease) | {"ref": lease_ref_to_proto(lease.ref)})
 
 
 def lease_from_proto(message: common_pb2.Lease) -> Lease:
     """Return the lease that a message describes. Raises InvalidArgumentError when the lease names no slot."""
     if not message.HasField("ref"):
         raise InvalidArgumentError("lease.ref is missing: pass on the lease as Reserve returned it")
-    return Lease(
-        ref=lease_ref_from_proto(message.ref),
-        request_id=RequestId(message.request_id),
-        attempt=message.attempt,
-        num_tokens=message.num_tokens,
-        endpoint=message.endpoint,
-        ttl_s=message.ttl_s,
-        num_present_tokens=message.num_present_tokens,
-    )
+    return read(Lease, message, ref=lease_ref_from_proto(message.ref))
 
 
 def history_to_proto(
@@ -86,12 +71,9 @@ def history_from_proto(message: common_pb2.History) -> History:
 
 def kernels_to_proto(choice: KernelChoice) -> common_pb2.KernelChoice:
     """Return a choice among kernels as a message."""
-    return common_pb2.KernelChoice(
-        processor=choice.processor, attention=choice.attention, panels=choice.panels, torch_rows=choice.torch_rows
-    )
+    return common_pb2.KernelChoice(**vars(choice))
 
 
 def kernels_from_proto(message: common_pb2.KernelChoice) -> KernelChoice:
     """Return the choice among kernels that a worker reports."""
-    torch_rows = message.torch_rows if message.HasField("torch_rows") else None
-    return KernelChoice(message.processor, message.attention, message.panels, torch_rows)
+    return read(KernelChoice, message, torch_rows=message.torch_rows if message.HasField("torch_rows") else None)

@@ -91,16 +91,7 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.Model:
         """Return the name, the limits and the fingerprints of the served model."""
-        model = self._model
-        return pb.Model(
-            name=model.name,
-            max_tokens=model.max_tokens,
-            vocab_size=model.vocab_size,
-            dtype=model.dtype,
-            has_chat_template=model.has_chat_template,
-            layout_fingerprint=model.layout_fingerprint,
-            tokenizer_fingerprint=self._intake.tokenizer_fingerprint,
-        )
+        return pb.Model(**vars(self._model), tokenizer_fingerprint=self._intake.tokenizer_fingerprint)
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
@@ -223,13 +214,4 @@ async def _show_health(shown: health.HealthServicer, overview: Overview) -> None
 
 
 def _finished_to_proto(event: Finished) -> pb.Finished:
-    usage = event.usage
-    return pb.Finished(
-        usage=pb.Usage(
-            num_prompt_tokens=usage.num_prompt_tokens,
-            num_output_tokens=usage.num_output_tokens,
-            num_attempts=usage.num_attempts,
-            num_cached_tokens=usage.num_cached_tokens,
-        ),
-        timings=timings_to_proto(event.timings),
-    )
+    return pb.Finished(usage=pb.Usage(**vars(event.usage)), timings=timings_to_proto(event.timings))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from baton import __version__
 from baton.cluster_state import GenerationStatus, GroupState
 from baton.sampling_params import SamplingParams
 from deploy.cli import main
@@ -151,6 +152,15 @@ async def test_status_says_why_a_cluster_does_not_serve(shell: Shell) -> None:
     shown = await shell.run("status", "mine")
     assert shown.status == 1
     assert "not serving: no generation group is ready" in shown.out.splitlines()
+
+
+async def test_the_status_of_another_version_s_cluster_is_one_line(
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrator.observability.state.__version__", "0.1.0")
+    shown = await shell.run("status", "mine")
+    sides = f"the orchestrator has Baton 0.1.0, and this side has {__version__}"
+    assert (shown.status, shown.out) == (1, f"cluster mine: {sides}: run one version on both sides\n")
 
 
 @pytest.mark.parametrize(
