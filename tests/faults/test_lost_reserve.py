@@ -22,7 +22,9 @@ from transport.kv_sink import ReserveSpec
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
-CONFIG = OrchestratorConfig(avoid_s=0.1, lease_ttl_s=30.0, disaggregation="always")
+CONFIG = OrchestratorConfig(avoid_s=0.1, lease_ttl_s=30.0, poll_s=0.1, disaggregation="always")
+TOLD_S = LEAK_S + 1.0
+"""Within which a leak is found, and health says so."""
 PARAMS = SamplingParams(max_tokens=4, ignore_eos=True)
 
 
@@ -81,7 +83,7 @@ async def test_a_lost_answer_leaves_no_slot_and_health_says_serving(faults: dict
     async with behind(plan) as made:
         await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
         plan.is_on = True
-        listening = asyncio.create_task(verdicts(made, over_s=2 * LEAK_S))
+        listening = asyncio.create_task(verdicts(made, over_s=TOLD_S))
         answer = await made.ask(made.request(prompt(20), PARAMS))
         assert answer.finished is not None
         assert answer.finished.usage.num_attempts == (1 if faults["Reserve"] is Fault.TWICE else 2)
@@ -95,7 +97,7 @@ async def test_what_cannot_be_aborted_is_no_leak_before_its_ttl() -> None:
     async with behind(PickedPlan({}, 0.0)) as made:
         await eventually(lambda: verdict(made), lambda status: status == SERVING, within_s=10)
         lease = hidden_lease(made)
-        told = await verdicts(made, over_s=2 * LEAK_S)
+        told = await verdicts(made, over_s=TOLD_S)
         made.groups[0].slots.abort(lease.ref)
         assert told == [SERVING]
 
