@@ -127,10 +127,6 @@ class PoolLimit:
         """Return the place in a full pool of a token that is among the latest."""
         return self.end_others + (position - self.end_others) % (self.num_last - 1)
 
-    def own_place(self, position: int) -> int:
-        """Return the place of a step's own token, whose position this is."""
-        return min(position, self.num_places)
-
 
 class KvPool:
     """The places and marks of one row's tokens, in all layers that choose."""
@@ -140,12 +136,6 @@ class KvPool:
         self.limit = limit
         self._orders_LGP = orders_LGP
         """Order of the token at each place: the least is evicted first. Orders of the last place mean nothing."""
-
-    def positions(self, layer: int, num_tokens: int) -> Integers:
-        """Return the positions of the tokens that a row of `num_tokens` keeps in a layer, by kv head and place: `[G,
-        P]`."""
-        num_kept = min(num_tokens, self.limit.num_places)
-        return self._orders_LGP[layer, :, :num_kept].astype(np.int64) & ((1 << self.limit.position_bits) - 1)
 
     def take_prompt(self, layer: int, tokens: TokenRange) -> tuple[Integers, Integers]:
         """Add `tokens` of a prompt, in whatever order they come. Return `(positions, places)` of those to be copied to
@@ -175,8 +165,8 @@ class KvPool:
         return sources, targets
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
-        """Keep the next token, which lies at its `own_place`. Return None when it stays there, else the places of the
-        victims, `[L, G]`.
+        """Keep the next token, which lies at place P, or at that of its number while there is room. Return None when it
+        stays there, else the places of the victims, `[L, G]`.
 
         The caller then moves the token at `late_place` to the victim's place, and the own token to `late_place`; when
         the pool protects no latest token but the own one, the own token to the victim's place. `victims_LG`: as

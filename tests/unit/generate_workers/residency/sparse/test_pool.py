@@ -36,6 +36,13 @@ limits = st.builds(
 )
 
 
+def positions_in(pool: KvPool, layer: int, num_tokens: int) -> Integers:
+    """`[G, P]`: of the tokens that a row of so many keeps, by place, as their orders say."""
+    num_kept = min(num_tokens, pool.limit.num_places)
+    positions_GP: Integers = pool._orders_LGP[layer, :, :num_kept].astype(np.int64)
+    return positions_GP & ((1 << pool.limit.position_bits) - 1)
+
+
 @dataclass
 class Traced:
     """A row: its pool, a memory in which every place holds a token's position, and what lists make of it."""
@@ -77,7 +84,7 @@ class Traced:
     def append(self, victims_LG: Integers | None = None) -> None:
         """The memory does what the pool says."""
         position, limit, memory_LGP = self.num_tokens, self.limit, self.memory_LGP
-        memory_LGP[:, :, limit.own_place(position)] = position
+        memory_LGP[:, :, min(position, limit.num_places)] = position
         victims_LG = self.pool.append(position, victims_LG=victims_LG)
         if victims_LG is not None:
             leaving = limit.late_place(position) if limit.num_last > 1 else limit.num_places
@@ -91,7 +98,7 @@ class Traced:
         limit, num_tokens = self.limit, self.num_tokens
         num_kept = min(num_tokens, limit.num_places)
         for layer, heads in enumerate(self.heads):
-            found_GP = self.pool.positions(layer, num_tokens)
+            found_GP = positions_in(self.pool, layer, num_tokens)
             assert found_GP.tolist() == self.memory_LGP[layer, :, :num_kept].tolist()
             for head, held in zip(heads, found_GP.tolist(), strict=True):
                 assert len(held) == num_kept
@@ -150,7 +157,7 @@ def step(rows: list[Traced], places_LBG: list[list[list[set[int]]]]) -> None:
     for layer, places_BG in enumerate(places_LBG):
         closeness_BGP = -torch.randint(0, 4, (1 + len(rows), NUM_HEADS, limit.num_places), generator=generator).float()
         own = [
-            [places | {limit.own_place(row.num_tokens)} for places in places_G]
+            [places | {min(row.num_tokens, limit.num_places)} for places in places_G]
             for row, places_G in zip(rows, places_BG, strict=True)
         ]
         if notes is not None:
@@ -240,7 +247,7 @@ def noted(row: Traced, places: set[int], closeness_BGP: Tensor) -> Integers:
 
 def gone_of(row: Traced) -> list[int]:
     """Of the first list; the others are alike."""
-    positions: Integers = row.pool.positions(0, row.num_tokens)[0]
+    positions = positions_in(row.pool, 0, row.num_tokens)[0]
     return sorted({*range(row.num_tokens)} - {*positions.tolist()})
 
 
