@@ -12,6 +12,7 @@ few ranks. Making a planner costs some tenths of a second for 4 ranks and some s
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -47,6 +48,11 @@ class Basis:
     """Costs of the calibration, scaled by the ranks' pace unless they were measured."""
     knots: PredictedPartitioner
 
+    @classmethod
+    def of(cls, calibration: Calibration, table: PartitionTable) -> Self:
+        """Return the basis of a calibration, with the table that was searched by it, before anything is observed."""
+        return cls(calibration, calibration.cost, PredictedPartitioner(table))
+
 
 class ChainPlanner:
     """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
@@ -61,10 +67,11 @@ class ChainPlanner:
         max_tokens: int,
         steps: StepTimes | None = None,
         local: LocalPrefill | None = None,
+        table: PartitionTable | None = None,
     ) -> None:
-        """Search knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
-        `steps`, `step_s` raises ConfigError and `local_s` returns None; so does `local_s` without `local`. Raises
-        InvalidArgumentError for less than one rank or token."""
+        """Search knots for prompts of up to `max_tokens`, unless `table` has those of an equal planner; longer prompts
+        are divided in the same proportions. Without `steps`, `step_s` raises ConfigError and `local_s` returns None; so
+        does `local_s` without `local`. Raises InvalidArgumentError for less than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
@@ -77,12 +84,17 @@ class ChainPlanner:
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._num_passed_over = 0
-        self._basis = self.search(calibration)
+        self._basis = self.search(calibration) if table is None else Basis.of(calibration, table)
 
     @property
     def calibration(self) -> Calibration:
         """The calibration in force now, which says whether it was measured."""
         return self._basis.calibration
+
+    @property
+    def table(self) -> PartitionTable:
+        """The knots that were searched."""
+        return self._basis.knots.table
 
     @property
     def cost(self) -> CostModel:
@@ -109,9 +121,7 @@ class ChainPlanner:
             contexts = [min(least, longest), *(longest // factor**power for power in powers)]
             table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
             knots.update(table.knots)
-        return Basis(
-            calibration, calibration.cost, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots))
-        )
+        return Basis.of(calibration, PartitionTable(calibration.fingerprint, knots))
 
     def adopt(self, basis: Basis) -> None:
         """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the
