@@ -1,0 +1,97 @@
+"""Converts what a supervisor and the orchestrator tell each other to and from the messages of baton.v1.Keeping.
+
+Used by `orchestrator.api.host` and, on the supervisor's side, by `deploy.groups.keeper`. Pure.
+"""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.results import ModelInfo
+from baton.v1 import keeping_pb2 as pb
+from baton.v1 import orchestrator_pb2
+from orchestrator.membership.members import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
+from planning import calibration, partition_table, step_times
+from planning.local_prefill import LocalPrefill
+from planning.planner import ChainPlanner
+
+T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill)
+
+
+def view_to_proto(view: ClusterView) -> pb.ClusterView:
+    """Return the view as a message."""
+    return pb.ClusterView(
+        prefill=[pb.PrefillGroupView(**asdict(group)) for group in view.prefill],
+        generation=[pb.GenerationGroupView(**asdict(group)) for group in view.generation],
+        absent=[pb.AbsentGroup(**asdict(group)) for group in view.absent],
+    )
+
+
+def view_from_proto(message: pb.ClusterView) -> ClusterView:
+    """Return the view; each group is equal to the one that was sent, and so is its life."""
+    return ClusterView(
+        prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
+        generation=tuple(_of(GenerationGroup, group) for group in message.generation),
+        absent=tuple(_of(AbsentGroup, group) for group in message.absent),
+    )
+
+
+def orders_to_proto(orders: Orders) -> pb.Orders:
+    """Return the orders as a message."""
+    return pb.Orders(
+        drained=sorted(orders.drained),
+        leaving=sorted(orders.leaving),
+        stand_ins=sorted(orders.stand_ins),
+        models=orders.models,
+    )
+
+
+def orders_from_proto(message: pb.Orders) -> Orders:
+    """Return the orders."""
+    return Orders(
+        drained=frozenset(message.drained),
+        leaving=frozenset(message.leaving),
+        stand_ins=frozenset(message.stand_ins),
+        models=dict(message.models),
+    )
+
+
+def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
+    """Return the served model as a message; `baton.proto_types.model_from_proto` reads it."""
+    return orchestrator_pb2.Model(**asdict(model))
+
+
+def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
+    """Return what the planner predicts by as a message; `path` is the file for calibrations that are given later."""
+    return pb.Predictions(
+        calibration=calibration.dumps(planner.calibration),
+        calibration_path="" if path is None else str(path),
+        step_times="" if planner.steps is None else step_times.dumps(planner.steps),
+        partitions=partition_table.dumps(planner.table),
+        max_ranks=planner.max_ranks,
+        max_tokens=planner.max_tokens,
+        local=None if planner.local is None else pb.LocalPrefill(**asdict(planner.local)),
+    )
+
+
+def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
+    """Return a planner that predicts as the sender's did when it was made. Raises ConfigError for damaged texts."""
+    return ChainPlanner(
+        calibration.loads(message.calibration, "calibration"),
+        max_ranks=message.max_ranks,
+        max_tokens=message.max_tokens,
+        steps=step_times.loads(message.step_times, "step_times") if message.step_times else None,
+        local=_of(LocalPrefill, message.local) if message.HasField("local") else None,
+        table=partition_table.loads(message.partitions, "partitions"),
+    )
+
+
+def _of(kind: type[T], message: Message) -> T:
+    """Return a value whose fields have the names and values of the message's."""
+    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(kind)}
+    return kind(**{name: value if isinstance(value, _SCALARS) else tuple(value) for name, value in values.items()})
+
+
+_SCALARS = (str, bool, int, float)
