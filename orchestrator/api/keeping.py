@@ -19,6 +19,8 @@ from planning.planner import ChainPlanner
 
 T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill)
 
+_SCALARS = (str, bool, int, float)
+
 
 def view_to_proto(view: ClusterView) -> pb.ClusterView:
     """Return the view as a message."""
@@ -90,8 +92,8 @@ def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
 
 def _of(kind: type[T], message: Message) -> T:
     """Return a value whose fields have the names and values of the message's."""
-    values: dict[str, Any] = {field.name: getattr(message, field.name) for field in fields(kind)}
-    return kind(**{name: value if isinstance(value, _SCALARS) else tuple(value) for name, value in values.items()})
-
-
-_SCALARS = (str, bool, int, float)
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        value = getattr(message, field.name)
+        values[field.name] = value if isinstance(value, _SCALARS) else tuple(value)
+    return kind(**values)
