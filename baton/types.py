@@ -7,9 +7,16 @@ import hashlib
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import cached_property
+from typing import Literal, get_args
 
 from baton.ids import RequestId, SlotId, Stamp
 
+Dtype = Literal["bfloat16", "float32"]
+"""Number format that a model is served in."""
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+Quantization = Literal["none", "int8"]
+"""Format of quantized weights, or none."""
+QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""
 MAX_PROMPT_BYTES = 8 * 2**20

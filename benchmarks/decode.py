@@ -31,7 +31,8 @@ from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter
 from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.probe import measure
-from generate_workers.engine.core import EngineConfig, StepStats
+from generate_workers.config import EngineConfig
+from generate_workers.engine.status import StepStats
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.threads import use_cores

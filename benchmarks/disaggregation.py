@@ -26,7 +26,7 @@ from benchmarks.elastic import calibrate
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.mixed_load import Asked, ask, controlled, mixed, p99, streaming
 from benchmarks.support.open_loop import percentile
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import local_planner
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig

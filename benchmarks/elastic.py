@@ -31,7 +31,7 @@ from benchmarks.baselines.ranks import Ranks
 from benchmarks.support.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
 from orchestrator.controller import Controller, GenerateSpec

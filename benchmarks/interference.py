@@ -37,7 +37,8 @@ from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
-from deploy.config.worker import LocalConfig, WorkerConfig
+from deploy.config.local import LocalConfig
+from deploy.config.worker import WorkerConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import local_planner
 from modeling.threads import use_cores
@@ -98,7 +99,9 @@ class Pinned(LocalConfig):
     def worker(self, role: str, rank: int) -> WorkerConfig:
         """Return the configuration of a worker, pinned to its cores."""
         first, *others = sorted(os.sched_getaffinity(0))
-        return replace(super().worker(role, rank), cores=(first,) if role == "generate" else tuple(others or [first]))
+        cores = (first,) if role == "generate" else tuple(others or [first])
+        worker = super().worker(role, rank)
+        return replace(worker, place=replace(worker.place, cores=cores))
 
 
 class RelaySide:

@@ -43,7 +43,7 @@ from benchmarks.support.harness import (
     random_prompt,
     resolve,
 )
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kernels.choosing import measure_choice

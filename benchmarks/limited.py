@@ -30,7 +30,7 @@ from benchmarks.sparse import find_source, text_ids
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.commands.local_relay import running_controller
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from modeling.checkpoints.weights import load_decoder
 from modeling.sparse.selection_file import save_prepared

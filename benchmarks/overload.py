@@ -37,7 +37,7 @@ from rich.console import Console
 from baton.clock import SystemClock
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import local_planner
 from orchestrator.controller import Controller
@@ -142,7 +142,7 @@ class _Bench:
     async def _overload(self, ask: Ask, capacity: float) -> Overloaded:
         seconds = self._times.overload_s
         most = math.ceil(capacity * BOUND_S)
-        config = OrchestratorConfig(max_queued=most if ask.deadline_s is None else 8 * most)
+        config = OrchestratorConfig(max_queued_requests=most if ask.deadline_s is None else 8 * most)
         async with self._controller(config) as controller:
             source = Source(controller, seed=1)
             loading = asyncio.create_task(source.at_rate(ask, FACTOR * capacity, seconds))
@@ -175,7 +175,7 @@ class _Bench:
         rate = LIGHT_PART * capacity
         light = replace(ask, tenant=Tenant("light"))
         heavy = replace(ask, tenant=Tenant("heavy", max_running=NUM_SLOTS - NUM_RESERVED))
-        config = OrchestratorConfig(max_queued=math.ceil(capacity * BOUND_S))
+        config = OrchestratorConfig(max_queued_requests=math.ceil(capacity * BOUND_S))
         alone, beside = [], []
         with progress("fair", rounds) as advance:
             for round_ in range(rounds):

@@ -17,7 +17,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
 from deploy.commands.local_relay import running_controller
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 

@@ -32,7 +32,7 @@ from benchmarks.support.harness import (
     resolve,
 )
 from deploy.commands.local_relay import running_controller
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.requests.config import OrchestratorConfig

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, interleave, make_parser, resolve
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.threads import use_cores

@@ -28,7 +28,7 @@ from benchmarks.sides.served import ServedSide
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.streams import Measured, Side, make_load
 from deploy.commands.served_child import own_cluster, until_signal
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from modeling.threads import use_cores
 
 STREAMS = "1,4,16"

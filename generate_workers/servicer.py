@@ -24,9 +24,11 @@ from baton.proto_types import kv_ledger_to_proto
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
-from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.status import StepStats
 from generate_workers.prefixes.group import GroupPrefixes
 from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
@@ -204,17 +206,19 @@ class GenerationServer:
         clock: Clock,
         host: str,
         port: int = 0,
+        num_engines: int = 1,
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
         """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
-        answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given.
+        answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
+        this one included, share the machine's memory.
 
         Raises ConfigError when it cannot listen there or make that folder, and for memory that cannot be had.
         """
-        memory = make_memory(decoder, config)
+        memory = make_memory(decoder, config, num_engines)
         server = make_server()
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")

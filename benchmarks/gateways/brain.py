@@ -42,7 +42,7 @@ async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
     members = Members()
     planner = ChainPlanner(nominal_calibration(told.folder, "bfloat16", 1), max_ranks=1, max_tokens=MAX_TOKENS)
     most = 2 * told.num_slots * len(told.ports)
-    config = OrchestratorConfig(max_queued=most, max_queued_tokens=1000 * most, max_running=most)
+    config = OrchestratorConfig(max_queued_requests=most, max_queued_tokens=1000 * most, max_running=most)
     layout = LAYOUT.fingerprint
     server = await OrchestratorServer.start(
         members,

@@ -16,9 +16,9 @@ from baton.results import KvLedger
 from baton.types import FinishReason, KvLayout, SampledToken, TokenEvent
 from baton.v1 import generate_pb2_grpc
 from benchmarks.gateways.process import Answer, usage
-from generate_workers.engine.config import EngineStatus
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import EventSink, GenerationRequest, Ticket
+from generate_workers.engine.status import EngineStatus
 from generate_workers.servicer import GenerationServicer
 from generate_workers.slots.leases import SlotLedger
 from transport.channel import bind, make_server

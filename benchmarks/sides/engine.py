@@ -19,7 +19,8 @@ from baton.process.garbage import collect_rarely
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.streams import Load, Measured, StreamTimes
-from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable

@@ -17,9 +17,11 @@ from baton.errors import InvalidArgumentError, ResourceExhaustedError
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, SampledToken, TokenRange
-from generate_workers.engine.core import EngineConfig, GenerationEngine, StepStats
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.status import StepStats
 from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
-from baton.paths import cache_folder
-from deploy.config.worker import DEFAULT_MODEL
+from baton.settings.paths import cache_folder
+from deploy.config.environment import DEFAULT_MODEL
 
 PAIRS = 9
 QUICK_PAIRS = 3

@@ -43,6 +43,8 @@ class ChaosPlan:
     faults: SeededPlan
     """Fault plan for all calls of workers and clients."""
     heartbeat: Heartbeat
+    num_slots: int
+    """Slots of each engine."""
     max_tokens: int
     """Tokens of one request, prompt and output."""
 
@@ -118,7 +120,7 @@ class ChaosCluster:
         self._keeper.tell()
 
     def _view(self) -> ClusterView:
-        return self._cluster.view(self._plan.engines[0].num_slots, self._plan.max_tokens)
+        return self._cluster.view(self._plan.num_slots, self._plan.max_tokens)
 
     def _life(self) -> OrchestratorLife:
         return self._plan.life(self._cluster.generation[0].layout_fingerprint)

@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
-from deploy.config.worker import DEFAULT_MODEL
+from baton.settings.paths import cache_folder
+from deploy.config.environment import DEFAULT_MODEL
 
 _DESCRIPTION = """\
 Brings up two prefill ranks, two generation engines and an orchestrator as processes of this machine, each behind a

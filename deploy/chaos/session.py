@@ -27,7 +27,7 @@ from deploy.chaos.orchestrator import OrchestratorLife
 from deploy.chaos.run import Answer, Bounds, ChaosRun, Outcome, Report
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.group import Heartbeat
 from deploy.groups.processes import ProcessSpawner
 from deploy.machine.calibrations import local_planner
@@ -52,7 +52,7 @@ _LIMITS = OrchestratorConfig(
     generation_wait_s=60.0,
     max_attempts=8,
     lease_ttl_s=5.0,
-    max_queued=4096,
+    max_queued_requests=4096,
     disaggregation="always",  # prompts are short, and chains are what faults should hit
 )
 _BOUNDS = Bounds(request_s=180.0, settle_s=60.0)
@@ -127,6 +127,8 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
     )
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
 
+    engine = local.worker("generate", 0)
+
     def life(layout: str) -> OrchestratorLife:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, False, layout)
         return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, local_planner(local), local.host)
@@ -135,11 +137,13 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
         spawner=ProcessSpawner(local.start_timeout_s),
         chain=[local.worker("prefill", rank) for rank in range(_NUM_RANKS)],
         engines=[
-            replace(local.worker("generate", 0), group=group, num_engines=_NUM_ENGINES) for group in range(_NUM_ENGINES)
+            replace(engine, group=group, place=replace(engine.place, num_engines=_NUM_ENGINES))
+            for group in range(_NUM_ENGINES)
         ],
         life=life,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,
+        num_slots=_NUM_SLOTS,
         max_tokens=max_tokens,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
-from deploy.config.worker import read_variable
+from deploy.config.environment import read_variable
 
 if TYPE_CHECKING:
     import grpc

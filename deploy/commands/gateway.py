@@ -6,8 +6,8 @@ from pathlib import Path
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.errors import DeadlineExceededError, InvalidArgumentError, UnavailableError
-from baton.paths import cache_folder
-from deploy.config.worker import read_variable
+from baton.settings.paths import cache_folder
+from deploy.config.environment import read_variable
 
 _ANSWER_S = 10.0
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.channel_options import DEFAULT_TARGET
 from baton.results import Completion
-from deploy.config.worker import read_variable
+from deploy.config.environment import read_variable
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 if TYPE_CHECKING:

@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
 from baton.sampling_params import params_from_options
-from deploy.config.worker import DEFAULT_MODEL, DTYPES, QUANTIZATIONS
+from baton.settings.paths import cache_folder
+from baton.types import DTYPES, QUANTIZATIONS
+from deploy.config.environment import DEFAULT_MODEL
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
 
 

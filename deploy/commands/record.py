@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
-from baton.paths import cache_folder
+from baton.settings.paths import cache_folder
 from modeling.prefix_store.folder import sweep
 
 _POLL_S = 0.05

@@ -155,7 +155,7 @@ def _resolved(model: str) -> str:
         return ""
     from rich.console import Console
 
-    from baton.paths import cache_folder
+    from baton.settings.paths import cache_folder
     from deploy.machine.model_folder import resolve_folder
 
     return str(resolve_folder(model, cache_folder(), Console(stderr=True)).absolute())

@@ -29,8 +29,8 @@ from deploy.commands.record import (
     store_name,
 )
 from deploy.config.cluster import ClusterConfig
+from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
-from deploy.config.worker import prepare_ray_environment
 from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 

@@ -92,7 +92,7 @@ def _end_on(address: str, name: str) -> None:
     """End the cluster of that name on a Ray that goes on running; does nothing when that Ray is gone."""
     from baton.errors import UnavailableError
     from deploy.commands.record import require_reachable
-    from deploy.config.worker import prepare_ray_environment
+    from deploy.config.environment import prepare_ray_environment
 
     try:
         require_reachable(address)

@@ -17,7 +17,7 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from deploy.commands.local_relay import running_controller
 from deploy.commands.timeline import draw_timeline
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder

@@ -4,15 +4,15 @@ Every mistake of a user is a ConfigError of one line: which key, which value, wh
 """
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin
-
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
+from typing import Any
 
 from baton.errors import ConfigError
+from baton.settings.base import from_json, meaning_of, names_of
 from deploy.config.cluster import ClusterConfig
 
 
@@ -22,10 +22,12 @@ def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterCo
     raw: dict[str, Any] = _read(path) if path is not None else {}
     for assignment in assignments:
         _assign(raw, assignment)
-    try:
-        return ClusterConfig.model_validate(raw)
-    except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+    return make_config(raw)
+
+
+def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
+    """Return the configuration with these values, each section a mapping; all else is default. Raises ConfigError."""
+    return from_json(ClusterConfig, json.dumps(sections, default=str))
 
 
 def format_config(config: ClusterConfig) -> str:
@@ -66,62 +68,26 @@ def _value(text: str) -> Any:
     return parsed["value"] if parsed.keys() == {"value"} else text
 
 
-def _explain(error: ValidationError) -> str:
-    first, *others = error.errors()
-    more = f" (and {len(others)} more)" if others else ""
-    return _explain_one(first) + more
-
-
-def _explain_one(detail: ErrorDetails) -> str:
-    where = ".".join(str(part) for part in detail["loc"]) or "configuration"
-    if detail["type"] == "extra_forbidden":
-        known = ", ".join(_section(detail["loc"][:-1]).model_fields)
-        return f"{where} is no key: use one of {known}"
-    if detail["type"] == "value_error":  # raised by a section as a whole: its text is complete
-        return f"{where}: {detail['ctx']['error']}"
-    if detail["type"] == "model_type":
-        return f"{where} = {_shown(detail['input'])} is wrong: {where} is a section, set its keys"
-    message = detail["msg"][:1].lower() + detail["msg"][1:]
-    return f"{where} = {_shown(detail['input'])} is wrong: {message}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _section(location: tuple[int | str, ...]) -> type[BaseModel]:
-    section: type[BaseModel] = ClusterConfig
-    names = iter(location)
-    for name in names:
-        annotation = section.model_fields[str(name)].annotation
-        if get_origin(annotation) is dict:  # a table of sections, by a name that the user chose
-            next(names)
-            _, annotation = get_args(annotation)
-        assert isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        section = annotation
-    return section
-
-
-def _lines(section: BaseModel, name: str) -> Iterator[str]:
+def _lines(section: Any, name: str) -> Iterator[str]:
     if name:
         yield f"\n# {(type(section).__doc__ or '').splitlines()[0]}\n[{name}]"
-    values = {field: getattr(section, field) for field in type(section).model_fields}
-    yield from _assignments(section, {key: value for key, value in values.items() if not _sections(key, value)})
+    values = {name: getattr(section, name) for name in names_of(type(section))}
+    for key, value in values.items():
+        if not _sections(key, value):
+            yield f"# {meaning_of(type(section), key)}"
+            yield f"{key} = {_toml(value)}"
     for key, value in values.items():
         for place, nested in _sections(key, value).items():
             yield from _lines(nested, f"{name}.{place}" if name else place)
 
 
-def _sections(key: str, value: Any) -> dict[str, BaseModel]:
+def _sections(key: str, value: Any) -> dict[str, Any]:
     """Return the sections that a field holds, by their place: itself, or those of a table of sections. Empty for a
     plain value or an empty table."""
-    if isinstance(value, BaseModel):
+    if is_dataclass(value):
         return {key: value}
     return {f"{key}.{each}": nested for each, nested in value.items()} if isinstance(value, dict) else {}
 
 
-def _assignments(section: BaseModel, values: Mapping[str, Any]) -> Iterator[str]:
-    for key, value in values.items():
-        yield f"# {type(section).model_fields[key].description}"
-        yield f"{key} = {json.dumps(value, default=str)}"  # JSON of strings, numbers and lists is TOML
+def _toml(value: Any) -> str:
+    return "inf" if value == math.inf else json.dumps(value, default=str)  # JSON of all other values is TOML

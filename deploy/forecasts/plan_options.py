@@ -74,7 +74,7 @@ def _measured(args: argparse.Namespace, shape: "ModelShape | None") -> "tuple[st
         raise InvalidArgumentError("--hardware here measures with the model's matrices: give MODEL or --shape")
     from rich.console import Console
 
-    from deploy.config.worker import use_threads
+    from deploy.config.environment import use_threads
     from deploy.machine.doctor import inspect_machine
     from deploy.machine.probe import measure
 
@@ -132,7 +132,7 @@ def _from_folder(args: argparse.Namespace) -> NamedModel:
         )
     from rich.console import Console
 
-    from baton.paths import cache_folder
+    from baton.settings.paths import cache_folder
     from deploy.machine.calibrations import nominal_calibration
     from deploy.machine.model_folder import resolve_folder
     from modeling.checkpoints.weights import load_config

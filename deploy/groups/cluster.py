@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from baton.clock import Clock
 from baton.errors import UnavailableError
 from baton.ids import Epoch
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner

@@ -15,6 +15,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import grpc
 
@@ -51,7 +52,7 @@ class Agreement:
 
     version: str = ""
     told_by: str = ""
-    layouts: dict[str, tuple[str, str]] = field(default_factory=dict)
+    layouts: dict[Path, tuple[str, str]] = field(default_factory=dict)
     """KV layout by model folder: its fingerprint, and the worker that reported it."""
     kernels: dict[str, tuple[KernelChoice, str]] = field(default_factory=dict)
     """Kernels by kind of processor, with the worker that reported them."""
@@ -60,7 +61,8 @@ class Agreement:
         """Raise VersionMismatchError for a worker that differs from those checked before."""
         if not self.told_by:
             self.version, self.told_by = status.version, config.name
-        layout, told_by = self.layouts.setdefault(config.model_folder, (status.layout_fingerprint, config.name))
+        folder, reported = config.place.model_folder, (status.layout_fingerprint, config.name)
+        layout, told_by = self.layouts.setdefault(folder, reported)
         told_by = self.told_by if status.version != self.version else told_by
         if (status.version, status.layout_fingerprint) != (self.version, layout):
             raise VersionMismatchError(

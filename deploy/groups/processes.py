@@ -15,6 +15,7 @@ import sys
 from dataclasses import dataclass
 
 from baton.errors import BatonError, UnavailableError
+from baton.settings.base import to_json
 from deploy.config.worker import WorkerConfig
 
 CLOSE_GRACE_S = 5.0
@@ -88,14 +89,14 @@ class ProcessSpawner:
                 reason = f"{config.name} did not start within {self._timeout_s:g} s: raise start_timeout_s"
                 raise UnavailableError(reason) from error
             raise
-        return WorkerProcess(config, f"{config.host}:{port}", process)
+        return WorkerProcess(config, f"{config.place.host}:{port}", process)
 
 
 async def _greet(process: asyncio.subprocess.Process, config: WorkerConfig) -> int:
     assert process.stdin is not None
     assert process.stdout is not None
     with contextlib.suppress(ConnectionError):  # a worker that died at once is reported below
-        process.stdin.write(config.to_json().encode() + b"\n")
+        process.stdin.write(to_json(config).encode() + b"\n")
         await process.stdin.drain()
     line = await process.stdout.readline()
     if not line:

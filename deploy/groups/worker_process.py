@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from typing import TextIO
 
 from baton.errors import BatonError
+from baton.settings.base import from_json
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import Server, start_server
 
@@ -24,7 +25,7 @@ def main(start: StartServer = start_server) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s %(levelname)s %(message)s")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     answers, sys.stdout = sys.stdout, sys.stderr
-    config = WorkerConfig.from_json(sys.stdin.readline())
+    config = from_json(WorkerConfig, sys.stdin.readline())
     try:
         asyncio.run(_run(config, answers, start))
     except BatonError as error:

@@ -11,10 +11,11 @@ import platform
 from pathlib import Path
 
 from baton.errors import ConfigError
-from baton.paths import cache_folder
+from baton.settings.paths import cache_folder
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
-from deploy.config.worker import LocalConfig, use_threads
+from deploy.config.environment import use_threads
+from deploy.config.local import LocalConfig
 from deploy.machine.limits import tokens_of_slot
 from planning import step_times
 from planning.calibration import Calibration, load, nominal

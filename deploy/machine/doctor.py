@@ -19,7 +19,7 @@ from baton import __version__
 from baton.errors import BatonError, ConfigError
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
-from deploy.config.worker import use_threads
+from deploy.config.environment import use_threads
 from modeling.kernels import native
 
 GIB = 2**30

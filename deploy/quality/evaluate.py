@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
-from deploy.config.worker import DEFAULT_MODEL, DTYPES, EVICTIONS, QUANTIZATIONS
+from baton.settings.paths import cache_folder
+from baton.types import DTYPES, QUANTIZATIONS
+from deploy.config.environment import DEFAULT_MODEL
 from deploy.options import numbers as option_values
 from deploy.quality.evaluation import Cell, Setting, Size
 
@@ -181,6 +182,8 @@ def find_settings(args: argparse.Namespace) -> list[Setting]:
     if pools and not any(name.partition(":")[0] == _POOLED for name in named):
         raise InvalidArgumentError(f"--pool means nothing without {_POOLED}: name it in --policies")
     settings = []
+    from generate_workers.config import EVICTIONS  # imports pydantic
+
     for name in named:
         policy, has_own, own = name.partition(":")
         meant = [size for size in sizes if set(size) <= set(_SIZES.get(policy, ()))] or [{}]

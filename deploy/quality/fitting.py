@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from baton.errors import ConfigError, InvalidArgumentError, ModelError
-from deploy.config.worker import use_threads
+from deploy.config.environment import use_threads
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.quality.captured_mass import Captured, Guess, captured
 from deploy.quality.metrics import perplexity, relative_cost

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError
-from baton.paths import cache_folder
-from deploy.config.worker import DTYPES, QUANTIZATIONS
+from baton.settings.paths import cache_folder
+from baton.types import DTYPES, QUANTIZATIONS
 from deploy.options import numbers as option_values
 from deploy.quality.wanted import Wanted
 

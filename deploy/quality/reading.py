@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.config.worker import use_threads
+from deploy.config.environment import use_threads
 from deploy.machine.doctor import inspect_machine
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from deploy.quality.evaluation import Cell, Evaluation, Setting, Size

@@ -26,7 +26,6 @@ from deploy.machine.calibrations import calibration_path, served_planner
 from deploy.ray_cluster.spawner import SMALL_CPU, answer, kill_process
 from orchestrator.api.host import OrchestratorHost
 from orchestrator.membership.members import ClusterView, Orders
-from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 
 logger = logging.getLogger(__name__)
@@ -44,24 +43,6 @@ class OrchestratorPlan:
     """Folder of the resolved model."""
     model: ModelInfo
     eos_token_ids: tuple[int, ...]
-
-    @property
-    def limits(self) -> OrchestratorConfig:
-        """The orchestrator's settings, as it takes them."""
-        section = self.config.orchestrator
-        return OrchestratorConfig(
-            max_queued=section.max_queued_requests,
-            max_queued_tokens=section.max_queued_tokens,
-            max_attempts=section.max_attempts,
-            lease_ttl_s=section.lease_ttl_s,
-            elastic=section.elastic,
-            overtaking=section.overtaking,
-            disaggregation=section.disaggregation,
-            tenants=section.tenancy(),
-            model_folders=section.folders_of_models(self.folder, self.config.model.cache),
-            block_tokens=self.config.prefill.block_tokens,
-            prefix_isolation=self.config.prefill.prefix_isolation,
-        )
 
 
 class OrchestratorKeeper:
@@ -207,7 +188,7 @@ class OrchestratorKeeper:
                 plan.folder,
                 plan.model,
                 plan.eos_token_ids,
-                plan.limits,
+                plan.config.orchestrator_config(plan.folder),
                 planner=planner,
                 calibration_path=calibration_path(planner.calibration, plan.config.prefill.calibration),
                 cores=plan.config.orchestrator.cores,

@@ -34,7 +34,7 @@ class RayWorker:
 
     def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served) -> None:
         self.config = config
-        self.endpoint = f"{config.host}:{served.port}"
+        self.endpoint = f"{config.place.host}:{served.port}"
         self.pid = served.pid
         self._node_id = served.node_id
         self._actor = actor

@@ -179,7 +179,14 @@ class SupervisorActor:
         links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
         return WorkerGroup(
             name,
-            [replace(worker, group=int(number), kernels=self._kernels, cluster=self._store) for worker in workers],
+            [
+                replace(
+                    worker,
+                    group=int(number),
+                    place=replace(worker.place, kernels=self._kernels, cluster=self._store),
+                )
+                for worker in workers
+            ],
             self._around,
             links if role == "prefill" else None,
         )

@@ -20,11 +20,12 @@ from functools import partial
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
 from baton.types import FinishReason, SampledToken, TokenEvent
+from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
-from generate_workers.engine.config import EngineConfig, EngineStatus, StepStats
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EventSink, FilledSink, GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_bound import PrefillWork, StepBound
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.prefixes.answer_saving import Answer, AnswerSaver
@@ -34,8 +35,6 @@ from generate_workers.slots.table import SlotTable
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
-
-__all__ = ["EngineConfig", "EngineStatus", "GenerationEngine", "StepStats"]
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
-from generate_workers.engine.config import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
@@ -20,24 +20,27 @@ _SHARE = 0.5
 need memory too."""
 
 
-def make_memory(decoder: Decoder, config: EngineConfig) -> KvMemory:
-    """Make a group's KV memory as configured. Raises ConfigError for an unknown policy and for memory that cannot be
-    had, ModelError for a policy that lacks the file of `baton prepare`."""
+def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) -> KvMemory:
+    """Make a group's KV memory as configured; `num_engines`, this one included, share the machine's memory. Raises
+    ConfigError for an unknown policy and for memory that cannot be had, ModelError for a policy that lacks the file of
+    `baton prepare`."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, eviction_named(config.pool_eviction)) if config.pool_tokens else None
     residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))
-    limits = memory_limits(config, residency, weight_bytes(decoder.weights))
+    limits = memory_limits(config, residency, weight_bytes(decoder.weights), num_engines)
     return KvMemory(residency, shape, limits, config.growth_tokens)
 
 
-def memory_limits(config: EngineConfig, residency: Residency, num_weight_bytes: int) -> MemoryLimits:
+def memory_limits(
+    config: EngineConfig, residency: Residency, num_weight_bytes: int, num_engines: int = 1
+) -> MemoryLimits:
     """Return the limits of KV. Raises ConfigError when the device's memory does not hold the weights, or one token's KV
     does not fit."""
     kv_bytes = config.kv_memory_bytes
     if not kv_bytes:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
-        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // config.num_engines)
+        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // num_engines)
     device_bytes = None
     if config.device_memory_bytes:
         device_bytes = config.device_memory_bytes - num_weight_bytes

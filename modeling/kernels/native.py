@@ -16,7 +16,7 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.paths import cache_folder
+from baton.settings.paths import cache_folder
 from modeling.kernels.processor import cpu_flags, processor_kind
 
 logger = logging.getLogger(__name__)

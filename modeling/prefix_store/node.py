@@ -8,7 +8,7 @@ from pathlib import Path
 
 from baton.clock import Clock
 from baton.types import KvLayout
-from modeling.prefix_store.folder import StoreFolder, node_folder
+from modeling.prefix_store.folder import StoreFolder
 from modeling.prefix_store.store import PrefixStore
 
 
@@ -38,8 +38,3 @@ class NodeStore:
         """Let go of the folders. Call once."""
         for folder in self._folders:
             folder.close()
-
-
-def disk_place(cluster: str, parent: str, num_bytes: int) -> DiskPlace | None:
-    """Return where a cluster's workers keep blocks on disk, below the folder `parent`; None when `num_bytes` is 0."""
-    return DiskPlace(node_folder(cluster, Path(parent)), num_bytes) if num_bytes else None

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
-from baton.paths import cache_folder
+from baton.settings.paths import cache_folder
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
 from modeling.sparse.bases import Basis, BasisKind

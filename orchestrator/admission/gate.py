@@ -206,7 +206,7 @@ class Admission:
         """Return why the tenant has too much waiting, this entry included; empty when it has not."""
         tenant, load = entry.tenant, self._queue.load_of(entry.tenant.name)
         for bound, num_waiting, what in (
-            (tenant.max_queued, load.num_requests, "requests"),
+            (tenant.max_queued_requests, load.num_requests, "requests"),
             (tenant.max_queued_tokens, load.num_tokens, "prompt tokens"),
         ):
             if bound and num_waiting > bound:
@@ -234,8 +234,8 @@ class Admission:
     def _why_full(self, entry: Entry) -> str:
         """Return why the queue holds too much with this entry included; empty when it does not."""
         config, load = self._config, self._queue.load
-        if load.num_requests > config.max_queued:
-            return f"{load.num_requests - 1} requests wait already: the queue holds {config.max_queued}"
+        if load.num_requests > config.max_queued_requests:
+            return f"{load.num_requests - 1} requests wait already: the queue holds {config.max_queued_requests}"
         if load.num_tokens > config.max_queued_tokens:
             return (
                 f"{load.num_tokens - entry.num_tokens} prompt tokens wait already: with {entry.num_tokens} more they "

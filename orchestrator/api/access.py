@@ -63,7 +63,7 @@ class Doorkeeper:
         operator's is required.
         """
         access = METHODS.get(method, Access.OPERATORS)
-        if access is Access.CALLERS and self._tenants.requires_key:
+        if access is Access.CALLERS and self._tenants.require_key:
             self._tenants.of(metadata)
         if access is Access.OPERATORS:
             self._require_operator(method, metadata, peer)

@@ -10,49 +10,57 @@ made.
 import hashlib
 import hmac
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, field
+from functools import cached_property
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from baton.errors import ConfigError, InvalidArgumentError, PermissionDeniedError, UnauthenticatedError
+from baton.settings.base import settings
 
 AUTHORIZATION_KEY = "authorization"
 API_KEY_KEY = "x-api-key"
 TENANT_KEY = "baton-tenant"
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
-_HASH = re.compile(r"[0-9a-f]{64}")
-_LEAST_WEIGHT, _MOST_WEIGHT = 0.1, 1000.0
+_NAME = r"^[A-Za-z0-9_-]{1,40}$"
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
-@dataclass(frozen=True)
-class Tenant:
-    """One of the users that share the queue. Raises ConfigError on a bad field."""
+def _checked_hash(key_hash: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{64}", key_hash):  # it may be a key: not shown
+        raise ValueError("use 64 hexadecimal digits each, as sha256sum prints")
+    return key_hash
 
-    name: str
-    weight: float = 1.0
-    """Prompt tokens that are served for this tenant while others wait, per prompt token of a tenant of weight 1."""
-    max_queued: int = 0
-    """Largest number of the tenant's requests that may wait; 0: as many as the queue holds."""
-    max_queued_tokens: int = 0
-    """Largest number of the tenant's prompt tokens that may wait; 0: as many as the queue holds."""
-    max_running: int = 0
-    """Largest number of choices of the tenant's requests that may run at once; 0: as many as there are slots."""
-    key_hashes: tuple[str, ...] = ()
-    """SHA-256 of the tenant's API keys, in hexadecimal; a tenant with any is reached by these keys only."""
 
-    def __post_init__(self) -> None:
-        self._require(_NAME.fullmatch(self.name) is not None, "name", "use 1 to 40 letters, digits, - and _")
-        within = _LEAST_WEIGHT <= self.weight <= _MOST_WEIGHT
-        self._require(within, "weight", f"use a number from {_LEAST_WEIGHT:g} to {_MOST_WEIGHT:g}")
-        for bound in ("max_queued", "max_queued_tokens", "max_running"):
-            self._require(getattr(self, bound) >= 0, bound, "use 0 (no bound of its own) or more")
-        if not all(_HASH.fullmatch(key_hash) for key_hash in self.key_hashes):  # it may be a key: not shown
-            raise ConfigError(f"tenant {self.name!r}: key_hashes: use 64 hexadecimal digits each, as sha256sum prints")
+TenantName = Annotated[str, Field(pattern=_NAME)]
+KeyHash = Annotated[str, AfterValidator(_checked_hash)]
+"""SHA-256 of an API key, in hexadecimal."""
 
-    def _require(self, holds: bool, name: str, remedy: str) -> None:
-        if not holds:
-            raise ConfigError(f"tenant {self.name!r}: {name} = {getattr(self, name)!r} is out of range: {remedy}")
+
+@settings
+class TenantLimits:
+    """A tenant, which shares the queue with other tenants."""
+
+    _: KW_ONLY
+    weight: Annotated[float, Field(ge=0.1, le=1000)] = 1.0
+    """Prompt tokens that the tenant is served while others wait, for each one of a tenant of weight 1."""
+    max_queued_requests: Annotated[int, Field(ge=0)] = 0
+    """Requests that the tenant may have waiting; 0: as many as the queue holds."""
+    max_queued_tokens: Annotated[int, Field(ge=0)] = 0
+    """Prompt tokens that the tenant may have waiting; 0: as many as the queue holds."""
+    max_running: Annotated[int, Field(ge=0)] = 0
+    """Choices of the tenant's requests that may run at once; 0: as many as there are slots."""
+
+
+@settings
+class Tenant(TenantLimits):
+    """One of the users that share the queue."""
+
+    name: TenantName
+    key_hashes: tuple[KeyHash, ...] = field(default=(), kw_only=True)
+    """Hashes of the tenant's API keys; a tenant with any is reached by these keys only."""
 
 
 DEFAULT_TENANT = Tenant("default")
@@ -69,49 +77,49 @@ def values_of(metadata: Metadata) -> dict[str, str]:
     return {key: value.decode(errors="replace") if isinstance(value, bytes) else value for key, value in metadata}
 
 
+@settings
 class Tenants:
-    """Finds the tenant of a call by its metadata, and tells operators apart."""
+    """Finds the tenant of a call by its metadata, and tells operators apart.
 
-    def __init__(
-        self,
-        tenants: Sequence[Tenant] = (),
-        *,
-        trust_metadata: bool = False,
-        require_key: bool = False,
-        operator_hashes: Sequence[str] = (),
-    ) -> None:
-        """Index the tenants and the operators' keys.
+    Raises ConfigError for tenants that cannot be told apart, and for required keys where no tenant or operator has one.
+    """
 
-        `trust_metadata`: whether a call without a key may name its tenant. `require_key`: whether a call that has
-        neither a key nor such a name is refused. `operator_hashes`: SHA-256 of operators' keys, in hexadecimal. Raises
-        ConfigError for tenants that cannot be told apart, and for required keys where no tenant or operator has one.
-        """
-        self._by_name = {tenant.name: tenant for tenant in (DEFAULT_TENANT, *tenants)}
-        self._by_hash = {key_hash.encode(): tenant for tenant in tenants for key_hash in tenant.key_hashes}
-        self._operator_hashes = tuple(each.encode() for each in operator_hashes)
-        self._trust_metadata = trust_metadata
-        self._require_key = require_key
-        names = [tenant.name for tenant in tenants]
-        if len(set(names)) < len(names):
-            raise ConfigError(f"tenants {', '.join(sorted(names))}: one is named twice: give each a name of its own")
-        if not all(_HASH.fullmatch(each) for each in operator_hashes):
-            raise ConfigError("operator_keys: use 64 hexadecimal digits each, as sha256sum prints")
-        if len(self._by_hash) < sum(len(tenant.key_hashes) for tenant in tenants):
+    tenants: tuple[Tenant, ...] = ()
+    _: KW_ONLY
+    trust_metadata: bool = False
+    """Whether a call without a key may name its tenant."""
+    require_key: bool = False
+    """Whether a call that has neither a key nor such a name is refused."""
+    operator_hashes: tuple[KeyHash, ...] = ()
+    """Hashes of operators' keys."""
+
+    def __post_init__(self) -> None:
+        if len({tenant.name for tenant in self.tenants}) < len(self.tenants):
+            names = ", ".join(sorted(tenant.name for tenant in self.tenants))
+            raise ConfigError(f"tenants {names}: one is named twice: give each a name of its own")
+        if len(self._by_hash) < sum(len(tenant.key_hashes) for tenant in self.tenants):
             raise ConfigError("two tenants, or one twice, have the same API key: give each key to one tenant")
-        if not self._by_hash.keys().isdisjoint(self._operator_hashes):
+        if not self._by_hash.keys().isdisjoint(self._operators):
             raise ConfigError("operator_keys: one is a tenant's API key, too: give operators keys of their own")
-        if require_key and not (self._by_hash or self._operator_hashes):
+        if self.require_key and not (self._by_hash or self._operators):
             raise ConfigError("require_api_key = True, and no tenant has a key: give one, or do not require it")
 
-    @property
-    def requires_key(self) -> bool:
-        """Return whether each call must name its tenant, by a key or by a trusted name."""
-        return self._require_key
+    @cached_property
+    def _by_name(self) -> Mapping[str, Tenant]:
+        return {tenant.name: tenant for tenant in (DEFAULT_TENANT, *self.tenants)}
+
+    @cached_property
+    def _by_hash(self) -> Mapping[bytes, Tenant]:
+        return {key_hash.encode(): tenant for tenant in self.tenants for key_hash in tenant.key_hashes}
+
+    @cached_property
+    def _operators(self) -> tuple[bytes, ...]:
+        return tuple(each.encode() for each in self.operator_hashes)
 
     @property
     def has_operators(self) -> bool:
         """Return whether there are operators' keys."""
-        return bool(self._operator_hashes)
+        return bool(self.operator_hashes)
 
     @property
     def goes_by_keys(self) -> bool:
@@ -120,7 +128,7 @@ class Tenants:
         This holds where operators have keys, where calls must have a key, and behind a gateway that is trusted with
         names.
         """
-        return self.has_operators or self._require_key or self._trust_metadata
+        return self.has_operators or self.require_key or self.trust_metadata
 
     def is_operator(self, metadata: Metadata) -> bool:
         """Return whether a call with this metadata has an operator's key.
@@ -129,7 +137,7 @@ class Tenants:
         and UnauthenticatedError for an unknown key.
         """
         key = _key_of(values_of(metadata))
-        if key is None or not (self._by_hash or self._operator_hashes):
+        if key is None or not (self._by_hash or self._operators):
             return False
         if self._is_operators(key):
             return True
@@ -149,16 +157,16 @@ class Tenants:
         if key is not None and self._by_hash:
             return self._of_key(key)
         name = values.get(TENANT_KEY)
-        if name is not None and self._trust_metadata:
+        if name is not None and self.trust_metadata:
             return self._of_name(name)
-        if self._require_key:
+        if self.require_key:
             raise UnauthenticatedError(f"the call has no API key: send {AUTHORIZATION_KEY}: Bearer KEY as metadata")
         return self._by_name[DEFAULT_TENANT.name]
 
     def _is_operators(self, key: str) -> bool:
         """Return whether a key is an operator's. Compares with every hash, in a time that depends on none of them."""
         presented = hash_key(key).encode()
-        matches = [hmac.compare_digest(known, presented) for known in self._operator_hashes]
+        matches = [hmac.compare_digest(known, presented) for known in self._operators]
         return True in matches
 
     def _of_key(self, key: str) -> Tenant:
@@ -173,7 +181,7 @@ class Tenants:
 
     def _of_name(self, name: str) -> Tenant:
         """Return the tenant of this name; a name that is not configured gets weight 1 and no bounds of its own."""
-        if _NAME.fullmatch(name) is None:
+        if re.fullmatch(_NAME, name) is None:
             raise InvalidArgumentError(
                 f"metadata {TENANT_KEY} = {name[:60]!r} is no name: use 1 to 40 letters, digits, - and _"
             )

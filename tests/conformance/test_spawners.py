@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
-from deploy.config.worker import LocalConfig, WorkerConfig
+from deploy.config.local import LocalConfig
+from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
 from deploy.groups.worker import Worker
@@ -56,5 +57,5 @@ async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: 
 
 async def test_a_worker_that_cannot_start_gives_its_own_reason(config: WorkerConfig) -> None:
     with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
-        await ProcessSpawner(60.0).start(replace(config, model_folder="/absent"))
+        await ProcessSpawner(60.0).start(replace(config, place=replace(config.place, model_folder=Path("/absent"))))
     assert isinstance(caught.value, BatonError)

@@ -21,7 +21,7 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, SampledToken
 from baton.v1 import generate_pb2
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.generation_servers import SHORT, Client, ids_in, read, serving

@@ -196,7 +196,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(running: Relay) ->
 
 
 async def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
-    async with relay(num_slots=1, config=OrchestratorConfig(max_queued=1)) as made:
+    async with relay(num_slots=1, config=OrchestratorConfig(max_queued_requests=1)) as made:
         calls = [made.open(made.request(prompt(10), LONG))]
         await Answer().read(calls[0], 1)
         calls.append(made.open(made.request(prompt(10), LONG)))

@@ -12,7 +12,7 @@ import torch
 from baton.errors import ResourceExhaustedError
 from baton.sampling_params import SamplingParams
 from baton.types import KvLayout, SampledToken, TokenRange
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder

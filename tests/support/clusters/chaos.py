@@ -58,15 +58,15 @@ async def chaos_cluster(folder: Path, *, num_groups: int = 2) -> AsyncIterator[t
         model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
         return OrchestratorLife(folder, model, (EOS_ID,), config, linear_planner(), HOST)
 
-    limits = {"num_slots": NUM_SLOTS, "max_slot_tokens": MAX_TOKENS}
     with prefix_folder() as prefixes:
         plan = ChaosPlan(
             spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes),
             chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
-            engines=[replace(tiny_worker("generate", group=group), **limits) for group in range(num_groups)],  # type: ignore[arg-type]
+            engines=[tiny_worker("generate", group=group) for group in range(num_groups)],
             life=life,
             faults=faults,
             heartbeat=HEARTBEAT,
+            num_slots=NUM_SLOTS,
             max_tokens=MAX_TOKENS,
         )
         async with ChaosCluster(plan, CLOCK, lambda line: None) as cluster:

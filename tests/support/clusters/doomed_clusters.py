@@ -23,10 +23,12 @@ from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from deploy.groups.worker import Worker
+from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
+from prefill_workers.config import PrefillConfig
 from tests.support.clusters.doomed_worker import Doom, is_pending
 from tests.support.clusters.orchestrators import Answer
 from tests.support.clusters.spawners import HOST, tiny_worker
@@ -128,11 +130,9 @@ async def doomed_cluster(folder: Path) -> AsyncIterator[DoomedCluster]:
     around = Surroundings(spawner, heartbeat, CLOCK, reports.append, tell, backoff=Backoff(0.1, 0.2))
 
     def group(role: str, index: int, size: int = 1) -> WorkerGroup:
-        limits = {"num_slots": NUM_SLOTS, "max_slot_tokens": MAX_TOKENS, "watchdog_floor_s": FLOOR_S}
-        configs = [
-            replace(tiny_worker(role, rank, index), model_folder=str(folder), **limits)  # type: ignore[arg-type]
-            for rank in range(size)
-        ]
+        engine = EngineConfig(num_slots=NUM_SLOTS, max_slot_tokens=MAX_TOKENS)
+        section = PrefillConfig(watchdog_floor_s=FLOOR_S) if role == "prefill" else engine
+        configs = [replace(tiny_worker(role, rank, index, folder), section=section) for rank in range(size)]
         links = ChainLinks(HOST, 10.0) if role == "prefill" else None
         return WorkerGroup(f"{role}-{index}", configs, around, links)
 

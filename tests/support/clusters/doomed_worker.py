@@ -28,6 +28,7 @@ from deploy.groups.hosting import Server, start_server
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.attention import Attention
 from modeling.forward.decoder import Decoder, Step
+from prefill_workers.config import PrefillConfig
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
@@ -181,15 +182,16 @@ class DoomedEngine(PrefillEngine):
 
 async def start_doomed(config: WorkerConfig) -> Server:
     """A prefill rank with a fate; generation engines have none."""
-    if config.role != "prefill":
+    place, section = config.place, config.section
+    if not isinstance(section, PrefillConfig):
         return await start_server(config)
-    torch.set_num_threads(config.num_threads)
-    folder = Path(config.model_folder)
-    fate = Fate(folder, config.name)
+    torch.set_num_threads(place.num_threads)
+    fate = Fate(place.model_folder, config.name)
     server = make_server()
-    port = bind(server, config.host)
-    engine = DoomedEngine(DoomedDecoder(load_decoder(folder, dtype=config.dtype), fate), fate, config.watchdog_floor_s)
-    servicer = PrefillRankServicer(engine, config.host)
+    port = bind(server, place.host)
+    decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
+    engine = DoomedEngine(decoder, fate, section.watchdog_floor_s)
+    servicer = PrefillRankServicer(engine, place.host)
     prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
     await server.start()
     return PrefillServer(server, engine, servicer, port)

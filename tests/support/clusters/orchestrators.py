@@ -27,7 +27,7 @@ from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from baton.results import ModelInfo
 from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.groups.group import Heartbeat
 from deploy.machine.calibrations import local_planner

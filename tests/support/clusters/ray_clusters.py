@@ -17,8 +17,8 @@ import grpc
 
 from baton import Client
 from baton.errors import BatonError
-from baton.paths import cache_folder
 from baton.results import ClusterState
+from baton.settings.paths import cache_folder
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.commands.record import process_start, store_name

@@ -15,7 +15,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.commands.local_relay import running_controller
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.requests.record import Event, Finished

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from baton.clock import SystemClock
 from baton.errors import ConfigError
@@ -73,9 +74,9 @@ class SupervisedCluster:
         """A group's next life."""
         role, _, number = name.partition("-")
         if role == "generate":
-            engine = replace(tiny_worker(role, group=int(number)), model_folder=model)
+            engine = tiny_worker(role, group=int(number), folder=Path(model))
             return WorkerGroup(name, [engine], self.around)
-        ranks = [replace(tiny_worker(role, rank), model_folder=model) for rank in range(NUM_RANKS)]
+        ranks = [tiny_worker(role, rank, folder=Path(model)) for rank in range(NUM_RANKS)]
         return WorkerGroup(name, ranks, self.around, ChainLinks(HOST, 10.0))
 
     def view(self) -> ClusterView:

@@ -4,10 +4,12 @@ import asyncio
 from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.settings.place import WorkerPlace
 from deploy.config.worker import WorkerConfig
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
+from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import letter_tokenizer
@@ -15,21 +17,15 @@ from tests.support.models.tiny_tokenizer import letter_tokenizer
 HOST = "127.0.0.1"
 
 
-def tiny_worker(role: str, rank: int = 0, group: int = 0) -> WorkerConfig:
+NONE = Path("none")
+
+
+def tiny_worker(role: str, rank: int = 0, group: int = 0, folder: Path = NONE) -> WorkerConfig:
     """What such a worker is told."""
-    return WorkerConfig(
-        role=role,
-        rank=rank,
-        model_folder=str(Path("none")),
-        dtype="float32",
-        num_threads=1,
-        host=HOST,
-        num_slots=2,
-        max_slot_tokens=64,
-        max_prefill_tokens_per_step=16,
-        watchdog_floor_s=5.0,
-        group=group,
-    )
+    place = WorkerPlace(model_folder=folder, dtype="float32", host=HOST, prefix_share=0.0)
+    if role == "prefill":
+        return WorkerConfig("prefill", group, rank, place, PrefillConfig(watchdog_floor_s=5.0))
+    return WorkerConfig("generate", group, rank, place, EngineConfig(num_slots=2, max_slot_tokens=64))
 
 
 class InProcessWorker:
@@ -80,14 +76,17 @@ class InProcessSpawner:
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         if self.failures:
             raise self.failures.pop(0)
-        decoder = self.decoders.get(config.name) or self.decoders.get(config.model_folder) or random_decoder()
+        folder = str(config.place.model_folder)
+        decoder = self.decoders.get(config.name) or self.decoders.get(folder) or random_decoder()
         server: PrefillServer | GenerationServer
         if config.role == "prefill":
             server = await PrefillServer.start(
                 decoder, clock=SystemClock(), host=HOST, prefix_folder=self.prefix_folder
             )
         else:
-            engine = EngineConfig(num_slots=2, max_slot_tokens=64)
-            server = await GenerationServer.start(decoder, letter_tokenizer(), engine, clock=SystemClock(), host=HOST)
+            assert isinstance(config.section, EngineConfig)
+            server = await GenerationServer.start(
+                decoder, letter_tokenizer(), config.section, clock=SystemClock(), host=HOST
+            )
         self.made.append(InProcessWorker(config, server))
         return self.made[-1]

@@ -27,7 +27,7 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.restarts import Backoff
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.node import NodeStore

@@ -15,7 +15,8 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.engine.core import EngineConfig, GenerationEngine
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.host_link import CopyTensor, copy_tensor

@@ -12,7 +12,7 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, LeaseRef, TokenEvent
 from baton.v1 import generate_pb2, generate_pb2_grpc
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import KvBuffer

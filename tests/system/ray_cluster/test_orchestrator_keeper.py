@@ -12,8 +12,8 @@ import pytest
 
 from baton.clock import SystemClock
 from baton.results import ModelInfo
+from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
-from deploy.config.worker import prepare_ray_environment
 from deploy.groups.group import Heartbeat
 from orchestrator.membership.members import ClusterView, Orders
 from tests.support.clusters.ray_heads import ray_head

@@ -25,7 +25,7 @@ LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 SLOW = planner_of(CostModel(num_layers=10, linear_s=0.2, pair_s=0.0, kv_bytes=0))
 """Says that a token of a prompt takes two seconds."""
 TENANTS = Tenants(
-    [Tenant("acme", key_hashes=(hash_key("acme-key"),)), Tenant("small", max_queued=1)],
+    (Tenant("acme", key_hashes=(hash_key("acme-key"),)), Tenant("small", max_queued_requests=1)),
     trust_metadata=True,
     require_key=True,
 )
@@ -35,7 +35,7 @@ OPEN = Tenants(trust_metadata=True)
 @pytest.fixture
 async def narrow() -> AsyncIterator[Relay]:
     """One slot, and a queue of three."""
-    async with relay(num_slots=1, config=OrchestratorConfig(max_queued=3, tenants=OPEN)) as made:
+    async with relay(num_slots=1, config=OrchestratorConfig(max_queued_requests=3, tenants=OPEN)) as made:
         yield made
         await made.until_empty()
 

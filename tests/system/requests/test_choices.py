@@ -84,7 +84,7 @@ async def test_a_client_that_leaves_takes_all_choices_along(running: Relay, clie
 
 
 async def test_choices_that_wait_count_as_many_slots() -> None:
-    config = OrchestratorConfig(max_queued=1)
+    config = OrchestratorConfig(max_queued_requests=1)
     async with relay(num_slots=4, config=config) as made:
         first = made.open(made.request(IDS, replace(PARAMS, n=1, max_tokens=300)))
         await Answer().read(first, 1)

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.decode import Cell, Outcome, report
 from benchmarks.plots.decode import Step, draw
 from benchmarks.support.harness import Bars, Pairs, Reporter
-from generate_workers.engine.core import StepStats
+from generate_workers.engine.status import StepStats
 from planning.study.chips import Chip
 from planning.study.roofline import ServedModel
 

@@ -23,7 +23,7 @@ LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
 
 @pytest.fixture
 async def running() -> AsyncIterator[Relay]:
-    async with relay(num_slots=1, config=replace(HASTY, max_queued=1)) as made:
+    async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         yield made
         await made.until_empty()
 

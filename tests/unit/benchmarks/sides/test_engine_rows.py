@@ -7,7 +7,7 @@ import pytest
 from benchmarks.decode import BARS, GRID, Cell
 from benchmarks.residency import compare, link_bytes
 from benchmarks.sides.engine_rows import EngineRows, num_rows_that_fit, row_lengths
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig, ResidencyName
 from generate_workers.engine.step_runner import weight_bytes
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
@@ -42,7 +42,7 @@ def test_every_promised_cell_is_in_the_grid() -> None:
 
 
 @pytest.mark.parametrize("policy", ["device", "host"])
-def test_steps_run_all_rows_and_read_what_they_hold(decoder: Decoder, folder: Path, policy: str) -> None:
+def test_steps_run_all_rows_and_read_what_they_hold(decoder: Decoder, folder: Path, policy: ResidencyName) -> None:
     config = EngineConfig(num_slots=3, max_slot_tokens=32, residency=policy)
     with EngineRows.running(decoder, folder, [4, 7, 9], 6, config) as rows:
         assert rows.step_ms(3) > 0

@@ -5,6 +5,7 @@ import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -166,7 +167,7 @@ async def test_a_group_that_cannot_be_started_anew_comes_back_with_what_it_had(
         members = made.cluster.members
         assert await members.until(lambda: members.is_present("generate-1") or None, 20)
         assert members.orders == Orders()
-        assert made.cluster.spawner.made[-1].config.model_folder == ""
+        assert made.cluster.spawner.made[-1].config.place.model_folder == Path()
 
 
 async def test_a_group_that_cannot_be_started_may_be_sent_away_again(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,24 +1,23 @@
 """What a user writes becomes a configuration, or one line that says what is wrong with it."""
 
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from baton.errors import ConfigError
-from deploy.config.cluster import ClusterConfig, Section, TenantSection
+from baton.settings.base import meaning_of
+from deploy.config.cluster import ClusterConfig, TenantSection
 from deploy.config.file import format_config, load_config
 from orchestrator.requests.tenants import Tenant, hash_key
 from tests.support.folders import ROOT
 
 
-def sections() -> list[type[Section]]:
+def sections() -> list[type[Any]]:
     """Every section of the configuration, the whole included."""
-    annotations = [field.annotation for field in ClusterConfig.model_fields.values()]
-    return [
-        ClusterConfig,
-        TenantSection,
-        *(each for each in annotations if isinstance(each, type) and issubclass(each, Section)),
-    ]
+    types = [field.type for field in fields(ClusterConfig)]
+    return [ClusterConfig, TenantSection, *(each for each in types if isinstance(each, type) and is_dataclass(each))]
 
 
 def test_without_file_or_assignments_all_is_default() -> None:
@@ -119,17 +118,17 @@ def test_the_printed_configuration_is_read_back_as_it_was(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("section", sections(), ids=lambda section: section.__name__)
-def test_every_value_is_described(section: type[Section]) -> None:
-    values = {name for name, field in section.model_fields.items() if field.annotation not in sections()}
+def test_every_value_is_described_in_one_line(section: type[Any]) -> None:
+    values = {field.name for field in fields(section) if field.type not in sections()}
     assert values
-    assert all(section.model_fields[name].description for name in values)
+    assert all(meaning_of(section, name) and "\n" not in meaning_of(section, name) for name in values)
 
 
 def test_each_worker_is_told_its_own_cores() -> None:
     config = load_config(None, ["prefill.num_groups=2", "prefill.cores=[[0],[1],[2],[3]]", "generate.cores=[[4, 5]]"])
     folder = Path("model")
-    assert config.worker(folder, "prefill", 1, 0).cores == (2,)
-    assert config.worker(folder, "generate", 0, 0).cores == (4, 5)
+    assert config.worker(folder, "prefill", 1, 0).place.cores == (2,)
+    assert config.worker(folder, "generate", 0, 0).place.cores == (4, 5)
     assert config.worker(folder, "prefill", 1, 1).name == "prefill-1.1"
 
 
@@ -153,7 +152,7 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
     path.write_text(TENANTS % hash_key("k-2"))
     config = load_config(path, ["orchestrator.tenants.other.weight=0.5"])
     tenants = config.orchestrator.tenancy()
-    acme = Tenant("acme", weight=3.0, max_queued=4, key_hashes=(hash_key("k-1"), hash_key("k-2")))
+    acme = Tenant("acme", weight=3.0, max_queued_requests=4, key_hashes=(hash_key("k-1"), hash_key("k-2")))
     assert [tenants.of((("x-api-key", key),)) for key in ("k-1", "k-2")] == [acme, acme]
     assert tenants.of((("baton-tenant", "other"),)) == Tenant("other", weight=0.5, max_running=2)
     monkeypatch.delenv("ACME_KEY")
@@ -168,7 +167,7 @@ def test_tenants_are_read_and_their_keys_with_them(tmp_path: Path, monkeypatch: 
     [
         (
             "orchestrator.tenants.acme.wieght=3",
-            "orchestrator.tenants.acme.wieght is no key: use one of weight, max_",
+            "orchestrator.tenants.acme.wieght is no key: use one of api_keys, weight, max_",
         ),
         (
             "orchestrator.tenants.acme.weight=0",

@@ -8,7 +8,7 @@ import pytest
 
 from baton.errors import ConfigError
 from deploy.config.cluster import ClusterConfig, GenerateSection, PrefillSection
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.machine.calibrations import (
     calibration_path,
     find_calibration,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.clock import SystemClock
-from deploy.config.worker import LocalConfig
+from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 

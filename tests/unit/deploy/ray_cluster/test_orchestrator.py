@@ -2,12 +2,8 @@
 
 from pathlib import Path
 
-from baton.results import ModelInfo
 from deploy.config.file import load_config
-from deploy.ray_cluster.orchestrator import OrchestratorPlan
 from orchestrator.requests.tenants import Tenant, hash_key
-
-MODEL = ModelInfo("m", 512, 2000, "float32", False, "f")
 
 
 def test_bounds_and_tenants_reach_the_orchestrator() -> None:
@@ -18,14 +14,14 @@ def test_bounds_and_tenants_reach_the_orchestrator() -> None:
         "orchestrator.tenants.acme.max_running=3",
         f'orchestrator.tenants.keyed.api_keys=["{key}"]',
     ]
-    limits = OrchestratorPlan(load_config(None, assignments), Path("model"), MODEL, ()).limits
-    assert limits.max_queued == 7
+    limits = load_config(None, assignments).orchestrator_config(Path("model"))
+    assert limits.max_queued_requests == 7
     assert limits.tenants.of((("baton-tenant", "acme"),)) == Tenant("acme", max_running=3)
     assert limits.tenants.of((("x-api-key", "k-1"),)).name == "keyed"
 
 
 def test_operators_keys_and_folders_of_models_reach_the_orchestrator() -> None:
     assignments = [f'orchestrator.operator_keys=["sha256:{hash_key("o-1")}"]', "model.cache=/cache"]
-    limits = OrchestratorPlan(load_config(None, assignments), Path("/models/one"), MODEL, ()).limits
+    limits = load_config(None, assignments).orchestrator_config(Path("/models/one"))
     assert limits.tenants.is_operator((("x-api-key", "o-1"),))
     assert limits.model_folders == (Path("/models"), Path("/cache"))

@@ -15,7 +15,7 @@ from baton.errors import (
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.engine.rows import GenerationRequest
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids

@@ -1,6 +1,7 @@
 """How much memory KV may take: what is configured, or what the machine has."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
 from baton.types import KernelChoice
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.step_runner import bytes_per_step, weight_bytes
 from generate_workers.residency.port import KvBytes
@@ -50,7 +51,6 @@ def test_weights_come_off_the_device_s_memory() -> None:
         (EngineConfig(device_memory_bytes=WEIGHTS), "device_memory_bytes = .* weights take .* use more"),
         (EngineConfig(device_memory_bytes=WEIGHTS + 5), "device_memory_bytes leaves 5 for KV, less than one token"),
         (EngineConfig(kv_memory_bytes=5), "kv_memory_bytes = 5, less than one token of KV takes: raise it"),
-        (EngineConfig(residency="disk"), "residency = 'disk' is unknown"),
     ],
 )
 def test_a_group_that_could_serve_nothing_does_not_start(config: EngineConfig, message: str) -> None:
@@ -58,8 +58,15 @@ def test_a_group_that_could_serve_nothing_does_not_start(config: EngineConfig, m
         make_memory(DECODER, config)
 
 
+def test_an_unknown_policy_is_named() -> None:
+    unknown: Any = "disk"
+    with pytest.raises(ConfigError, match="residency = 'disk' is wrong: input should be 'device', 'host',"):
+        EngineConfig(residency=unknown)
+
+
 def test_by_default_engines_of_one_machine_share_its_memory() -> None:
-    alone, fourth = (limits(EngineConfig(64, 1 << 24, num_engines=number)).kv_bytes for number in (1, 4))
+    config = EngineConfig(64, 1 << 24)
+    alone, fourth = (make_memory(DECODER, config, number).limits.kv_bytes for number in (1, 4))
     assert fourth == pytest.approx(alone / 4, rel=0.2)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.errors import ModelError
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
-from generate_workers.engine.core import EngineConfig
+from generate_workers.config import EngineConfig, ResidencyName
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape
@@ -306,7 +306,7 @@ def test_a_group_is_made_from_what_was_prepared(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("policy", ["infinigen", "window", "oracle"])
-def test_without_what_prepare_finds_out_a_group_is_refused(policy: str, tmp_path: Path) -> None:
+def test_without_what_prepare_finds_out_a_group_is_refused(policy: ResidencyName, tmp_path: Path) -> None:
     config = EngineConfig(2, 64, residency=policy, selection_file=str(tmp_path / "none"))
     with pytest.raises(ModelError, match="none: no selection was prepared for this model: run `baton prepare`"):
         make_memory(DECODER, config)

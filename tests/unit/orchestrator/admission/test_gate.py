@@ -45,7 +45,7 @@ async def test_waiting_ends_with_the_turn() -> None:
 
 
 def test_who_leaves_the_queue_makes_room_in_it() -> None:
-    queue = admission(max_running=1, max_queued=1)
+    queue = admission(max_running=1, max_queued_requests=1)
     queue.join(ONE)
     waiting = queue.join(ONE)
     with pytest.raises(ResourceExhaustedError, match="1 requests wait already: the queue holds 1"):
@@ -75,7 +75,7 @@ def test_waiting_prompt_tokens_are_bounded() -> None:
 
 def test_the_time_to_come_back_grows_with_the_queue_and_with_how_long_requests_run() -> None:
     clock = ManualClock()
-    queue = admission(clock, max_running=1, max_queued=1)
+    queue = admission(clock, max_running=1, max_queued_requests=1)
 
     def retry_after_s() -> float:
         with pytest.raises(ResourceExhaustedError) as caught:
@@ -135,7 +135,7 @@ def busy(clock: ManualClock, hold_s: float, **fields: Any) -> tuple[Admission, E
 @pytest.mark.parametrize(
     ("bound", "text"),
     [
-        ({"max_queued": 1}, "tenant t may have 1 requests waiting, this makes 2"),
+        ({"max_queued_requests": 1}, "tenant t may have 1 requests waiting, this makes 2"),
         ({"max_queued_tokens": 15}, "tenant t may have 15 prompt tokens waiting, this makes 20"),
     ],
 )
@@ -160,7 +160,7 @@ def test_a_tenant_at_its_bound_of_running_waits_for_itself_and_nobody_for_it() -
 
 
 async def test_in_a_full_queue_a_light_tenant_takes_the_place_of_a_heavy_ones_last() -> None:
-    queue = admission(max_running=1, max_queued=3)
+    queue = admission(max_running=1, max_queued_requests=3)
     queue.join(Demand(10, tenant=HEAVY))
     first, second, third = (queue.join(Demand(10, tenant=HEAVY)) for _ in range(3))
     light = queue.join(Demand(10, tenant=LIGHT))
@@ -174,7 +174,7 @@ async def test_in_a_full_queue_a_light_tenant_takes_the_place_of_a_heavy_ones_la
 
 
 def test_in_a_full_queue_an_urgent_request_takes_a_batch_ones_place() -> None:
-    queue = admission(max_running=1, max_queued=2)
+    queue = admission(max_running=1, max_queued_requests=2)
     queue.join(ONE)
     batch = [queue.join(Demand(1, priority=Priority.BATCH)) for _ in range(2)]
     queue.join(Demand(1, priority=Priority.INTERACTIVE))
@@ -253,7 +253,7 @@ def test_how_fast_slots_came_free_while_somebody_waited_counts_more_than_how_lon
 
 def test_a_time_in_which_nobody_waited_for_slots_tells_nothing_of_how_fast_they_come_free() -> None:
     clock = ManualClock(start_s=1000.0)
-    queue = admission(clock, max_running=2, max_queued=1)
+    queue = admission(clock, max_running=2, max_queued_requests=1)
     tenant = Tenant("t", max_running=1)
     other, *_ = (queue.join(Demand(1, tenant=each)) for each in (LIGHT, tenant, tenant))
     refused(queue, ONE)  # has waited for nothing
@@ -319,7 +319,7 @@ def test_a_tenant_waits_for_its_own_slots_and_so_predicted() -> None:
 
 @pytest.mark.parametrize(("hold_s", "retry_s"), [(4.0, 12.0), (1e-3, 0.1), (1000.0, 60.0)])
 def test_a_full_queue_has_room_when_what_waits_has_been_served(hold_s: float, retry_s: float) -> None:
-    queue, _ = busy(ManualClock(), hold_s, max_queued=2)
+    queue, _ = busy(ManualClock(), hold_s, max_queued_requests=2)
     queue.join(ONE)
     queue.join(ONE)
     assert refused(queue, ONE).retry_after_s == pytest.approx(retry_s)

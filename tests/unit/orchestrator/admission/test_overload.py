@@ -112,8 +112,8 @@ class Server:
             self.admission.leave(asked.entry)
 
 
-def overloaded(service: str, max_queued: int = 256) -> Server:
-    return Server(SERVICES[service], OrchestratorConfig(max_running=NUM_SLOTS, max_queued=max_queued))
+def overloaded(service: str, max_queued_requests: int = 256) -> Server:
+    return Server(SERVICES[service], OrchestratorConfig(max_running=NUM_SLOTS, max_queued_requests=max_queued_requests))
 
 
 def served_part(server: Server) -> float:
@@ -133,7 +133,7 @@ def test_who_is_taken_is_in_time_and_the_slots_are_busy(service: str, in_time: f
 
 @pytest.mark.parametrize("service", ["alike", "mixed"])  # random ones take what they take
 def test_without_deadlines_the_queue_s_bound_is_the_bound_on_waiting(service: str) -> None:
-    server = overloaded(service, max_queued=round(3 * CAPACITY))
+    server = overloaded(service, max_queued_requests=round(3 * CAPACITY))
     server.load(3 * CAPACITY, OTHER, patience_s=None)
     server.run()
     waits_s = sorted(each.wait_s for each in server.asked)
@@ -143,7 +143,7 @@ def test_without_deadlines_the_queue_s_bound_is_the_bound_on_waiting(service: st
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_light_tenant_is_never_refused_and_waits_for_a_turn_and_not_for_a_backlog(service: str) -> None:
-    server = overloaded(service, max_queued=round(3 * CAPACITY))
+    server = overloaded(service, max_queued_requests=round(3 * CAPACITY))
     server.load(CAPACITY / 10, LIGHT, patience_s=None)
     server.load(2 * CAPACITY, OTHER, patience_s=None)
     server.run()
@@ -155,7 +155,7 @@ def test_a_light_tenant_is_never_refused_and_waits_for_a_turn_and_not_for_a_back
 
 @pytest.mark.parametrize("service", SERVICES)
 def test_beside_a_tenant_that_is_bounded_a_light_one_hardly_waits(service: str) -> None:
-    server = overloaded(service, max_queued=round(3 * CAPACITY))
+    server = overloaded(service, max_queued_requests=round(3 * CAPACITY))
     bounded = Tenant("bounded", max_running=NUM_SLOTS - 2)
     server.load(CAPACITY / 10, LIGHT, patience_s=None)
     server.load(2 * CAPACITY, bounded, patience_s=None)

@@ -128,7 +128,7 @@ async def test_nothing_of_operators_is_passed_on(tokenizer: Tokenizer, method: s
 async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tokenizer: Tokenizer) -> None:
     """Over an orchestrator that answers nobody without a key."""
     own = call_metadata("gateway-key", None)
-    tenants = [Tenant(name, key_hashes=(hash_key(f"{name}-key"),)) for name in ("gateway", "acme")]
+    tenants = tuple(Tenant(name, key_hashes=(hash_key(f"{name}-key"),)) for name in ("gateway", "acme"))
     config = OrchestratorConfig(tenants=Tenants(tenants, require_key=True))
     model = ModelInfo("letters", 400, 64, "float32", False, "layout")
     clock = SystemClock()

@@ -116,7 +116,7 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
 
 
 async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
-    async with relay(num_slots=1, config=replace(HASTY, max_queued=1)) as made:
+    async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         calls = [made.open(made.request(prompt(20), LONG)) for _ in range(2)]
         await eventually(made.state, lambda state: (state.num_running, state.num_queued) == (1, 1), within_s=5)
         with pytest.raises(ResourceExhaustedError):

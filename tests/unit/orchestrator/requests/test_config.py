@@ -12,17 +12,17 @@ from orchestrator.requests.config import OrchestratorConfig
 @pytest.mark.parametrize("name", [field.name for field in fields(OrchestratorConfig) if field.name != "overtaking"])
 def test_zero_is_refused_by_name(name: str) -> None:
     values: dict[str, Any] = {name: 0}
-    with pytest.raises(ConfigError, match=f"orchestrator.{name} = 0 is out of range"):
+    with pytest.raises(ConfigError, match=rf"^{name} = 0 is wrong: "):
         OrchestratorConfig(**values)
 
 
 def test_endless_waiting_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"orchestrator\.avoid_s = inf"):
+    with pytest.raises(ConfigError, match="avoid_s = inf is wrong: input should be a finite number"):
         OrchestratorConfig(avoid_s=float("inf"))
 
 
 @pytest.mark.parametrize("value", [-0.1, float("inf"), float("nan")])
 def test_overtaking_is_a_part_and_may_be_none(value: float) -> None:
     assert OrchestratorConfig(overtaking=0).overtaking == 0
-    with pytest.raises(ConfigError, match="orchestrator.overtaking"):
+    with pytest.raises(ConfigError, match=f"overtaking = {value} is wrong"):
         OrchestratorConfig(overtaking=value)

@@ -12,7 +12,7 @@ from torch import Tensor
 from baton.errors import ConfigError, ModelError
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.engine.config import EngineConfig
+from generate_workers.config import EngineConfig
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.residency.int4.format import Int4Format, has_int4_kernel
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency, ScoredInt4Row

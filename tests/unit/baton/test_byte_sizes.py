@@ -3,7 +3,7 @@
 import pytest
 
 from baton.errors import ConfigError
-from deploy.config.byte_sizes import parse_bytes
+from baton.settings.byte_sizes import parse_bytes
 from deploy.config.file import format_config, load_config
 
 

@@ -1,0 +1,128 @@
+"""Settings: frozen dataclasses whose fields say their type, default, limits and meaning, and are checked when made.
+
+A class under `@settings` is checked by pydantic, without silent conversions: wherever its values come from, a wrong one
+raises ConfigError with field, value and remedy. Fields are described by their docstrings. The settings of a role are
+also the section of the cluster's configuration that users write, and travel to its processes as JSON.
+"""
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, cast, dataclass_transform, get_args, get_origin
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
+from pydantic_core import ErrorDetails
+
+from baton.errors import ConfigError
+from baton.settings.byte_sizes import parse_bytes
+
+Count = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+"""A number of bytes, or text like "1.5GiB"."""
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path else ""
+
+
+AbsolutePath = Annotated[str, AfterValidator(_absolute)]
+"""A path that is made absolute, because the processes of a cluster run in folders of their own; may be empty."""
+
+T = TypeVar("T")
+_CONFIG = ConfigDict(extra="forbid", strict=True, use_attribute_docstrings=True, ser_json_inf_nan="constants")
+_UNKNOWN, _NO_SECTION = "unexpected_keyword_argument", "dataclass_type"
+_MAX_SHOWN = 80
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, Field))
+def settings(cls: type[T]) -> type[T]:
+    """Make the class a frozen dataclass that checks its fields; a wrong one raises ConfigError."""
+    made: Any = dataclass(frozen=True, config=_CONFIG)(cls)
+    names = [field.name for field in dataclasses.fields(made) if not field.kw_only]
+    check = made.__init__
+
+    @functools.wraps(check)
+    def make(self: Any, *args: Any, **values: Any) -> None:
+        try:
+            check(self, *args[len(names) :], **dict(zip(names, args, strict=False)), **values)
+        except ValidationError as error:
+            raise ConfigError(_explain(error, made)) from error
+
+    made.__init__ = make
+    return cast(type[T], made)
+
+
+def from_json(cls: type[T], text: str | bytes) -> T:
+    """Return the settings that the JSON describes. Raises ConfigError, which names the first wrong field."""
+    try:
+        return TypeAdapter(cls).validate_json(text)
+    except ValidationError as error:
+        raise ConfigError(_explain(error, cls)) from error
+
+
+def to_json(values: Any) -> str:
+    """Return the settings as one line of JSON, which `from_json` reads."""
+    return TypeAdapter(type(values)).dump_json(values).decode()
+
+
+def values_of(cls: type[Any], settings: Any) -> dict[str, Any]:
+    """Return the values of the fields that `cls` declares, by name; `settings` is of `cls` or of a class below it."""
+    assert isinstance(settings, cls)
+    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(cls)}
+
+
+def part_of(cls: type[T], settings: T) -> T:
+    """Return the settings without the fields that classes below `cls` add."""
+    return cls(**values_of(cls, settings))
+
+
+def names_of(cls: type[Any]) -> list[str]:
+    """Return the names of the fields, as people read them: those that the class itself declares come first."""
+    names = dict.fromkeys(name for base in cls.__mro__ for name in vars(base).get("__annotations__", {}))
+    return [name for name in names if name in cls.__dataclass_fields__]
+
+
+def meaning_of(cls: type[Any], name: str) -> str:
+    """Return the docstring of a field."""
+    declared: Any = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", {}))
+    return str(declared.__pydantic_fields__[name].description or "")
+
+
+def _explain(error: ValidationError, cls: type[Any]) -> str:
+    first, *others = error.errors()
+    more = f" (and {len(others)} more)" if others else ""
+    return _explain_one(first, cls) + more
+
+
+def _explain_one(detail: ErrorDetails, cls: type[Any]) -> str:
+    where = ".".join(str(part) for part in detail["loc"])
+    if detail["type"] == _UNKNOWN:
+        known = ", ".join(names_of(_settings_at(cls, detail["loc"][:-1])))
+        return f"{where} is no key: use one of {known}"
+    if detail["type"] == "missing":
+        return f"{where} is missing: set it"
+    if detail["type"] == "value_error":  # raised by a section as a whole: its text is complete
+        return f"{where}: {detail['ctx']['error']}" if where else str(detail["ctx"]["error"])
+    if detail["type"] == _NO_SECTION:
+        return f"{where} = {_shown(detail['input'])} is wrong: {where} is a section, set its keys"
+    message = detail["msg"][:1].lower() + detail["msg"][1:]
+    return f"{where or cls.__name__} = {_shown(detail['input'])} is wrong: {message}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def _settings_at(cls: type[Any], location: tuple[int | str, ...]) -> type[Any]:
+    """Return the class of the nested settings at that place."""
+    names = iter(location)
+    for name in names:
+        annotation: Any = cls.__pydantic_fields__[str(name)].annotation
+        if get_origin(annotation) is dict:  # a table of sections, by a name that the user chose
+            next(names)
+            _, annotation = get_args(annotation)
+        cls = annotation
+    return cls

@@ -1,0 +1,58 @@
+"""Where a worker runs, and the model that it loads there: what its process needs to know besides the settings of its
+role. Plain values, which travel as JSON."""
+
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from baton.settings.base import Bytes, Count, settings
+from baton.types import Dtype, KernelChoice, Quantization
+
+Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
+"""Numbers of cores; a list may be given as well."""
+
+
+@settings
+class ModelFormats:
+    """Number formats of a model."""
+
+    dtype: Dtype = "bfloat16"
+    """Number format of weights, activations and KV: bfloat16 or float32."""
+    quantization: Quantization = "none"
+    """none, or int8: weights rounded to half the bytes to read, which changes answers a little."""
+
+
+@settings
+class PrefixRoom:
+    """How much a node keeps of earlier prompts' KV."""
+
+    prefix_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Fraction of each node's /dev/shm for KV of earlier prompts, reused by prompts that begin alike; 0: none."""
+    prefix_disk_bytes: Bytes = 0
+    """Bytes of each node's disk, in model.cache, for KV that /dev/shm has no room for, like "20GiB"; 0: none."""
+
+
+@settings
+class WorkerPlace(ModelFormats, PrefixRoom):
+    """The process of a worker and what it finds there."""
+
+    model_folder: Path = field(kw_only=True)
+    """Hugging Face folder, already resolved and converted."""
+    host: str = "127.0.0.1"
+    """Interface that the worker's server and links bind to."""
+    num_threads: Count = 1
+    """Threads that the process computes with."""
+    cores: Cores = ()
+    """Cores that the process is pinned to; empty: not pinned."""
+    cluster: str = ""
+    """Name of the cluster whose workers on one node share a prefix store."""
+    prefix_disk: str = ""
+    """Folder of the node for prefixes that have no room in /dev/shm."""
+    num_engines: Count = 1
+    """Generation engines among which the machine's free memory is divided, where a limit of KV is derived from it. All
+    engines of the cluster count, as if they ran on one machine."""
+    kernels: tuple[KernelChoice, ...] = ()
+    """Kernels that the launcher chose for its kind of processor; a worker on another kind uses its own machine's
+    choice."""

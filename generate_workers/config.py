@@ -1,0 +1,51 @@
+"""Settings of a generation engine. Neither torch nor grpc: launchers read them, too."""
+
+from typing import Annotated, Literal, Self, get_args
+
+from pydantic import Field, model_validator
+
+from baton.settings.base import AbsolutePath, Bytes, Count, settings
+
+ResidencyName = Literal["device", "host", "infinigen", "infinigen_int4", "window", "oracle", "h2o", "int4"]
+"""Names of residency policies, which say where KV lives and what is attended to."""
+EvictionName = Literal["counter", "lru", "fifo"]
+EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
+"""Names of the ways to evict tokens from a pool of KV."""
+
+
+@settings
+class EngineConfig:
+    """Limits and policies of a generation engine."""
+
+    num_slots: Count = 16
+    """Slots of each engine: rows in its batch, one for each choice of a request."""
+    max_slot_tokens: Count = 8192
+    """Tokens that one slot may hold, prompt and output together."""
+    max_prefill_tokens_per_step: Count = 256
+    """Most prompt tokens that an engine prefills by itself between two decode steps, over all rows."""
+    max_waiting: Count = 64
+    """Choices that may wait for a slot to prefill locally, not counting those for which a slot is free."""
+    max_step_stretch: Annotated[float, Field(ge=1)] = 1.5
+    """Longest decode step that also prefills, as a multiple of the step's time without prefill; inf: no bound."""
+    residency: ResidencyName = "device"
+    """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
+    selection_file: AbsolutePath = ""
+    """File that `baton prepare` wrote, for policies that choose keys; empty: where it wrote for this model."""
+    pool_tokens: Annotated[int, Field(ge=0)] = 0
+    """Most tokens whose KV a row keeps in each layer but the first two, with residency infinigen; 0: all."""
+    pool_eviction: EvictionName = "counter"
+    """Token evicted when pool_tokens is reached: chosen least often (counter), longest ago (lru), or oldest (fifo)."""
+    kv_memory_bytes: Bytes = 0
+    """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
+    device_memory_bytes: Bytes = 0
+    """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
+    growth_tokens: Count = 256
+    """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
+
+    @model_validator(mode="after")
+    def _a_pool_evicts(self) -> Self:
+        if self.pool_tokens and self.residency != "infinigen":
+            raise ValueError(
+                f"pool_tokens = {self.pool_tokens} means nothing to residency {self.residency}: use 0, or infinigen"
+            )
+        return self

@@ -1,0 +1,45 @@
+"""Status of a generation engine. Plain values, safe to share between threads."""
+
+from dataclasses import dataclass
+
+from generate_workers.slots.leases import SlotLedger
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """What one step ran, read and took."""
+
+    num_decode_rows: int
+    num_prefill_tokens: int
+    """Tokens of local prefill."""
+    duration_s: float
+    num_kv_bytes: int
+    """Bytes of KV that attention read, in all layers."""
+    num_weight_bytes: int
+    """Bytes of weights, each read once."""
+    num_link_bytes: int
+    """Bytes copied between host and device."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
+        step."""
+        return self.num_kv_bytes + self.num_weight_bytes
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """A snapshot of the engine for heartbeats and metrics."""
+
+    ledger: SlotLedger
+    num_streams: int
+    """Open requests, including those that wait for a slot or a commit."""
+    num_rows: int
+    """Rows in the batch."""
+    num_steps: int
+    """Forwards begun so far."""
+    num_preemptions: int
+    """Preemptions so far: rows that gave their memory to older rows and are prefilled again later."""
+    num_preempted: int
+    """Preempted rows that wait to resume."""
+    last_step: StepStats | None
