@@ -20,15 +20,17 @@ from rich.table import Table
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
 from baton.results import ModelInfo
+from baton.settings.place import WorkerPlace
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.judge import CalmJudge
-from deploy.chaos.orchestrator import OrchestratorLife
 from deploy.chaos.run import Answer, Bounds, ChaosRun, Outcome, Report
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
 from deploy.config.local import LocalConfig
+from deploy.config.worker import WorkerConfig
 from deploy.groups.group import Heartbeat
+from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.machine.calibrations import local_planner
 from deploy.machine.limits import tokens_of_slot
@@ -129,9 +131,13 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
 
     engine = local.worker("generate", 0)
 
-    def life(layout: str) -> OrchestratorLife:
+    def orchestrator(layout: str) -> OrchestratorPlan:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, False, layout)
-        return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, local_planner(local), local.host)
+        place = WorkerPlace(model_folder=folder, host=local.host)
+        worker = WorkerConfig("orchestrator", 0, 0, place, _LIMITS)
+        return OrchestratorPlan(
+            worker, info, model.eos_token_ids, lambda former: former or local_planner(local), local.host
+        )
 
     return ChaosPlan(
         spawner=ProcessSpawner(local.start_timeout_s),
@@ -140,7 +146,7 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
             replace(engine, group=group, place=replace(engine.place, num_engines=_NUM_ENGINES))
             for group in range(_NUM_ENGINES)
         ],
-        life=life,
+        orchestrator=orchestrator,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,
         num_slots=_NUM_SLOTS,

@@ -26,5 +26,7 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the worker: prefill-GROUP.RANK, or ROLE-GROUP."""
+        """Name of the worker: prefill-GROUP.RANK, generate-GROUP, or orchestrator."""
+        if self.role == "orchestrator":
+            return self.role
         return f"{self.role}-{self.group}" + (f".{self.rank}" if self.role == "prefill" else "")

@@ -51,7 +51,7 @@ def orders_to_proto(orders: Orders) -> pb.Orders:
 
 
 def orders_from_proto(message: pb.Orders) -> Orders:
-    """Return the orders."""
+    """Return the orders that were sent."""
     return Orders(
         drained=frozenset(message.drained),
         leaving=frozenset(message.leaving),
