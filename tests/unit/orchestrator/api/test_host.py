@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, VersionMismatchError
 from baton.results import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
@@ -113,3 +113,13 @@ async def test_a_metrics_port_that_is_taken_ends_the_start(letters: Path) -> Non
         _, taken = await first.serve(metrics_port=0)
         with pytest.raises(ConfigError, match="for metrics"):
             await second.serve(metrics_port=taken)
+
+
+async def test_whoever_reaches_the_clients_port_alone_pushes_no_view(letters: Path) -> None:
+    async with life(letters) as made:
+        await made.update(VIEW, Orders())
+        port, _ = await made.serve()
+        async with make_channel(f"{HOST}:{port}") as channel:
+            with pytest.raises(VersionMismatchError), translate_rpc_errors():
+                await KeepingStub(channel).Update(pb.UpdateRequest(), timeout=10)
+        assert made.members.present == VIEW
