@@ -15,7 +15,7 @@ Dtype = Literal["bfloat16", "float32"]
 """Number format that a model is served in."""
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 Quantization = Literal["none", "int8"]
-"""Format of quantized weights, or none."""
+"""Quantization of projections' weights: none, or rounded to int8 with one scale an output."""
 QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element, by the dtype's name on the wire."""

@@ -24,11 +24,11 @@ from rich.console import Console
 from baton.clock import SystemClock
 from benchmarks.elastic import calibrate
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.local_config import local_config
 from benchmarks.support.mixed_load import Asked, ask, controlled, mixed, p99, streaming
 from benchmarks.support.open_loop import percentile
-from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from orchestrator.requests.config import Disaggregation, OrchestratorConfig
 from planning.calibration import Calibration
 from planning.planner import ChainPlanner
@@ -101,13 +101,11 @@ def report(reporter: Reporter, bars: Bars, console: Console, found: dict[Disaggr
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     """Measure all rounds, after one that is not counted; with --bars, return 1 when a bar is missed."""
     reporter, bars, console = Reporter("disaggregation", args.json), Bars(), Console(stderr=True, highlight=False)
-    config = LocalConfig(  # the same prompts come again and again, and must not be cached
-        resolve(args), num_ranks=1, dtype=args.dtype, generate_threads=1, prefix_share=0.0
-    )
+    folder, config = resolve(args), local_config(args.dtype, num_ranks=1)  # keeps no prefixes: the prompts come again
     found: dict[Disaggregation, list[Served]] = {way: [] for way in WAYS}
     rounds = args.pairs or (QUICK_ROUNDS if args.quick else ROUNDS)
-    async with LocalCluster(config, SystemClock()) as cluster:
-        planner = await asyncio.to_thread(local_planner, config)
+    async with LocalCluster(config, folder, SystemClock()) as cluster:
+        planner = await asyncio.to_thread(served_planner, config, folder)
         await asyncio.to_thread(planner.use, calibration)
         with progress("arrivals", rounds + 1) as advance:
             for seed in range(rounds + 1):

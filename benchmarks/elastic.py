@@ -30,8 +30,8 @@ from benchmarks.baselines.calibrating import calibrated
 from benchmarks.baselines.ranks import Ranks
 from benchmarks.support.arrivals import LONG_TOKENS, SHORT_TOKENS, Arrival, burst
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
+from benchmarks.support.local_config import local_config
 from benchmarks.support.rates import runnable
-from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import nominal_calibration
 from orchestrator.controller import Controller, GenerateSpec
@@ -156,11 +156,9 @@ def calibrate(args: argparse.Namespace) -> Calibration:
 async def run(args: argparse.Namespace, calibration: Calibration) -> int:
     """Measure all rounds; with --bars, return 1 when a bar is missed."""
     reporter, bars = Reporter("elastic", args.json), Bars()
-    config = LocalConfig(  # the same prompts come again and again, and must not be cached
-        resolve(args), num_ranks=args.ranks, dtype=args.dtype, generate_threads=1, prefix_share=0.0
-    )
-    async with LocalCluster(config, SystemClock()) as cluster:
-        planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.max_slot_tokens)
+    config = local_config(args.dtype, num_ranks=args.ranks)  # keeps no prefixes: the prompts come again
+    async with LocalCluster(config, resolve(args), SystemClock()) as cluster:
+        planner = ChainPlanner(calibration, max_ranks=args.ranks, max_tokens=config.generate.max_slot_tokens)
         bench = _Bench(args, cluster, planner)
         bench.report(reporter, bars, await bench.measure())
     reporter.close()

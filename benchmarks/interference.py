@@ -19,6 +19,7 @@ idle, which is what the bound allows where prefill is colocated.
 import argparse
 import asyncio
 import contextlib
+import math
 import os
 import statistics
 import sys
@@ -36,11 +37,11 @@ from benchmarks.plots.interference import draw
 from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.arrivals import Arrival
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.local_config import local_config
 from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled, p99, streaming
-from deploy.config.local import LocalConfig
-from deploy.config.worker import WorkerConfig
+from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from modeling.threads import use_cores
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
@@ -90,18 +91,6 @@ class Side(Protocol):
     async def measure(self, sizes: Sizes) -> Felt:
         """Run one round and return what was measured."""
         ...
-
-
-@dataclass(frozen=True)
-class Pinned(LocalConfig):
-    """A relay whose engine has the first core, and whose ranks have the others."""
-
-    def worker(self, role: str, rank: int) -> WorkerConfig:
-        """Return the configuration of a worker, pinned to its cores."""
-        first, *others = sorted(os.sched_getaffinity(0))
-        cores = (first,) if role == "generate" else tuple(others or [first])
-        worker = super().worker(role, rank)
-        return replace(worker, place=replace(worker.place, cores=cores))
 
 
 class RelaySide:
@@ -165,21 +154,22 @@ def _ttft_s(task: "asyncio.Task[Asked]") -> float:
     return task.result().ttft_s
 
 
-async def _relay(stack: AsyncExitStack, config: LocalConfig, cores: Sequence[int]) -> RelaySide:
-    cluster = await stack.enter_async_context(LocalCluster(config, SystemClock()))
-    return RelaySide(cluster, await asyncio.to_thread(local_planner, config), cores)
+async def _relay(stack: AsyncExitStack, config: ClusterConfig, folder: Path, cores: Sequence[int]) -> RelaySide:
+    cluster = await stack.enter_async_context(LocalCluster(config, folder, SystemClock()))
+    return RelaySide(cluster, await asyncio.to_thread(served_planner, config, folder), cores)
 
 
 async def _sides(stack: AsyncExitStack, args: argparse.Namespace, sizes: Sizes) -> dict[str, Side]:
     """Start all sides; they end with the stack."""
     folder, cores = resolve(args), sorted(os.sched_getaffinity(0))
-    fields: dict[str, Any] = {"dtype": args.dtype, "prefix_share": 0.0, "num_slots": sizes.num_streams + 4}
-    chain = Pinned(folder, num_ranks=1, generate_threads=1, prefill_threads=max(1, len(cores) - 1), **fields)
-    alone = LocalConfig(folder, num_ranks=0, generate_threads=len(cores), **fields)
+    first, *others = cores
+    alone = {"num_ranks": 0, "num_threads": len(cores), "num_slots": sizes.num_streams + 4}
+    chain = local_config(args.dtype, num_ranks=1, num_slots=sizes.num_streams + 4, cores=((first,),))
+    ranks = replace(chain.prefill, num_threads=max(1, len(others)), cores=(tuple(others or cores),))
     sides: dict[str, Side] = {
-        "disaggregated": await _relay(stack, chain, cores[1:]),
-        "colocated": await _relay(stack, alone, ()),
-        "unbounded": await _relay(stack, replace(alone, max_step_stretch=float("inf")), ()),
+        "disaggregated": await _relay(stack, replace(chain, prefill=ranks), folder, cores[1:]),
+        "colocated": await _relay(stack, local_config(args.dtype, **alone), folder, ()),
+        "unbounded": await _relay(stack, local_config(args.dtype, **alone, max_step_stretch=math.inf), folder, ()),
     }
     for name, chunk in _PEER_CHUNKS.items() if args.peer_python is not None else ():
         running = VllmPeer.running(

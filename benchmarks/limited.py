@@ -28,9 +28,10 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.sparse import find_source, text_ids
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.local_config import local_config
 from benchmarks.support.streams import Load, Measured, StreamTimes
 from deploy.commands.local_relay import running_controller
-from deploy.config.local import LocalConfig
+from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from modeling.checkpoints.weights import load_decoder
 from modeling.sparse.selection_file import save_prepared
@@ -103,11 +104,11 @@ async def follow(controller: Controller, prompt: tuple[int, ...], max_tokens: in
     return StreamTimes(asked_ns, first_ns, tuple(token_ns))
 
 
-async def run_policy(config: LocalConfig, load: Load) -> Ran:
+async def run_policy(config: ClusterConfig, folder: Path, load: Load) -> Ran:
     """Run all prompts one after the other, then all at once; return what was measured."""
     clock = SystemClock()
-    async with LocalCluster(config, clock) as cluster, running_controller(cluster, clock) as controller:
-        with progress(f"{config.residency}: prompts", len(load.prompts)) as advance:
+    async with LocalCluster(config, folder, clock) as cluster, running_controller(cluster, clock) as controller:
+        with progress(f"{config.generate.residency}: prompts", len(load.prompts)) as advance:
             for prompt in load.prompts:
                 await follow(controller, prompt, 1, None)
                 advance()
@@ -136,17 +137,17 @@ async def run(args: argparse.Namespace, selection_file: Path) -> int:
     load = Load(make_prompts(folder, num_streams, num_tokens), max_tokens)
     ran = {}
     for policy in _POLICIES:
-        config = LocalConfig(
-            folder,
+        config = local_config(
+            args.dtype,
             num_ranks=1,
-            dtype=args.dtype,
+            prefix_share=_PREFIX_SHARE,
+            num_threads=0,
             residency=policy,
             selection_file=str(selection_file),
             device_memory_bytes=int(args.device_gib * 2**30),
             num_slots=num_streams,
-            prefix_share=_PREFIX_SHARE,
         )
-        ran[policy] = await run_policy(config, load)
+        ran[policy] = await run_policy(config, folder, load)
     sparse, host = ran["infinigen"], ran["host"]
     name = case(batch=num_streams, context=num_tokens, policy="infinigen", dtype=args.dtype)
     reporter, bars = Reporter("limited", args.json), Bars()

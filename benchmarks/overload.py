@@ -36,10 +36,10 @@ from rich.console import Console
 
 from baton.clock import SystemClock
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.local_config import local_config
 from benchmarks.support.open_loop import Ask, Fate, Source, percentile, throughput
-from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from orchestrator.controller import Controller
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant
@@ -221,11 +221,10 @@ def _memory_mib() -> float:
 
 async def run(args: argparse.Namespace) -> int:
     """Measure all cases; with --bars, return 1 when a bar is missed."""
-    config = LocalConfig(  # prompts come again, and must not be cached
-        resolve(args), num_ranks=1, dtype=args.dtype, generate_threads=1, num_slots=NUM_SLOTS, prefix_share=0.0
-    )
-    async with LocalCluster(config, SystemClock()) as cluster:
-        planner = await asyncio.to_thread(local_planner, config)
+    folder = resolve(args)
+    config = local_config(args.dtype, num_ranks=1, num_slots=NUM_SLOTS)  # keeps no prefixes: prompts come again
+    async with LocalCluster(config, folder, SystemClock()) as cluster:
+        planner = await asyncio.to_thread(served_planner, config, folder)
         bars = await _Bench(args, cluster, planner).run()
     return bars.close() if args.bars else 0
 

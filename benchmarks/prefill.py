@@ -16,8 +16,8 @@ from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, random_prompt, resolve
+from benchmarks.support.local_config import local_config
 from deploy.commands.local_relay import running_controller
-from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 
@@ -44,13 +44,13 @@ async def measure(args: argparse.Namespace) -> None:
     folder, pairs = resolve(args), QUICK_PAIRS if args.quick else PAIRS
     lengths = [int(n) for n in (args.tokens or (QUICK_LENGTHS if args.quick else LENGTHS)).split(",")]
     reporter, clock = Reporter("prefill", args.json), SystemClock()
-    chain = LocalConfig(folder, num_ranks=args.ranks, dtype=args.dtype, generate_threads=1, prefix_share=0.0)
-    single = LocalConfig(
-        folder, num_ranks=0, dtype=args.dtype, generate_threads=args.ranks, max_prefill_tokens_per_step=8192
+    chain = local_config(args.dtype, num_ranks=args.ranks)
+    single = local_config(
+        args.dtype, num_ranks=0, prefix_share=0.1, num_threads=args.ranks, max_prefill_tokens_per_step=8192
     )
     async with (
-        LocalCluster(chain, clock) as ours,
-        LocalCluster(single, clock) as theirs,
+        LocalCluster(chain, folder, clock) as ours,
+        LocalCluster(single, folder, clock) as theirs,
         running_controller(ours, clock) as chained,
         running_controller(theirs, clock) as colocated,
     ):

@@ -31,8 +31,8 @@ from benchmarks.support.harness import (
     random_prompt,
     resolve,
 )
+from benchmarks.support.local_config import local_config
 from deploy.commands.local_relay import running_controller
-from deploy.config.local import LocalConfig
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.requests.config import OrchestratorConfig
@@ -142,8 +142,8 @@ async def run(args: argparse.Namespace) -> int:
     num_answer = QUICK_ANSWER_TOKENS if args.quick else ANSWER_TOKENS
     num_turn, new, ranks = num_shared + num_answer, args.new, args.ranks
     reporter, bars, clock = Reporter("prefix", args.json), Bars(), SystemClock()
-    config = LocalConfig(resolve(args), num_ranks=ranks, dtype=args.dtype, generate_threads=1)
-    async with LocalCluster(config, clock) as cluster, running_controller(cluster, clock) as controller:
+    folder, config = resolve(args), local_config(args.dtype, num_ranks=ranks, prefix_share=0.1)
+    async with LocalCluster(config, folder, clock) as cluster, running_controller(cluster, clock) as controller:
         pairs = args.pairs or (QUICK_PAIRS if args.quick else PAIRS)
         shared = await measure(controller, num_shared, new, pairs)
         turns = await measure_turns(controller, num_shared, num_answer, new, pairs)

@@ -10,7 +10,8 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -27,12 +28,12 @@ from deploy.chaos.judge import CalmJudge
 from deploy.chaos.run import Answer, Bounds, ChaosRun, Outcome, Report
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.group import Heartbeat
 from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from modeling.checkpoints.weights import load_config
@@ -119,33 +120,30 @@ async def _judged(
 
 def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
     """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches."""
-    local = LocalConfig(
-        folder,
-        num_ranks=_NUM_RANKS,
-        dtype="float32",
-        generate_threads=1,
-        num_slots=_NUM_SLOTS,
-        max_slot_tokens=_MAX_TOKENS,
+    config = make_local_config(
+        {
+            "model": {"dtype": "float32"},
+            "prefill": {"num_ranks": _NUM_RANKS},
+            "generate": {
+                "num_groups": _NUM_ENGINES,
+                "num_threads": 1,
+                "num_slots": _NUM_SLOTS,
+                "max_slot_tokens": _MAX_TOKENS,
+            },
+        }
     )
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
 
-    engine = local.worker("generate", 0)
-
     def orchestrator(layout: str) -> OrchestratorPlan:
-        info = ModelInfo(folder.name, max_tokens, model.vocab_size, local.dtype, False, layout)
-        place = WorkerPlace(model_folder=folder, host=local.host)
-        worker = WorkerConfig("orchestrator", 0, 0, place, _LIMITS)
-        return OrchestratorPlan(
-            worker, info, model.eos_token_ids, lambda former: former or local_planner(local), local.host
-        )
+        info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
+        worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder), _LIMITS)
+        planner = partial(served_planner, config, folder)
+        return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host)
 
     return ChaosPlan(
-        spawner=ProcessSpawner(local.start_timeout_s),
-        chain=[local.worker("prefill", rank) for rank in range(_NUM_RANKS)],
-        engines=[
-            replace(engine, group=group, place=replace(engine.place, num_engines=_NUM_ENGINES))
-            for group in range(_NUM_ENGINES)
-        ],
+        spawner=ProcessSpawner(config.supervision.start_timeout_s),
+        chain=config.workers("prefill-0", folder),
+        engines=[each for group in range(_NUM_ENGINES) for each in config.workers(f"generate-{group}", folder)],
         orchestrator=orchestrator,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,

@@ -1,14 +1,24 @@
 """`baton local`: runs one prompt through a relay in one process tree (deploy.commands.session). Its command line."""
 
 import argparse
-from pathlib import Path
+import json
+from typing import Any
 
 from baton.errors import InvalidArgumentError
 from baton.sampling_params import params_from_options
-from baton.settings.paths import cache_folder
 from baton.types import DTYPES, QUANTIZATIONS
-from deploy.config.environment import DEFAULT_MODEL
+from deploy.commands.inspection import add_config_options
 from deploy.options.prompt import add_prompt, add_sampling, read_prompt, sampling_options
+
+_FIELDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "model": ("model.name", "Hugging Face folder, GGUF file, or known name", {}),
+    "cache": ("model.cache", "folder for converted models", {}),
+    "ranks": ("prefill.num_ranks", "prefill ranks in the chain", {"type": int}),
+    "dtype": ("model.dtype", "of weights, activations and KV", {"choices": DTYPES}),
+    "quantization": ("model.quantization", "of weights, on top of the dtype", {"choices": QUANTIZATIONS}),
+    "threads": ("generate.num_threads", "torch threads of generation; 0 for all cores", {"type": int}),
+}
+"""Options that set one field of the configuration: the field, what it means, and how its value is read."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -17,17 +27,15 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "local",
         help="run one prompt through prefill ranks and a generation engine on this machine, without Ray",
         description="Starts the prefill ranks and the generation engine as processes of one tree, streams the answer "
-        "to standard output and draws the request's timeline on standard error.",
+        "to standard output and draws the request's timeline on standard error. Configured as `baton serve` is, but "
+        "orchestrator.disaggregation is always unless it is set.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add_prompt(parser)
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
-    parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
-    parser.add_argument("--ranks", type=int, default=2, help="prefill ranks in the chain")
+    for option, (field, text, kind) in _FIELDS.items():
+        parser.add_argument(f"--{option}", default=argparse.SUPPRESS, help=f"{text}: {field}", **kind)
     parser.add_argument("--colocated", action="store_true", help="no prefill ranks: the generation engine does it all")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of weights, activations and KV")
-    parser.add_argument("--quantization", choices=QUANTIZATIONS, default="none", help="of weights, on top of the dtype")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads of generation; 0 for all cores")
+    add_config_options(parser)
     parser.add_argument("--no-timeline", action="store_true", help="print the answer only")
     add_sampling(parser)
     parser.set_defaults(run=run)
@@ -36,10 +44,18 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def run(args: argparse.Namespace) -> int:
     """Run `baton local`; return the exit status."""
     params = params_from_options(sampling_options(args))
-    if args.ranks < 1:
+    if getattr(args, "ranks", 1) < 1:
         raise InvalidArgumentError(f"--ranks {args.ranks} is out of range: use at least 1, or --colocated")
+    options = [
+        f"{_FIELDS[name][0]}={json.dumps(value, ensure_ascii=False)}"
+        for name, value in vars(args).items()
+        if name in _FIELDS
+    ]
+    options += ["prefill.num_groups=0"] if args.colocated else []
     prompt = read_prompt(args.prompt)
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.commands.session import run_session
+    from deploy.config.file import load_local_config
 
-    return run_session(args, prompt, params)
+    config = load_local_config(args.config, [*options, *args.set])
+    return run_session(config, prompt, params, args)

@@ -6,20 +6,16 @@ from collections.abc import AsyncIterator
 
 from baton.clock import Clock
 from deploy.groups.cluster import LocalCluster
-from deploy.machine.calibrations import local_planner
+from deploy.machine.calibrations import served_planner
 from orchestrator.controller import Controller
-from orchestrator.requests.config import OrchestratorConfig
 
 
 @contextlib.asynccontextmanager
 async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterator[Controller]:
     """Run a controller over the running cluster until the end of the `with` block; then close it with all its
     requests."""
-    local = cluster.config
-    config = OrchestratorConfig(
-        max_attempts=local.max_attempts, lease_ttl_s=local.lease_ttl_s, disaggregation=local.disaggregation
-    )
-    planner = await asyncio.to_thread(local_planner, local)
+    config = cluster.config.orchestrator_config(cluster.folder)
+    planner = await asyncio.to_thread(served_planner, cluster.config, cluster.folder)
     controller = Controller(cluster.members, clock, config, planner=planner, on_failure=cluster.suspect)
     controller.start()
     try:

@@ -10,14 +10,15 @@ import sys
 import uuid
 
 from rich.console import Console
+from rich.status import Status
 
-from baton.clock import SystemClock
+from baton.clock import Clock, SystemClock
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from deploy.commands.local_relay import running_controller
 from deploy.commands.timeline import draw_timeline
-from deploy.config.local import LocalConfig
+from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import prepare_kernels, resolve_folder
@@ -26,24 +27,18 @@ from orchestrator.requests.record import Finished, Started
 from text.tokenizer import Tokenizer
 
 
-def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -> int:
-    """Answer one prompt with the options of `baton local`; return the exit status."""
+def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args: argparse.Namespace) -> int:
+    """Answer one prompt as the options of `baton local` say; return the exit status."""
     console = Console(stderr=True)
-    folder = resolve_folder(args.model, args.cache, console)
+    folder = resolve_folder(config.model.name, config.model.cache, console)
     kernels = prepare_kernels(console)
-    config = LocalConfig(
-        model_folder=folder,
-        num_ranks=0 if args.colocated else args.ranks,
-        dtype=args.dtype,
-        quantization=args.quantization,
-        generate_threads=args.threads,
-        kernels=kernels,
-    )
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)
     spec = GenerateSpec(RequestId(uuid.uuid4().hex), tuple(ids), params)
-    _check_length(spec, tokens_of_slot(folder, config.max_slot_tokens))
-    finished, token_ns = asyncio.run(_answer(config, spec, console))
+    _check_length(spec, tokens_of_slot(folder, config.generate.max_slot_tokens))
+    clock, status = SystemClock(), console.status("starting")
+    cluster = LocalCluster(config, folder, clock, status.update, kernels=kernels)
+    finished, token_ns = asyncio.run(_answer(cluster, spec, clock, status))
     if not args.no_timeline:
         draw_timeline(finished.timings, finished.usage, finished.reasons, token_ns, console)
     if finished.error is not None:
@@ -51,16 +46,14 @@ def run_session(args: argparse.Namespace, prompt: str, params: SamplingParams) -
     return 0
 
 
-async def _answer(config: LocalConfig, spec: GenerateSpec, console: Console) -> tuple[Finished, list[int]]:
+async def _answer(
+    cluster: LocalCluster, spec: GenerateSpec, clock: Clock, status: Status
+) -> tuple[Finished, list[int]]:
     """Stream the answer to standard output. Return the stream's end, and when each token was made (unix ns)."""
-    clock = SystemClock()
     token_ns: list[int] = []
     finished: Finished | None = None
-    with console.status("starting") as status:
-        async with (
-            LocalCluster(config, clock, status.update) as cluster,
-            running_controller(cluster, clock) as controller,
-        ):
+    with status:
+        async with cluster, running_controller(cluster, clock) as controller:
             status.update(f"prefill of {len(spec.prompt_ids)} tokens")
             async with contextlib.aclosing(controller.generate(spec)) as events:
                 async for event in events:

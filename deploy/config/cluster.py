@@ -8,7 +8,7 @@ there are and where they run.
 """
 
 import re
-from dataclasses import field
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -18,8 +18,9 @@ from baton.errors import ConfigError
 from baton.settings.base import AbsolutePath, Count, Seconds, part_of, settings, values_of
 from baton.settings.paths import cache_folder
 from baton.settings.place import Cores, ModelFormats, PrefixRoom, WorkerPlace
+from baton.types import KernelChoice
 from deploy.config.environment import DEFAULT_MODEL, read_variable, use_threads
-from deploy.config.worker import WorkerConfig
+from deploy.config.worker import Role, WorkerConfig
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig, OrchestratorLimits, PrefixRules
 from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tenants, hash_key
@@ -212,26 +213,43 @@ class ClusterConfig:
         """Workers in all: ranks and engines, without the orchestrator."""
         return self.prefill.num_groups * self.prefill.num_ranks + self.generate.num_groups
 
-    def worker(self, folder: Path, role: str, group: int, rank: int) -> WorkerConfig:
-        """Return the configuration of one worker of a prefill or generation group; `folder` holds the resolved
-        model."""
-        is_prefill = role == "prefill"
-        section = self.prefill if is_prefill else self.generate
-        number = group * self.prefill.num_ranks + rank if is_prefill else group
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """Number of workers of each configured group, by the group's name, like prefill-0."""
+        sizes = {f"prefill-{number}": self.prefill.num_ranks for number in range(self.prefill.num_groups)}
+        return sizes | {f"generate-{number}": 1 for number in range(self.generate.num_groups)}
+
+    def workers(
+        self, name: str, folder: Path, kernels: tuple[KernelChoice, ...] = (), cluster: str = ""
+    ) -> tuple[WorkerConfig, ...]:
+        """Return the configurations of the workers of a group, in rank order.
+
+        A group that is not configured, because it stands in for one that is, gets the cores of the latter. `folder`
+        holds the resolved model. `cluster` is the name by which workers share files on a node; empty: that of the
+        cluster.
+        """
+        number = int(name.partition("-")[2])
+        is_chain = name.startswith("prefill-")
+        role: Role = "prefill" if is_chain else "generate"
+        section = self.prefill if is_chain else self.generate
+        size = self.prefill.num_ranks if is_chain else 1
         place = WorkerPlace(
             **values_of(ModelFormats, self.model),
             **values_of(PrefixRoom, self.prefill),
             model_folder=folder,
             host=self.worker_host,
             num_threads=use_threads(section.num_threads),
-            cores=section.cores[number] if section.cores else (),
-            cluster=self.name,
+            cluster=cluster or self.name,
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups,
+            kernels=kernels,
         )
-        if is_prefill:
-            return WorkerConfig("prefill", group, rank, place, part_of(PrefillConfig, self.prefill))
-        return WorkerConfig("generate", group, rank, place, part_of(EngineConfig, self.generate))
+        settings = part_of(PrefillConfig, self.prefill) if is_chain else part_of(EngineConfig, self.generate)
+        first = number % max(1, section.num_groups) * size
+        cores = section.cores[first : first + size] or ((),) * size
+        return tuple(
+            WorkerConfig(role, number, rank, replace(place, cores=cores[rank]), settings) for rank in range(size)
+        )
 
     def orchestrator_config(self, folder: Path) -> OrchestratorConfig:
         """Return the settings of the orchestrator; `folder` holds the resolved model."""

@@ -5,6 +5,7 @@ Every mistake of a user is a ConfigError of one line: which key, which value, wh
 
 import json
 import math
+import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -19,10 +20,20 @@ from deploy.config.cluster import ClusterConfig
 def load_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
     """Read the configuration: the file, if any, with each `a.b=value` of `assignments` put over it, in order. Raises
     ConfigError."""
-    raw: dict[str, Any] = _read(path) if path is not None else {}
-    for assignment in assignments:
-        _assign(raw, assignment)
-    return make_config(raw)
+    return make_config(_assigned(path, assignments))
+
+
+def load_local_config(path: Path | None, assignments: Sequence[str] = ()) -> ClusterConfig:
+    """Read the configuration of a relay in one process tree, as `load_config` does. Raises ConfigError."""
+    return make_local_config(_assigned(path, assignments))
+
+
+def make_local_config(sections: Mapping[str, Any]) -> ClusterConfig:
+    """Return the configuration of a relay in one process tree, as `make_config` does. By default, its chain always
+    prefills, so that it can be seen; its name is this process's own. Raises ConfigError."""
+    given = sections.get("orchestrator", {})
+    section = {"disaggregation": "always"} | given if isinstance(given, dict) else given
+    return make_config({**sections, "orchestrator": section, "name": f"local-{os.getpid()}"})
 
 
 def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
@@ -33,6 +44,13 @@ def make_config(sections: Mapping[str, Any]) -> ClusterConfig:
 def format_config(config: ClusterConfig) -> str:
     """Return the configuration as TOML, with the meaning above each value; `load_config` reads it back."""
     return "\n".join(_lines(config, "")).strip() + "\n"
+
+
+def _assigned(path: Path | None, assignments: Sequence[str]) -> dict[str, Any]:
+    raw: dict[str, Any] = _read(path) if path is not None else {}
+    for assignment in assignments:
+        _assign(raw, assignment)
+    return raw
 
 
 def _read(path: Path) -> dict[str, Any]:

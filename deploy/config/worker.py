@@ -25,8 +25,13 @@ class WorkerConfig:
     """Settings of the role."""
 
     @property
+    def group_name(self) -> str:
+        """Name of the worker's group: ROLE-GROUP."""
+        return f"{self.role}-{self.group}"
+
+    @property
     def name(self) -> str:
-        """Name of the worker: prefill-GROUP.RANK, generate-GROUP, or orchestrator."""
+        """Name of the worker: that of its group, in a chain with .RANK, or orchestrator."""
         if self.role == "orchestrator":
             return self.role
-        return f"{self.role}-{self.group}" + (f".{self.rank}" if self.role == "prefill" else "")
+        return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name

@@ -8,11 +8,13 @@ supervisor's asyncio loop; leaves no worker behind.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from baton.clock import Clock
 from baton.errors import UnavailableError
-from baton.ids import Epoch
-from deploy.config.local import LocalConfig
+from baton.types import KernelChoice
+from deploy.config.cluster import ClusterConfig
+from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner
@@ -119,31 +121,48 @@ class Cluster:
         )
 
 
+def group_of(workers: Sequence[WorkerConfig], around: Surroundings) -> WorkerGroup:
+    """Make the group of these workers, which is not started yet; a chain gets links."""
+    first = workers[0]
+    links = ChainLinks(first.place.host, around.heartbeat.dead_after_s) if first.role == "prefill" else None
+    return WorkerGroup(first.group_name, workers, around, links)
+
+
 def _by_number(group: WorkerGroup) -> tuple[int, str]:
     """Return a sort key by which generate-10 comes after generate-9."""
     return len(group.name), group.name
 
 
 class LocalCluster:
-    """Prefill ranks and a generation engine as processes of one tree; an async context manager, used once."""
+    """Prefill and generation groups as processes of one tree; an async context manager, used once."""
 
-    def __init__(self, config: LocalConfig, clock: Clock, report: Callable[[str], None] = logger.info) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        folder: Path,
+        clock: Clock,
+        report: Callable[[str], None] = logger.info,
+        *,
+        kernels: tuple[KernelChoice, ...] = (),
+    ) -> None:
+        """Make a cluster that is not started yet. `folder` holds the resolved model; `kernels` is the launcher's
+        choice."""
         self.config = config
-        self.max_tokens = tokens_of_slot(config.model_folder, config.max_slot_tokens)
+        self.folder = folder
+        self.max_tokens = tokens_of_slot(folder, config.generate.max_slot_tokens)
         """Tokens that one request may have, prompt and output."""
         self.members = Members()
         """The groups as the controller sees them; kept up to date."""
-        heartbeat = Heartbeat(config.heartbeat_s, config.dead_after_s)
-        spawner = ProcessSpawner(config.start_timeout_s)
+        supervision = config.supervision
+        heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
+        spawner = ProcessSpawner(supervision.start_timeout_s)
         self._around = Surroundings(spawner, heartbeat, clock, report, changed=self._tell_members)
-        self._links = ChainLinks(config.host, config.dead_after_s)
-        ranks = [config.worker("prefill", rank) for rank in range(config.num_ranks)]
-        chain = WorkerGroup("prefill-0", ranks, self._around, self._links)
-        engine = WorkerGroup("generate-0", [config.worker("generate", 0)], self._around)
-        self._cluster = Cluster([chain] if ranks else [], [engine], self._around)
+        self._cluster = Cluster([], [], self._around)
+        for name in config.group_sizes:
+            self._cluster.add(group_of(config.workers(name, folder, kernels), self._around))
 
     async def __aenter__(self) -> "LocalCluster":
-        self._around.report(f"starting {self.config.num_ranks + 1} workers")
+        self._around.report(f"starting {self.config.num_workers} workers")
         await self._cluster.start()
         return self
 
@@ -151,19 +170,14 @@ class LocalCluster:
         await self._cluster.close()
 
     @property
-    def epoch(self) -> Epoch:
-        """Present epoch of the chain's links."""
-        return self._links.epoch
-
-    @property
     def generation(self) -> Worker:
-        """The generation engine's worker in its present life."""
+        """The first generation engine's worker in its present life."""
         return self._cluster.generation[0].workers[0]
 
     @property
     def ranks(self) -> tuple[Worker, ...]:
         """The prefill ranks' workers in their present lives, in rank order."""
-        return tuple(group.workers[rank] for group in self._cluster.prefill for rank in range(self.config.num_ranks))
+        return tuple(group.workers[rank] for group in self._cluster.prefill for rank in sorted(group.workers))
 
     async def until_ready(self, timeout_s: float) -> None:
         """Wait until all workers serve and the chain has links. Raises UnavailableError after `timeout_s` seconds."""
@@ -174,4 +188,4 @@ class LocalCluster:
         self._cluster.suspect()
 
     def _tell_members(self) -> None:
-        self.members.update(self._cluster.view(self.config.num_slots, self.max_tokens))
+        self.members.update(self._cluster.view(self.config.generate.num_slots, self.max_tokens))

@@ -15,7 +15,6 @@ from baton.settings.paths import cache_folder
 from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
-from deploy.config.local import LocalConfig
 from deploy.machine.limits import tokens_of_slot
 from planning import step_times
 from planning.calibration import Calibration, load, nominal
@@ -148,30 +147,6 @@ def served_planner(config: ClusterConfig, folder: Path, former: ChainPlanner | N
             speed=use_threads(config.generate.num_threads) / config.prefill.num_threads,
             max_step_stretch=config.generate.max_step_stretch,
             max_step_tokens=config.generate.max_prefill_tokens_per_step,
-        ),
-    )
-
-
-def local_planner(config: LocalConfig) -> ChainPlanner:
-    """Return the planner of a relay in one process tree. Raises ModelError."""
-    folder, dtype = config.model_folder, config.dtype
-    assumed = nominal_calibration(folder, dtype, config.prefill_threads, config.quantization)
-    assumed_steps = nominal_step_times(
-        folder,
-        dtype,
-        use_threads(config.generate_threads),
-        residency=config.residency,
-        quantization=config.quantization,
-    )
-    return ChainPlanner(
-        find_calibration(assumed, ""),
-        max_ranks=max(config.num_ranks, 1),
-        max_tokens=tokens_of_slot(folder, config.max_slot_tokens),
-        steps=find_step_times(assumed_steps, kept_path(assumed)),
-        local=LocalPrefill(
-            speed=use_threads(config.generate_threads) / config.prefill_threads,
-            max_step_stretch=config.max_step_stretch,
-            max_step_tokens=config.max_prefill_tokens_per_step,
         ),
     )
 

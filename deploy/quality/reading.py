@@ -25,7 +25,7 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
-from generate_workers.residency.sparse.pool import PoolSize, eviction_named
+from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.residency.sparse.selective import require_selective
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
@@ -190,7 +190,7 @@ def _make(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
     pool = None
     if setting.pool is not None:
         assert setting.eviction is not None
-        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), eviction_named(setting.eviction))
+        pool = PoolSize(int(setting.pool * shape.max_slot_tokens), Eviction(setting.eviction))
     source = VariedSource(decoder, setting.selection, pool, setting.budget, setting.alpha)
     return make_residency(setting.policy, shape, decoder.device, source)
 

@@ -11,7 +11,6 @@ import ray
 from ray.util.placement_group import PlacementGroup
 
 from baton.errors import ConfigError
-from deploy.config.cluster import ClusterConfig
 from deploy.ray_cluster.spawner import SMALL_CPU, pool
 
 
@@ -41,12 +40,6 @@ class RayRoom:
         place = self.places.pop(group, None) or _find(group)
         if place is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
-
-
-def group_sizes(config: ClusterConfig) -> dict[str, int]:
-    """Return the number of workers of each configured group, by the group's name."""
-    sizes = {f"prefill-{index}": config.prefill.num_ranks for index in range(config.prefill.num_groups)}
-    return sizes | {f"generate-{index}": 1 for index in range(config.generate.num_groups)}
 
 
 def node_resources() -> list[Mapping[str, float]]:

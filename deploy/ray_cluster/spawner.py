@@ -143,7 +143,7 @@ class RaySpawner:
         if config.role == "orchestrator":
             here = ray.get_runtime_context().get_node_id()
             return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
-        place = self._places[f"{config.role}-{config.group}"]
+        place = self._places[config.group_name]
         bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=config.rank)
         return {"scheduling_strategy": bundle, "resources": {pool(config.role): 1}}
 

@@ -23,8 +23,7 @@ from baton.errors import BatonError
 from baton.results import ModelInfo
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
-from deploy.groups.chain_links import ChainLinks
-from deploy.groups.cluster import Cluster
+from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.roster import Roster
@@ -32,7 +31,7 @@ from deploy.machine.calibrations import served_calibration_path, served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
-from deploy.ray_cluster.places import RayRoom, check_room, group_sizes, node_resources
+from deploy.ray_cluster.places import RayRoom, check_room, node_resources
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.members import ClusterView, Orders
 
@@ -84,7 +83,7 @@ class SupervisorActor:
             self._changed,
             room=self._room,
         )
-        self._sizes = group_sizes(config)
+        self._sizes = config.group_sizes
         self._memory = Memory(Orders())
         """What the next life of the supervisor will find."""
         self._cluster = Cluster([], [], self._around)
@@ -169,27 +168,10 @@ class SupervisorActor:
 
     def _make_group(self, name: str, model: str) -> WorkerGroup:
         """Make a group that is not started yet. Implements deploy.groups.roster.MakeGroup."""
-        role, _, number = name.partition("-")
         if model:
             require_alike(Path(model), self._folder)
-        section = self._config.prefill if role == "prefill" else self._config.generate
-        like = int(number) % section.num_groups  # a group that stands in for another gets its cores
-        ranks = range(self._config.prefill.num_ranks if role == "prefill" else 1)
-        workers = (self._config.worker(Path(model) if model else self._folder, role, like, rank) for rank in ranks)
-        links = ChainLinks(self._config.worker_host, self._config.supervision.dead_after_s)
-        return WorkerGroup(
-            name,
-            [
-                replace(
-                    worker,
-                    group=int(number),
-                    place=replace(worker.place, kernels=self._kernels, cluster=self._store),
-                )
-                for worker in workers
-            ],
-            self._around,
-            links if role == "prefill" else None,
-        )
+        folder = Path(model) if model else self._folder
+        return group_of(self._config.workers(name, folder, self._kernels, self._store), self._around)
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return

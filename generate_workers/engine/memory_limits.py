@@ -11,7 +11,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import KvShape, Residency
-from generate_workers.residency.sparse.pool import PoolSize, eviction_named
+from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from modeling.forward.decoder import Decoder
 
@@ -26,7 +26,7 @@ def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) ->
     `baton prepare`."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
     path = Path(config.selection_file) if config.selection_file else None
-    pool = PoolSize(config.pool_tokens, eviction_named(config.pool_eviction)) if config.pool_tokens else None
+    pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
     residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))
     limits = memory_limits(config, residency, weight_bytes(decoder.weights), num_engines)
     return KvMemory(residency, shape, limits, config.growth_tokens)

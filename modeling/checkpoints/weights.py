@@ -6,6 +6,7 @@ A worker's host calls `load_decoder` once at its start, before any request, on w
 from pathlib import Path
 
 from baton.errors import ModelError
+from baton.types import QUANTIZATIONS
 from modeling.checkpoints.registry import read_model
 from modeling.families.checkpoint import Checkpoint, read_json
 from modeling.families.family import Family
@@ -17,10 +18,6 @@ from modeling.kv.buffers import TORCH_DTYPES
 def load_config(folder: Path) -> ModelConfig:
     """Return the config in `folder`'s config.json and, if there, generation_config.json. Raises ModelError."""
     return _load_model(folder).config
-
-
-QUANTIZATIONS = ("none", "int8")
-"""Quantizations of projections' weights: none, or rounded to int8 with one scale an output."""
 
 
 def load_decoder(folder: Path, *, dtype: str = "float32", device: str = "cpu", quantization: str = "none") -> Decoder:

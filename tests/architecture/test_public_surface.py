@@ -92,7 +92,7 @@ COMMANDS = {
     "generate": "prompt --api-key-env --chat --deadline --echo --exact --n --no-usage --priority --target --tenant"
     f" {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
-    f" {SAMPLING}",
+    f" {CONFIGURATION} {SAMPLING}",
     "plan": "model --batch --chips --context --dtype --hardware --json --kv --kv-per-token --params --plot --shape"
     " --threads --weights",
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"

@@ -9,7 +9,7 @@ import pytest
 from baton.errors import BatonError
 from baton.v1.keeping_pb2 import UpdateRequest
 from baton.v1.keeping_pb2_grpc import KeepingStub
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
@@ -26,11 +26,14 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
     return make()
 
 
+@pytest.fixture
+def rank(smollm2: Path) -> WorkerConfig:
+    return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2)[0]
+
+
 @pytest.fixture(params=["prefill", "orchestrator"])
-def config(request: pytest.FixtureRequest, smollm2: Path) -> WorkerConfig:
-    if request.param == "orchestrator":
-        return orchestrator_worker(smollm2)
-    return LocalConfig(smollm2, dtype="float32").worker("prefill", 0)
+def config(request: pytest.FixtureRequest, smollm2: Path, rank: WorkerConfig) -> WorkerConfig:
+    return orchestrator_worker(smollm2) if request.param == "orchestrator" else rank
 
 
 async def _answers(handle: WorkerHandle) -> bool:
@@ -65,8 +68,7 @@ async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: 
     await handle.close()
 
 
-async def test_a_worker_that_cannot_start_gives_its_own_reason(smollm2: Path) -> None:
-    config = LocalConfig(smollm2, dtype="float32").worker("prefill", 0)
+async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfig) -> None:
     with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
-        await ProcessSpawner(60.0).start(replace(config, place=replace(config.place, model_folder=Path("/absent"))))
+        await ProcessSpawner(60.0).start(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
     assert isinstance(caught.value, BatonError)

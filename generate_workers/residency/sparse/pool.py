@@ -71,15 +71,6 @@ class Eviction(Enum):
     """The token that came first."""
 
 
-def eviction_named(name: str) -> Eviction:
-    """Return the Eviction of that name. Raises ConfigError for an unknown name."""
-    try:
-        return Eviction(name)
-    except ValueError:
-        names = ", ".join(each.value for each in Eviction)
-        raise ConfigError(f"pool_eviction = {name!r} is unknown: use one of {names}") from None
-
-
 @dataclass(frozen=True)
 class PoolSize:
     """Size and eviction of pools, as a user configures them."""

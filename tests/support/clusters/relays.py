@@ -5,7 +5,6 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from baton.clock import SystemClock
 from baton.errors import BatonError
@@ -15,7 +14,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.commands.local_relay import running_controller
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from orchestrator.controller import Controller, GenerateSpec
 from orchestrator.requests.record import Event, Finished
@@ -56,12 +55,22 @@ class Relay:
 
 
 @contextlib.asynccontextmanager
-async def local_relay(folder: Path, **fields: Any) -> AsyncIterator[Relay]:
-    """A running relay; closed, with all its processes, at the end. It keeps no prefixes, unless `fields` say so: tests
-    ask the same again and again, and count what is computed."""
-    settings = {"dtype": "float32", "generate_threads": 1, "watchdog_floor_s": 5.0, "prefix_share": 0.0, **fields}
+async def local_relay(
+    folder: Path, *, num_ranks: int, prefix_share: float = 0.0, heartbeat_s: float = 1.0
+) -> AsyncIterator[Relay]:
+    """A running relay; closed, with all its processes, at the end. It keeps no prefixes by default: tests ask the same
+    again and again, and count what is computed."""
+    prefill = {"num_ranks": num_ranks, "watchdog_floor_s": 5.0, "prefix_share": prefix_share}
+    config = make_local_config(
+        {
+            "model": {"dtype": "float32"},
+            "prefill": prefill if num_ranks else {"num_groups": 0},
+            "generate": {"num_threads": 1},
+            "supervision": {"heartbeat_s": heartbeat_s},
+        }
+    )
     async with (
-        LocalCluster(LocalConfig(folder, **settings), CLOCK) as cluster,
+        LocalCluster(config, folder, CLOCK) as cluster,
         running_controller(cluster, CLOCK) as controller,
     ):
         yield Relay(cluster, controller)

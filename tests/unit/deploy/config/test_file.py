@@ -1,5 +1,6 @@
 """What a user writes becomes a configuration, or one line that says what is wrong with it."""
 
+import os
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 from baton.errors import ConfigError
 from baton.settings.base import meaning_of
 from deploy.config.cluster import ClusterConfig, TenantSection
-from deploy.config.file import format_config, load_config
+from deploy.config.file import format_config, load_config, load_local_config
 from orchestrator.requests.tenants import Tenant, hash_key
 from tests.support.folders import ROOT
 
@@ -127,9 +128,23 @@ def test_every_value_is_described_in_one_line(section: type[Any]) -> None:
 def test_each_worker_is_told_its_own_cores() -> None:
     config = load_config(None, ["prefill.num_groups=2", "prefill.cores=[[0],[1],[2],[3]]", "generate.cores=[[4, 5]]"])
     folder = Path("model")
-    assert config.worker(folder, "prefill", 1, 0).place.cores == (2,)
-    assert config.worker(folder, "generate", 0, 0).place.cores == (4, 5)
-    assert config.worker(folder, "prefill", 1, 1).name == "prefill-1.1"
+    assert [worker.place.cores for worker in config.workers("prefill-1", folder)] == [(2,), (3,)]
+    assert [worker.place.cores for worker in config.workers("generate-0", folder)] == [(4, 5)]
+    assert [worker.name for worker in config.workers("prefill-1", folder)] == ["prefill-1.0", "prefill-1.1"]
+    stands_in = config.workers("prefill-4", folder)
+    assert [(worker.group, worker.place.cores) for worker in stands_in] == [(4, (0,)), (4, (1,))]
+
+
+def test_a_relay_on_one_machine_prefills_by_its_chain_unless_told_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "cluster.toml"
+    path.write_text('name = "mine"\n[orchestrator]\nmax_attempts = 2\n[generate]\nnum_slots = 4\n')
+    config = load_local_config(path, ["prefill.num_ranks=3"])
+    assert (config.orchestrator.disaggregation, config.orchestrator.max_attempts) == ("always", 2)
+    assert (config.prefill.num_ranks, config.generate.num_slots) == (3, 4)
+    assert config.name == f"local-{os.getpid()}"
+    assert load_local_config(None, ["orchestrator.disaggregation=auto"]).orchestrator.disaggregation == "auto"
+    with pytest.raises(ConfigError, match="orchestrator = 3 is wrong: orchestrator is a section"):
+        load_local_config(None, ["orchestrator=3"])
 
 
 TENANTS = """

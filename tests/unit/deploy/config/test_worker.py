@@ -22,7 +22,7 @@ from orchestrator.requests.tenants import hash_key
 @pytest.mark.parametrize("role", ["prefill", "generate"])
 def test_a_workers_settings_survive_json(role: str) -> None:
     cluster = make_config({"prefill": {"cores": [[0], [1, 2]]}, "generate": {"max_step_stretch": math.inf}})
-    worker = cluster.worker(Path("model"), role, 0, 0)
+    worker = cluster.workers(f"{role}-0", Path("model"))[0]
     assert from_json(WorkerConfig, to_json(worker)) == worker
     assert "\n" not in to_json(worker)
     chosen = replace(worker, place=replace(worker.place, kernels=(KernelChoice("p", "a", "b", None),)))
@@ -41,8 +41,8 @@ def test_an_orchestrators_settings_survive_json() -> None:
 def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> None:
     prefill = {"num_groups": 2, "prefix_share": 0.25, "prefix_disk_bytes": "2GiB"}
     cluster = make_config({"name": "c", "prefill": prefill, "model": {"cache": "/disk"}})
-    workers = [cluster.worker(Path("model"), "prefill", group, rank) for group in range(2) for rank in range(2)]
-    workers.append(cluster.worker(Path("model"), "generate", 0, 0))
+    workers = [worker for name in cluster.group_sizes for worker in cluster.workers(name, Path("model"))]
+    assert len(workers) == 5
     places = [worker.place for worker in workers]
     assert {(place.cluster, place.prefix_share) for place in places} == {("c", 0.25)}
     assert {(place.prefix_disk, place.prefix_disk_bytes) for place in places} == {("/disk", 2 << 30)}
@@ -50,7 +50,7 @@ def test_workers_of_one_cluster_share_their_node_s_prefixes_and_no_others() -> N
 
 def test_engines_of_one_cluster_share_a_machine_s_memory() -> None:
     cluster = make_config({"generate": {"num_groups": 3}})
-    assert cluster.worker(Path("model"), "generate", 2, 0).place.num_engines == 3
+    assert cluster.workers("generate-2", Path("model"))[0].place.num_engines == 3
 
 
 def test_the_residency_policies_are_the_engine_s() -> None:
@@ -63,6 +63,6 @@ def test_the_ways_to_evict_are_the_pools() -> None:
 
 def test_an_engine_is_told_its_pool() -> None:
     generate = {"residency": "infinigen", "pool_tokens": 500, "pool_eviction": "lru"}
-    worker = make_config({"generate": generate}).worker(Path("model"), "generate", 0, 0)
+    worker = make_config({"generate": generate}).workers("generate-0", Path("model"))[0]
     assert isinstance(worker.section, EngineConfig)
     assert (worker.section.pool_tokens, worker.section.pool_eviction) == (500, "lru")

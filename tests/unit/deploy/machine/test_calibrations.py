@@ -8,13 +8,12 @@ import pytest
 
 from baton.errors import ConfigError
 from deploy.config.cluster import ClusterConfig, GenerateSection, PrefillSection
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.machine.calibrations import (
     calibration_path,
     find_calibration,
     find_step_times,
     kept_path,
-    local_planner,
     nominal_calibration,
     nominal_step_times,
     served_calibration,
@@ -113,8 +112,8 @@ def test_planners_reach_as_far_as_their_clusters(folder: Path, tmp_path: Path) -
     assert served_calibration(config, folder) == made
     planner = served_planner(config, folder)
     assert (planner.max_ranks, planner.max_tokens, planner.calibration) == (3, 512, made)
-    local = local_planner(LocalConfig(folder, num_ranks=0, max_slot_tokens=100))
-    assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (1, 100, False)
+    local = served_planner(make_local_config({"generate": {"max_slot_tokens": 100}}), folder)
+    assert (local.max_ranks, local.max_tokens, local.calibration.is_measured) == (2, 100, False)
 
 
 def test_a_next_life_searches_partitions_only_for_another_calibration(folder: Path, tmp_path: Path) -> None:
@@ -184,7 +183,7 @@ def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None
     made = tabulated(assumed, path_beside(given, assumed))
     assert served_planner(config, folder, planner) is planner
     assert planner.step_s(4, 256) == pytest.approx(0.05) and planner.steps == made
-    local = LocalConfig(folder, dtype="bfloat16", generate_threads=2)
-    assert local_planner(local).steps == assumed
-    tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", local.prefill_threads)), assumed))
-    assert local_planner(local).steps == made
+    local = make_local_config({"generate": {"num_threads": 2}})
+    assert served_planner(local, folder).steps == assumed
+    tabulated(assumed, path_beside(kept_path(nominal_calibration(folder, "bfloat16", 1)), assumed))
+    assert served_planner(local, folder).steps == made

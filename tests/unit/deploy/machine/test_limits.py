@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.clock import SystemClock
-from deploy.config.local import LocalConfig
+from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
 
@@ -37,4 +37,4 @@ def test_the_smaller_bound_holds(folder: Path, slot: int, expected: int) -> None
 
 
 async def test_a_local_cluster_offers_no_more_than_the_model_takes(folder: Path) -> None:
-    assert LocalCluster(LocalConfig(folder), SystemClock()).max_tokens == CONTEXT
+    assert LocalCluster(make_local_config({}), folder, SystemClock()).max_tokens == CONTEXT

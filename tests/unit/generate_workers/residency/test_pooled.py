@@ -361,7 +361,9 @@ def test_a_pool_that_is_too_small_or_means_nothing_is_refused() -> None:
     with pytest.raises(ConfigError, match="pool_tokens = -1 is wrong: input should be greater than or equal to 0"):
         EngineConfig(pool_tokens=-1)
     none: Any = "none"
-    with pytest.raises(ConfigError, match="pool_eviction = 'none' is wrong: input should be 'counter', 'lru' or"):
+    with pytest.raises(
+        ConfigError, match="pool_eviction = 'none' is wrong: input should be 'counter', 'lru' or 'fifo'"
+    ):
         EngineConfig(2, 64, residency="infinigen", pool_tokens=20, pool_eviction=none)
 
 

@@ -19,7 +19,6 @@ from generate_workers.residency.sparse.pool import (
     KvPools,
     PoolLimit,
     PoolNotes,
-    eviction_named,
 )
 from modeling.forward.selection import Picks
 from tests.support.engines.pools import ReferenceList
@@ -260,9 +259,3 @@ def gone_of(row: Traced) -> list[int]:
 def test_a_limit_that_cannot_be_kept_is_a_config_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         PoolLimit(**{"num_places": 100, **changes})
-
-
-def test_evictions_are_known_by_name() -> None:
-    assert eviction_named("lru") is Eviction.LRU
-    with pytest.raises(ConfigError, match="pool_eviction = 'random' is unknown: use one of counter, lru, fifo"):
-        eviction_named("random")
