@@ -47,7 +47,8 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         self._members = Members()
         self._keeping = make_server()
         self._server: OrchestratorServer | None = None
-        self._starting = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
 
     async def start(self) -> Self:
         """Serve the supervisor, on any free port. Raises ConfigError when the host cannot listen."""
@@ -58,10 +59,12 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """End all requests and the servers."""
+        """End all requests and the servers, also those that are being started."""
+        await self._keeping.stop(grace_s)
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._server is not None:
             await self._server.stop(grace_s)
-        await self._keeping.stop(grace_s)
 
     async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
         """Replace the cluster view and the orders that the supervisor has recorded; return the orders in force."""
@@ -73,12 +76,19 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
         return self._status()
 
     async def Serve(self, request: pb.ServeRequest, context: Context) -> pb.OrchestratorStatus:
-        """Start to serve clients, once. Raises ConfigError when the server cannot listen."""
-        async with self._starting:
+        """Start to serve clients, once; goes on when the call is cancelled, so that nothing is started by half.
+
+        Raises ConfigError when the server cannot listen.
+        """
+        self._starting = asyncio.create_task(self._start(request))
+        await asyncio.shield(self._starting)
+        return self._status()
+
+    async def _start(self, request: pb.ServeRequest) -> None:
+        async with self._lock:
             if self._server is None:
                 self._server = await self._serve(request)
                 collect_rarely()
-        return self._status()
 
     async def _serve(self, request: pb.ServeRequest) -> OrchestratorServer:
         path = request.predictions.calibration_path

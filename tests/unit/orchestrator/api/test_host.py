@@ -1,5 +1,6 @@
 """The orchestrator's host: drains go up to the supervisor with its heartbeats, and come back in the next life."""
 
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from baton.errors import ConfigError, VersionMismatchError
+from baton.errors import BatonError, ConfigError, VersionMismatchError
 from baton.results import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1.keeping_pb2_grpc import KeepingStub
@@ -46,7 +47,9 @@ class Life:
         request = pb.UpdateRequest(view=view_to_proto(view), kept=orders_to_proto(kept))
         return orders_from_proto((await self._stub.Update(request, timeout=10)).orders)
 
-    async def serve(self, port: int = 0, metrics_port: int | None = None) -> tuple[int, int | None]:
+    async def serve(
+        self, port: int = 0, metrics_port: int | None = None, timeout_s: float = 30.0
+    ) -> tuple[int, int | None]:
         """The ports for clients and of the metrics."""
         request = pb.ServeRequest(
             model=model_to_proto(MODEL),
@@ -56,7 +59,7 @@ class Life:
             predictions=predictions_to_proto(linear_planner(), None),
         )
         with translate_rpc_errors():
-            status = await self._stub.Serve(request, timeout=30)
+            status = await self._stub.Serve(request, timeout=timeout_s)
         return status.port, status.metrics_port if status.HasField("metrics_port") else None
 
 
@@ -123,3 +126,15 @@ async def test_whoever_reaches_the_clients_port_alone_pushes_no_view(letters: Pa
             with pytest.raises(VersionMismatchError), translate_rpc_errors():
                 await KeepingStub(channel).Update(pb.UpdateRequest(), timeout=10)
         assert made.members.present == VIEW
+
+
+async def test_a_start_that_its_supervisor_gave_up_leaves_nothing_behind(letters: Path) -> None:
+    async with life(letters) as made:
+        for _ in range(20):  # at whatever the start has come to
+            with contextlib.suppress(BatonError):
+                await made.serve(timeout_s=1e-3)
+        port, _ = await made.serve()
+        assert port > 0
+    async with life(letters) as made:
+        with contextlib.suppress(BatonError):
+            await made.serve(timeout_s=5e-3)
