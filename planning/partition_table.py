@@ -2,13 +2,15 @@
 
 A table belongs to one model on one hardware (a calibration's fingerprint). For each number of ranks it holds knots:
 context lengths with the fractions of the prompt that each rank takes. Between two knots the fractions are interpolated
-linearly; outside they are those of the nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure.
+linearly; outside they are those of the nearest knot (KV-Runahead, ICML 2024, section 4.2). Pure, except that load and
+save block on the disk.
 """
 
 import itertools
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
@@ -102,21 +104,27 @@ def build_table(
     return PartitionTable(fingerprint, knots)
 
 
-def dumps(table: PartitionTable) -> str:
-    """Return the table as text, which `loads` reads."""
+def save(table: PartitionTable, path: Path) -> None:
+    """Write the table to a file, replacing one that is there. Raises ConfigError when it cannot be written."""
     knots = {
         str(num_ranks): [{"num_tokens": knot.num_tokens, "fractions": knot.fractions} for knot in row]
         for num_ranks, row in table.knots.items()
     }
-    return json_file.dump(KIND, SCHEMA, {"fingerprint": table.fingerprint, "knots": knots})
+    json_file.write(path, json_file.dump(KIND, SCHEMA, {"fingerprint": table.fingerprint, "knots": knots}))
 
 
-def loads(text: str, where: str) -> PartitionTable:
-    """Read a table from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
-    data = json_file.parse(text, KIND, SCHEMA, where)
+def load(path: Path, fingerprint: str | None = None) -> PartitionTable:
+    """Read a table from a file that `save` wrote. Raises ConfigError that names file, field and remedy, also for a
+    table made for another model or hardware than `fingerprint`, unless that is None."""
+    data = json_file.read(path, KIND, SCHEMA)
+    where = str(path)
     found = data.get("fingerprint")
     if not isinstance(found, str):
         raise ConfigError(f"{where}: fingerprint = {found!r} is no text: search the table anew")
+    if fingerprint not in (None, found):
+        raise ConfigError(
+            f"{where}: made for model and hardware {found}, and these are {fingerprint}: search the table anew"
+        )
     knots = json_file.section(data, "knots", where)
     try:
         rows = {int(num_ranks): tuple(_knot(each) for each in row) for num_ranks, row in knots.items()}

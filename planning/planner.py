@@ -12,7 +12,6 @@ few ranks. Making a planner costs some tenths of a second for 4 ranks and some s
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
 import numpy as np
 
@@ -48,11 +47,6 @@ class Basis:
     """Costs of the calibration, scaled by the ranks' pace unless they were measured."""
     knots: PredictedPartitioner
 
-    @classmethod
-    def of(cls, calibration: Calibration, table: PartitionTable) -> Self:
-        """Return the basis of a calibration, with the table that was searched by it, before anything is observed."""
-        return cls(calibration, calibration.cost, PredictedPartitioner(table))
-
 
 class ChainPlanner:
     """Plans chains of up to `max_ranks` ranks by one calibration's costs. Any thread may ask for predictions. Only one
@@ -84,7 +78,10 @@ class ChainPlanner:
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._num_passed_over = 0
-        self._basis = self.search(calibration) if table is None else Basis.of(calibration, table)
+        if table is None:
+            self._basis = self.search(calibration)
+        else:
+            self._basis = Basis(calibration, calibration.cost, PredictedPartitioner(table))
 
     @property
     def calibration(self) -> Calibration:
@@ -121,7 +118,9 @@ class ChainPlanner:
             contexts = [min(least, longest), *(longest // factor**power for power in powers)]
             table = build_table("", calibration.cost, self._protocol, contexts=contexts, ranks=[width])
             knots.update(table.knots)
-        return Basis.of(calibration, PartitionTable(calibration.fingerprint, knots))
+        return Basis(
+            calibration, calibration.cost, PredictedPartitioner(PartitionTable(calibration.fingerprint, knots))
+        )
 
     def adopt(self, basis: Basis) -> None:
         """Predict by the result of `search` from here on, and forget what was observed. Calls that have begun keep the

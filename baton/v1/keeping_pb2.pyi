@@ -122,14 +122,14 @@ Global___ServeRequest: _TypeAlias = ServeRequest  # noqa: Y015
 
 @_typing.final
 class Predictions(_message.Message):
-    """What predictions rest on. The texts are those of the files in which each is kept."""
+    """What predictions rest on. The texts are those of the files in which measurements are kept."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     CALIBRATION_FIELD_NUMBER: _builtins.int
     CALIBRATION_PATH_FIELD_NUMBER: _builtins.int
     STEP_TIMES_FIELD_NUMBER: _builtins.int
-    PARTITIONS_FIELD_NUMBER: _builtins.int
+    KNOTS_FIELD_NUMBER: _builtins.int
     MAX_RANKS_FIELD_NUMBER: _builtins.int
     MAX_TOKENS_FIELD_NUMBER: _builtins.int
     LOCAL_FIELD_NUMBER: _builtins.int
@@ -138,10 +138,12 @@ class Predictions(_message.Message):
     """File in which a calibration that is given later is kept, with step times beside it; empty: none is kept."""
     step_times: _builtins.str
     """Empty: unknown."""
-    partitions: _builtins.str
-    """Partitions that were searched by the calibration."""
     max_ranks: _builtins.int
     max_tokens: _builtins.int
+    @_builtins.property
+    def knots(self) -> _containers.RepeatedCompositeFieldContainer[Global___Knot]:
+        """Partitions that were searched by the calibration, for each number of ranks ascending by tokens."""
+
     @_builtins.property
     def local(self) -> Global___LocalPrefill:
         """How generation groups prefill by themselves; absent: unknown."""
@@ -152,18 +154,43 @@ class Predictions(_message.Message):
         calibration: _builtins.str = ...,
         calibration_path: _builtins.str = ...,
         step_times: _builtins.str = ...,
-        partitions: _builtins.str = ...,
+        knots: _abc.Iterable[Global___Knot] | None = ...,
         max_ranks: _builtins.int = ...,
         max_tokens: _builtins.int = ...,
         local: Global___LocalPrefill | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["local", b"local"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "calibration_path", b"calibration_path", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "partitions", b"partitions", "step_times", b"step_times"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["calibration", b"calibration", "calibration_path", b"calibration_path", "knots", b"knots", "local", b"local", "max_ranks", b"max_ranks", "max_tokens", b"max_tokens", "step_times", b"step_times"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Predictions: _TypeAlias = Predictions  # noqa: Y015
+
+@_typing.final
+class Knot(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    FRACTIONS_FIELD_NUMBER: _builtins.int
+    num_tokens: _builtins.int
+    @_builtins.property
+    def fractions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Fractions of the prompt, one for each rank, in rank order."""
+
+    def __init__(
+        self,
+        *,
+        num_tokens: _builtins.int = ...,
+        fractions: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fractions", b"fractions", "num_tokens", b"num_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Knot: _TypeAlias = Knot  # noqa: Y015
 
 @_typing.final
 class LocalPrefill(_message.Message):

@@ -13,11 +13,12 @@ from baton.results import ModelInfo
 from baton.v1 import keeping_pb2 as pb
 from baton.v1 import orchestrator_pb2
 from orchestrator.membership.members import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
-from planning import calibration, partition_table, step_times
+from planning import calibration, step_times
 from planning.local_prefill import LocalPrefill
+from planning.partition_table import Knot, PartitionTable
 from planning.planner import ChainPlanner
 
-T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill)
+T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill, Knot)
 
 _SCALARS = (str, bool, int, float)
 
@@ -71,7 +72,7 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
         calibration=calibration.dumps(planner.calibration),
         calibration_path="" if path is None else str(path),
         step_times="" if planner.steps is None else step_times.dumps(planner.steps),
-        partitions=partition_table.dumps(planner.table),
+        knots=[pb.Knot(**asdict(knot)) for knots in planner.table.knots.values() for knot in knots],
         max_ranks=planner.max_ranks,
         max_tokens=planner.max_tokens,
         local=None if planner.local is None else pb.LocalPrefill(**asdict(planner.local)),
@@ -80,13 +81,17 @@ def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predict
 
 def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
     """Return a planner that predicts as the sender's did when it was made. Raises ConfigError for damaged texts."""
+    given = calibration.loads(message.calibration, "calibration")
+    knots: dict[int, tuple[Knot, ...]] = {}
+    for knot in message.knots:
+        knots[len(knot.fractions)] = (*knots.get(len(knot.fractions), ()), _of(Knot, knot))
     return ChainPlanner(
-        calibration.loads(message.calibration, "calibration"),
+        given,
         max_ranks=message.max_ranks,
         max_tokens=message.max_tokens,
         steps=step_times.loads(message.step_times, "step_times") if message.step_times else None,
         local=_of(LocalPrefill, message.local) if message.HasField("local") else None,
-        table=partition_table.loads(message.partitions, "partitions"),
+        table=PartitionTable(given.fingerprint, knots),
     )
 
 

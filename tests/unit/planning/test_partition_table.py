@@ -1,6 +1,7 @@
-"""KVR-P: exact at knots, linear between, clamped outside; texts that say what is wrong with them."""
+"""KVR-P: exact at knots, linear between, clamped outside; files that say what is wrong with them."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.types import TokenRange
 from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Link
-from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table, dumps, loads
+from planning.partition_table import Knot, PartitionTable, PredictedPartitioner, build_table, load, save
 from planning.search import search
 from planning.wavefront import chain_ttft
 
@@ -70,8 +71,17 @@ def test_ranks_without_knots_are_refused_by_name() -> None:
         lengths(TABLE, 100, 0)
 
 
-def test_a_table_survives_its_text() -> None:
-    assert loads(dumps(TABLE), "here") == TABLE
+def test_table_survives_the_file(tmp_path: Path) -> None:
+    save(TABLE, tmp_path / "table.json")
+    assert load(tmp_path / "table.json", "f00d") == TABLE
+    assert load(tmp_path / "table.json") == TABLE
+    assert [path.name for path in tmp_path.iterdir()] == ["table.json"]
+
+
+def test_table_of_another_machine_is_refused(tmp_path: Path) -> None:
+    save(TABLE, tmp_path / "table.json")
+    with pytest.raises(ConfigError, match="made for model and hardware f00d, and these are beef"):
+        load(tmp_path / "table.json", "beef")
 
 
 def rows(*fractions: Any, num_tokens: Any = 100) -> dict[str, Any]:
@@ -93,15 +103,22 @@ def rows(*fractions: Any, num_tokens: Any = 100) -> dict[str, Any]:
         (rows(0.0, 1.0), "must be above 0"),
     ],
 )
-def test_wrong_texts_name_place_field_and_remedy(change: dict[str, Any], text: str) -> None:
-    changed = json.dumps({**json.loads(dumps(TABLE)), **change})
-    with pytest.raises(ConfigError, match=f"^here: .*{text}"):
-        loads(changed, "here")
+def test_wrong_files_name_file_field_and_remedy(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    path = tmp_path / "table.json"
+    save(TABLE, path)
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(ConfigError, match=f"^{path}: .*{text}"):
+        load(path)
 
 
-def test_what_is_no_json_is_refused() -> None:
-    with pytest.raises(ConfigError, match="here: is no JSON"):
-        loads("{half", "here")
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read .No such file"):
+        load(tmp_path / "none.json")
+    (tmp_path / "text.json").write_text("{half")
+    with pytest.raises(ConfigError, match="is no JSON"):
+        load(tmp_path / "text.json")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        save(TABLE, tmp_path / "no" / "folder.json")
 
 
 def test_knots_must_ascend() -> None:
