@@ -29,11 +29,3 @@ def test_writers_do_not_disturb_each_other(tmp_path: Path, monkeypatch: pytest.M
     json_file.write(path, "mine")
     assert path.read_text() == "mine"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.json: cannot be read .No such file"):
-        json_file.read(tmp_path / "none.json", "kind", 1)
-    (tmp_path / "text.json").write_text("{half")
-    with pytest.raises(ConfigError, match=r"text\.json: is no JSON"):
-        json_file.read(tmp_path / "text.json", "kind", 1)
