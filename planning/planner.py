@@ -61,10 +61,11 @@ class ChainPlanner:
         max_tokens: int,
         steps: StepTimes | None = None,
         local: LocalPrefill | None = None,
+        table: PartitionTable | None = None,
     ) -> None:
-        """Search knots for prompts of up to `max_tokens`; longer ones are divided in the same proportions. Without
-        `steps`, `step_s` raises ConfigError and `local_s` returns None; so does `local_s` without `local`. Raises
-        InvalidArgumentError for less than one rank or token."""
+        """Search knots for prompts of up to `max_tokens`, unless `table` has those of an equal planner; longer prompts
+        are divided in the same proportions. Without `steps`, `step_s` raises ConfigError and `local_s` returns None; so
+        does `local_s` without `local`. Raises InvalidArgumentError for less than one rank or token."""
         for name, value in (("max_ranks", max_ranks), ("max_tokens", max_tokens)):
             if value < 1:
                 raise InvalidArgumentError(f"{name} = {value} is out of range: use at least 1")
@@ -77,12 +78,20 @@ class ChainPlanner:
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
         self._num_passed_over = 0
-        self._basis = self.search(calibration)
+        if table is None:
+            self._basis = self.search(calibration)
+        else:
+            self._basis = Basis(calibration, calibration.cost, table)
 
     @property
     def calibration(self) -> Calibration:
         """The calibration in force now, which says whether it was measured."""
         return self._basis.calibration
+
+    @property
+    def table(self) -> PartitionTable:
+        """The knots that were searched."""
+        return self._basis.knots
 
     @property
     def cost(self) -> CostModel:

@@ -2,9 +2,10 @@
 in a child process behind another. Runs on the owner's loop; leaves nothing behind."""
 
 import asyncio
+import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -13,17 +14,19 @@ from baton.errors import UnavailableError
 from baton.v1 import prefill_pb2
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.network import HOST, FaultyNetwork, NetworkedSpawner
-from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
 from deploy.chaos.schedule import ORCHESTRATOR, Act, Blow
 from deploy.config.worker import WorkerConfig
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.cluster import Cluster
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from deploy.groups.spawner import Spawner
 from orchestrator.membership.view import ClusterView
 
 _STATUS_S = 2.0
+_START_S = 60.0
 _BACKOFF = Backoff(0.2, 0.5)
 """Short pauses: here workers are ended again and again, and none of them is broken."""
 
@@ -38,8 +41,8 @@ class ChaosPlan:
     """Configurations of the ranks of the one prefill group."""
     engines: Sequence[WorkerConfig]
     """Configurations of the engines; each is a generation group."""
-    life: Callable[[str], OrchestratorLife]
-    """Makes the start-up values of the orchestrator, from the workers' KvLayout.fingerprint."""
+    orchestrator: Callable[[str], OrchestratorPlan]
+    """Makes the plan of the orchestrator, from the workers' KvLayout.fingerprint."""
     faults: SeededPlan
     """Fault plan for all calls of workers and clients."""
     heartbeat: Heartbeat
@@ -63,7 +66,7 @@ class ChaosCluster:
         chain = WorkerGroup("prefill-0", plan.chain, self._around, ChainLinks(HOST, plan.heartbeat.dead_after_s))
         engines = [WorkerGroup(config.name, [config], self._around) for config in plan.engines]
         self._cluster = Cluster([chain], engines, self._around)
-        self._keeper = ProcessKeeper(self._life, self._view, plan.heartbeat, clock)
+        self._keeper: OrchestratorKeeper | None = None
         self._front = FaultyNetwork(plan.faults)
 
     @property
@@ -79,8 +82,8 @@ class ChaosCluster:
     async def __aenter__(self) -> "ChaosCluster":
         try:
             await self._cluster.start()
-            await self._keeper.start()
-            await self._front.open(f"{HOST}:{self._keeper.port}")
+            keeper = await self._keep_orchestrator()
+            await self._front.open(f"{HOST}:{keeper.ports[0]}")
         except BaseException:
             await self._close()
             raise
@@ -92,7 +95,7 @@ class ChaosCluster:
     def strike(self, blow: Blow) -> bool:
         """Kill or stop the blow's victim. Return whether it was up: a process that has already ended is spared."""
         if blow.victim == ORCHESTRATOR:
-            return self._keeper.send_signal(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
+            return self._strike_orchestrator(signal.SIGKILL if blow.act is Act.KILL else signal.SIGSTOP)
         worker = self._spawner.workers[blow.victim]
         if worker.ended:
             return False
@@ -116,16 +119,30 @@ class ChaosCluster:
             raise UnavailableError(f"a prefill rank does not answer ({error.code()})") from error
         return sum(status.num_jobs for status in statuses if isinstance(status, prefill_pb2.PrefillStatus))
 
+    async def _keep_orchestrator(self) -> OrchestratorKeeper:
+        """Start the orchestrator in a process of its own, whatever the workers are."""
+        plan = self._plan.orchestrator(self._cluster.generation[0].layout_fingerprint)
+        around = replace(self._around, spawner=ProcessSpawner(_START_S))
+        self._keeper = OrchestratorKeeper(plan, self._view, around)
+        await self._keeper.start()
+        return self._keeper
+
+    def _strike_orchestrator(self, number: signal.Signals) -> bool:
+        if self._keeper is None or not self._keeper.pid:
+            return False
+        os.kill(self._keeper.pid, number)
+        self._changed()
+        return True
+
     def _changed(self) -> None:
-        self._keeper.tell()
+        if self._keeper is not None:
+            self._keeper.tell()
 
     def _view(self) -> ClusterView:
         return self._cluster.view(self._plan.num_slots, self._plan.max_tokens)
 
-    def _life(self) -> OrchestratorLife:
-        return self._plan.life(self._cluster.generation[0].layout_fingerprint)
-
     async def _close(self) -> None:
         await self._front.close()
-        await self._keeper.close()
+        if self._keeper is not None:
+            await self._keeper.close()
         await self._cluster.close()

@@ -10,6 +10,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,16 +20,18 @@ from rich.table import Column, Table
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
 from baton.results import ModelInfo
+from baton.settings.place import WorkerPlace
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.judge import CalmJudge
-from deploy.chaos.orchestrator import OrchestratorLife
 from deploy.chaos.report import Answer, Outcome, Report
 from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
 from deploy.config.file import make_local_config
+from deploy.config.worker import WorkerConfig
 from deploy.groups.group import Heartbeat
+from deploy.groups.keeper import OrchestratorPlan
 from deploy.groups.processes import ProcessSpawner
 from deploy.machine.calibrations import served_planner
 from deploy.machine.limits import tokens_of_slot
@@ -123,16 +126,17 @@ def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
     )
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
 
-    def life(layout: str) -> OrchestratorLife:
+    def orchestrator(layout: str) -> OrchestratorPlan:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
-        planner = served_planner(config, folder)
-        return OrchestratorLife(folder, info, model.eos_token_ids, _LIMITS, planner, config.worker_host)
+        worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder), _LIMITS)
+        planner = partial(served_planner, config, folder)
+        return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host)
 
     return ChaosPlan(
         spawner=ProcessSpawner(config.supervision.start_timeout_s),
         chain=config.workers("prefill-0", folder),
         engines=[each for group in range(_NUM_ENGINES) for each in config.workers(f"generate-{group}", folder)],
-        life=life,
+        orchestrator=orchestrator,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,
         num_slots=_NUM_SLOTS,

@@ -260,6 +260,11 @@ class ClusterConfig:
             model_folders=self.orchestrator.folders_of_models(folder, self.model.cache),
         )
 
+    def orchestrator_worker(self, folder: Path) -> WorkerConfig:
+        """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine."""
+        place = WorkerPlace(model_folder=folder, cores=self.orchestrator.cores)
+        return WorkerConfig("orchestrator", 0, 0, place, self.orchestrator_config(folder))
+
 
 def _hashes(api_keys: tuple[ApiKey, ...]) -> tuple[str, ...]:
     return tuple(key.removeprefix("sha256:") for key in api_keys)

@@ -31,5 +31,7 @@ class WorkerConfig:
 
     @property
     def name(self) -> str:
-        """Name of the worker: that of its group, and in a chain .RANK."""
+        """Name of the worker: that of its group, in a chain with .RANK, or orchestrator."""
+        if self.role == "orchestrator":
+            return self.role
         return f"{self.group_name}.{self.rank}" if self.role == "prefill" else self.group_name

@@ -7,11 +7,12 @@ from typing import Protocol
 
 from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
+from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
 
 
 class Server(Protocol):
-    """The server of a worker of either role."""
+    """The server of a worker of any role."""
 
     port: int
 
@@ -29,5 +30,8 @@ async def start_server(config: WorkerConfig) -> Server:
             from generate_workers.host import start_engine
 
             return await start_engine(config.place, section)
-        case section:
-            raise AssertionError(f"{config.name} has the section of no worker: {section}")
+        case OrchestratorConfig() as section:
+            from orchestrator.api.host import OrchestratorHost
+
+            place = config.place
+            return await OrchestratorHost(place.model_folder, section, host=place.host, cores=place.cores).start()

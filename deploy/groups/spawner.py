@@ -1,8 +1,8 @@
 """The ports by which a supervisor gets workers: started somewhere, reachable by gRPC, and certain to end when killed.
 
-Implementations: child processes (deploy.groups.processes) and Ray actors (deploy.ray_cluster.spawner). Both pass one
-conformance suite. Workers on Ray take room that is reserved for their group (deploy.ray_cluster.places); child
-processes need none.
+The orchestrator is a worker, too (deploy.groups.keeper). Implementations: child processes (deploy.groups.processes) and
+Ray actors (deploy.ray_cluster.spawner). Both pass one conformance suite. Workers of groups on Ray take room that is
+reserved for their group (deploy.ray_cluster.places); child processes need none.
 """
 
 from typing import Protocol

@@ -108,10 +108,15 @@ def served_calibration(config: ClusterConfig, folder: Path) -> Calibration:
     return find_calibration(_assumed(config, folder), config.prefill.calibration)
 
 
+def served_calibration_path(config: ClusterConfig, folder: Path) -> Path:
+    """Return the path at which a cluster keeps the calibrations that it is given. Raises ModelError."""
+    return calibration_path(_assumed(config, folder), config.prefill.calibration)
+
+
 def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
     """Return the step times that a cluster's generation groups are predicted by; a bad calibration file does not
     matter. Raises ModelError."""
-    beside = calibration_path(_assumed(config, folder), config.prefill.calibration)
+    beside = served_calibration_path(config, folder)
     assumed = nominal_step_times(
         folder,
         config.model.dtype,

@@ -110,9 +110,8 @@ class RaySpawner:
         return RayWorker(config, actor, served)
 
     async def _find(self, config: WorkerConfig) -> "ActorHandle[Any] | None":
-        try:
-            actor = ray.get_actor(config.name, namespace=self._namespace)
-        except ValueError:
+        actor = _actor(self._namespace, config.name)
+        if actor is None:
             return None
         try:
             if await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S) == config:
@@ -123,23 +122,41 @@ class RaySpawner:
         return None
 
     def _make(self, config: WorkerConfig) -> "ActorHandle[Any]":
-        room = self._places[config.group_name]
-        place = PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=config.rank)
         made: Any = ray.remote(WorkerActor).options(
             name=config.name,
             namespace=self._namespace,
             lifetime="detached",
             num_cpus=SMALL_CPU,
-            resources={pool(config.role): 1},
-            scheduling_strategy=place,
             max_restarts=0,
             max_concurrency=_MAX_CALLS,
+            **self._room(config),
         )
         try:
             actor: ActorHandle[Any] = made.remote(config)
         except ValueError as error:  # the name still belongs to an actor that is about to end
             raise UnavailableError(f"{config.name}: its former life has not ended yet; trying again") from error
         return actor
+
+    def _room(self, config: WorkerConfig) -> dict[str, Any]:
+        """Return the options that say where the actor runs: the orchestrator beside its supervisor, a worker in its
+        group's place."""
+        if config.role == "orchestrator":
+            here = ray.get_runtime_context().get_node_id()
+            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
+        place = self._places[config.group_name]
+        bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=config.rank)
+        return {"scheduling_strategy": bundle, "resources": {pool(config.role): 1}}
+
+
+async def end_worker(namespace: str, name: str) -> None:
+    """End the worker of that name which an earlier supervisor left and no spawner has found. Harmless when there is
+    none."""
+    actor = _actor(namespace, name)
+    if actor is None:
+        return
+    with contextlib.suppress(RayError, TimeoutError):  # the actor is killed next, whatever it answers
+        await asyncio.wait_for(answer(actor.stop.remote()), CLOSE_GRACE_S)
+    ray.kill(actor)
 
 
 def pool(role: str) -> str:
@@ -166,6 +183,14 @@ def kill_process(pid: int, node_id: str) -> None:
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
     with contextlib.suppress(RayError):  # a node that is gone took the process along
         ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(pid), timeout=_KILL_S)
+
+
+def _actor(namespace: str, name: str) -> "ActorHandle[Any] | None":
+    try:
+        actor: ActorHandle[Any] = ray.get_actor(name, namespace=namespace)
+    except ValueError:
+        return None
+    return actor
 
 
 def _kill(pid: int) -> None:

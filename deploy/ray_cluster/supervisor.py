@@ -11,6 +11,7 @@ import logging
 import os
 import threading
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -24,13 +25,14 @@ from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.roster import Roster
+from deploy.machine.calibrations import served_calibration_path, served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
-from deploy.ray_cluster.orchestrator import OrchestratorKeeper, OrchestratorPlan, end_orchestrator
 from deploy.ray_cluster.places import RayRoom, check_room, node_resources
-from deploy.ray_cluster.spawner import RaySpawner
+from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
 
 logger = logging.getLogger(__name__)
@@ -122,6 +124,7 @@ class SupervisorActor:
             await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
+                await stopping
         finally:
             for task in (serving, stopping):
                 task.cancel()
@@ -129,7 +132,7 @@ class SupervisorActor:
             if self._keeper is not None:
                 await self._keeper.close()
             else:
-                await end_orchestrator(self._config.name, self._config.supervision.dead_after_s)
+                await end_worker(self._config.name, self._config.orchestrator_worker(self._folder).name)
             await self._roster.close()
             await self._cluster.close()
             for name in (*self._sizes, *self._memory.orders.stand_ins):  # groups that were on their way have room, too
@@ -145,10 +148,8 @@ class SupervisorActor:
         if self._cluster.groups:  # if all groups have left, what the former life was told still holds
             self._memory = replace(self._memory, layout_fingerprint=self._cluster.groups[0].layout_fingerprint)
         self._memory.save(self._config.name)
-        around = self._around
-        keeper = OrchestratorKeeper(self._plan(), self._view, around.heartbeat, around.clock, report=self._report)
+        keeper = OrchestratorKeeper(self._plan(), self._view, self._around)
         keeper.orders, keeper.follow = self._memory.orders, self._follow
-        keeper.ports = self._memory.ports or keeper.ports
         self._keeper = keeper
         await keeper.start()
         self._memory = replace(self._memory, ports=keeper.ports)
@@ -156,7 +157,6 @@ class SupervisorActor:
         port = keeper.ports[0]
         self._report(f"orchestrator serves on {self._config.orchestrator.host}:{port}")
         self._state = replace(self._state, phase="running", port=port)
-        await keeper.keep()
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""
@@ -201,7 +201,17 @@ class SupervisorActor:
             has_chat_template=Tokenizer.load(self._folder).has_chat_template,
             layout_fingerprint=self._memory.layout_fingerprint,
         )
-        return OrchestratorPlan(self._config, self._folder, info, model.eos_token_ids)
+        section = self._config.orchestrator
+        return OrchestratorPlan(
+            self._config.orchestrator_worker(self._folder),
+            info,
+            model.eos_token_ids,
+            partial(served_planner, self._config, self._folder),
+            section.host,
+            self._memory.ports or (section.port, None if section.metrics_port < 0 else section.metrics_port),
+            served_calibration_path(self._config, self._folder),
+            self._config.supervision.start_timeout_s,
+        )
 
     def _view(self) -> ClusterView:
         view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)

@@ -30,7 +30,8 @@ class WorkerActor:
     """Hosts one worker's server. Called by its spawner only."""
 
     def __init__(self, config: WorkerConfig) -> None:
-        logging.basicConfig(level=logging.WARNING)
+        level = logging.INFO if config.role == "orchestrator" else logging.WARNING
+        logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
         self._server: Server | None = None
         self._starting = asyncio.Lock()

@@ -1,98 +1,115 @@
-"""Hosts the orchestrator: its server, and the cluster view that the supervisor pushes.
+"""Hosts the orchestrator: serves baton.v1.Keeping to its supervisor, which says what the cluster is, and where clients
+are to be served.
 
-`deploy.ray_cluster.orchestrator` makes it in a Ray actor; this module knows nothing of Ray. Starts
-`orchestrator.api.frontend`. Runs on its process's asyncio loop.
+The supervisor's half is `deploy.groups.keeper`; `deploy.groups.hosting` makes the host, in a child process or a Ray
+actor. Keeping has a port of its own, as what it says decides where prompts go. Starts `orchestrator.api.frontend`. Runs
+on its process's asyncio loop.
 """
 
 import asyncio
-import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Self
+
+import grpc
 
 from baton.clock import SystemClock
 from baton.process.cores import pin
 from baton.process.garbage import collect_rarely
-from baton.results import ModelInfo
+from baton.proto_types import model_from_proto
+from baton.v1 import keeping_pb2 as pb
+from baton.v1 import keeping_pb2_grpc
 from orchestrator.api.frontend import OrchestratorServer
+from orchestrator.api.keeping import orders_from_proto, orders_to_proto, planner_from_proto, view_from_proto
 from orchestrator.membership.members import Members
-from orchestrator.membership.view import ClusterView, Orders
 from orchestrator.requests.config import OrchestratorConfig
-from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
+from transport.channel import bind, make_server
+
+Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class OrchestratorHost:
-    """One life of the orchestrator. Called only by the supervisor."""
+class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
+    """One life of the orchestrator. Its methods for gRPC are called only by the supervisor."""
 
-    def __init__(
-        self,
-        folder: Path,
-        model: ModelInfo,
-        eos_token_ids: Sequence[int],
-        config: OrchestratorConfig,
-        *,
-        planner: ChainPlanner,
-        calibration_path: Path | None = None,
-        cores: Sequence[int] = (),
-    ) -> None:
-        """Prepare a life of the orchestrator, without serving yet.
+    def __init__(self, folder: Path, config: OrchestratorConfig, *, host: str, cores: Sequence[int] = ()) -> None:
+        """Prepare a life of the orchestrator, which does not serve yet.
 
-        `folder` holds the tokenizer; whether there is a chat template is read from it, whatever `model` says.
-        Calibrations that `planner` is given later are kept at `calibration_path`. The process is pinned to `cores`;
-        empty: not pinned.
+        `folder` holds the tokenizer; whether there is a chat template is read from it, whatever a supervisor says. The
+        supervisor is served at `host`. The process is pinned to `cores`; empty: not pinned.
         """
-        pin(cores)
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+        self.port = 0
+        """Port for the supervisor; 0 before the host has started."""
         self._folder = folder
-        self._model = model
-        self._eos_token_ids = tuple(eos_token_ids)
         self._config = config
-        self._planner = planner
-        self._calibration_path = calibration_path
+        self._host = host
+        self._cores = cores
         self._members = Members()
+        self._keeping = make_server()
         self._server: OrchestratorServer | None = None
-        self._starting = asyncio.Lock()
+        self._lock = asyncio.Lock()
+        self._starting: asyncio.Task[None] | None = None
 
-    async def serve(
-        self, view: ClusterView, host: str, port: int, metrics_port: int | None, orders: Orders
-    ) -> tuple[int, int, int | None]:
-        """Start the server, once, over this view, under the orders of an earlier life.
+    async def start(self) -> Self:
+        """Serve the supervisor, on any free port. Raises ConfigError when the host cannot listen."""
+        pin(self._cores)
+        self.port = bind(self._keeping, self._host)
+        keeping_pb2_grpc.add_KeepingServicer_to_server(self, self._keeping)
+        await self._keeping.start()
+        return self
 
-        Returns the process id, the port and the port of the metrics. Raises ConfigError when the server cannot listen.
-        """
-        self._members.update(view)
-        async with self._starting:
-            if self._server is None:
-                self._members.keep_orders(orders)
-                self._members.hear_kept(orders)
-                tokenizer = await asyncio.to_thread(Tokenizer.load, self._folder)
-                self._server = await OrchestratorServer.start(
-                    self._members,
-                    tokenizer,
-                    self._model,
-                    clock=SystemClock(),
-                    host=host,
-                    port=port,
-                    eos_token_ids=self._eos_token_ids,
-                    config=self._config,
-                    planner=self._planner,
-                    calibration_path=self._calibration_path,
-                    metrics_port=metrics_port,
-                )
-                collect_rarely()
-            return os.getpid(), self._server.port, self._server.metrics_port
-
-    async def update(self, view: ClusterView, kept: Orders) -> Orders:
-        """Replace the cluster view and the orders that the supervisor has recorded; return the orders in force.
-
-        The supervisor takes the answer as this process's heartbeat, too.
-        """
-        self._members.update(view)
-        self._members.hear_kept(kept)
-        return self._members.orders
-
-    async def stop(self) -> None:
-        """End all requests and the server."""
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """End all requests and the servers, also those that are being started."""
+        await self._keeping.stop(grace_s)
+        if self._starting is not None:
+            await asyncio.gather(self._starting, return_exceptions=True)
         if self._server is not None:
-            await self._server.stop()
+            await self._server.stop(grace_s)
+
+    async def Update(self, request: pb.UpdateRequest, context: Context) -> pb.OrchestratorStatus:
+        """Replace the cluster view and the orders that the supervisor has recorded; return the orders in force."""
+        self._members.update(view_from_proto(request.view))
+        kept = orders_from_proto(request.kept)
+        if self._server is None:
+            self._members.keep_orders(kept)
+        self._members.hear_kept(kept)
+        return self._status()
+
+    async def Serve(self, request: pb.ServeRequest, context: Context) -> pb.OrchestratorStatus:
+        """Start to serve clients, once; goes on when the call is cancelled, so that nothing is started by half.
+
+        Raises ConfigError when the server cannot listen.
+        """
+        self._starting = asyncio.create_task(self._start(request))
+        await asyncio.shield(self._starting)
+        return self._status()
+
+    async def _start(self, request: pb.ServeRequest) -> None:
+        async with self._lock:
+            if self._server is None:
+                self._server = await self._serve(request)
+                collect_rarely()
+
+    async def _serve(self, request: pb.ServeRequest) -> OrchestratorServer:
+        path = request.predictions.calibration_path
+        return await OrchestratorServer.start(
+            self._members,
+            await asyncio.to_thread(Tokenizer.load, self._folder),
+            model_from_proto(request.model),
+            clock=SystemClock(),
+            host=request.host,
+            port=request.port,
+            eos_token_ids=tuple(request.eos_token_ids),
+            config=self._config,
+            planner=planner_from_proto(request.predictions),
+            calibration_path=Path(path) if path else None,
+            metrics_port=request.metrics_port if request.HasField("metrics_port") else None,
+        )
+
+    def _status(self) -> pb.OrchestratorStatus:
+        server = self._server
+        return pb.OrchestratorStatus(
+            orders=orders_to_proto(self._members.orders),
+            port=0 if server is None else server.port,
+            metrics_port=None if server is None else server.metrics_port,
+        )

@@ -7,12 +7,15 @@ from pathlib import Path
 import pytest
 
 from baton.errors import BatonError
+from baton.v1.keeping_pb2 import UpdateRequest
+from baton.v1.keeping_pb2_grpc import KeepingStub
 from deploy.config.file import make_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
 from deploy.groups.worker import Worker
-from tests.support.clusters.spawners import InProcessSpawner
+from tests.support.clusters.spawners import InProcessSpawner, orchestrator_worker
+from transport.channel import make_channel
 
 MakeSpawner = Callable[[], Spawner]
 
@@ -24,11 +27,21 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
 
 
 @pytest.fixture
-def config(smollm2: Path) -> WorkerConfig:
+def rank(smollm2: Path) -> WorkerConfig:
     return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2)[0]
 
 
+@pytest.fixture(params=["prefill", "orchestrator"])
+def config(request: pytest.FixtureRequest, smollm2: Path, rank: WorkerConfig) -> WorkerConfig:
+    return orchestrator_worker(smollm2) if request.param == "orchestrator" else rank
+
+
 async def _answers(handle: WorkerHandle) -> bool:
+    if handle.config.role == "orchestrator":
+        async with make_channel(handle.endpoint) as channel:
+            status = await KeepingStub(channel).Update(UpdateRequest(), timeout=10)
+        await handle.close()
+        return status.port == 0  # it waits for its supervisor's word
     worker = Worker(handle)
     try:
         return bool((await worker.status(10.0)).version)
@@ -55,7 +68,7 @@ async def test_a_killed_worker_ends_and_may_be_killed_and_closed_again(spawner: 
     await handle.close()
 
 
-async def test_a_worker_that_cannot_start_gives_its_own_reason(config: WorkerConfig) -> None:
+async def test_a_worker_that_cannot_start_gives_its_own_reason(rank: WorkerConfig) -> None:
     with pytest.raises(WorkerStartError, match="prefill-0.0: /absent: is not a model folder") as caught:
-        await ProcessSpawner(60.0).start(replace(config, place=replace(config.place, model_folder=Path("/absent"))))
+        await ProcessSpawner(60.0).start(replace(rank, place=replace(rank.place, model_folder=Path("/absent"))))
     assert isinstance(caught.value, BatonError)

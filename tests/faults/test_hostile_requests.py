@@ -29,7 +29,7 @@ from baton.types import FinishReason
 from baton.v1 import common_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
-from deploy.chaos.orchestrator import ProcessKeeper
+from deploy.groups.keeper import OrchestratorKeeper
 from tests.support.clusters.orchestrators import Answer
 from tests.support.clusters.process_clusters import process_cluster
 from tests.support.models.texts import passage_ids
@@ -106,13 +106,13 @@ async def attack_by_lists(target: str) -> None:
 
 
 @pytest.fixture
-async def orchestrator(smollm2: Path) -> AsyncIterator[ProcessKeeper]:
+async def orchestrator(smollm2: Path) -> AsyncIterator[OrchestratorKeeper]:
     async with process_cluster(smollm2, num_slots=NUM_STREAMS + NUM_CHOICES, max_tokens=MAX_TOKENS) as made:
         yield made
 
 
-async def test_hostile_requests_end_nobody_elses_stream(orchestrator: ProcessKeeper, smollm2: Path) -> None:
-    pid, target = orchestrator.pid, f"127.0.0.1:{orchestrator.port}"
+async def test_hostile_requests_end_nobody_elses_stream(orchestrator: OrchestratorKeeper, smollm2: Path) -> None:
+    pid, target = orchestrator.pid, f"127.0.0.1:{orchestrator.ports[0]}"
     async with AsyncClient(target, reconnect=NEVER) as client:
         prompts = [passage_ids(smollm2, 40, start=50 * n) for n in range(NUM_STREAMS)]
         watched = [Watched(client.generate(token_ids=ids, params=PLAIN)) for ids in prompts]

@@ -5,7 +5,7 @@ import errno
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,16 +19,16 @@ from baton.results import ModelInfo
 from baton.v1 import prefill_pb2
 from baton.v1.prefill_pb2 import PrefillStatus
 from deploy.chaos.network import NetworkedSpawner, NetworkedWorker
-from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
 from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
 from deploy.groups.restarts import Backoff
 from orchestrator.membership.view import ClusterView
-from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.failing_spawner import CALLS, FailingSpawner, FailingWorker, Failures, RandomFailures
 from tests.support.clusters.fault_plans import PickedPlan
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+from tests.support.clusters.spawners import HOST, InProcessSpawner, orchestrator_worker, tiny_worker
 from tests.support.eventually import eventually
 from transport.status import translate_rpc_errors
 
@@ -142,9 +142,21 @@ async def test_a_supervision_that_ends_all_the_same_says_so(caplog: pytest.LogCa
     assert "the supervision of a-group has ended" in caplog.text
 
 
-async def test_a_keeper_of_an_orchestrators_process_outlives_failures(
-    smollm2: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+@asynccontextmanager
+async def kept(folder: Path, view: Callable[[], ClusterView]) -> AsyncIterator[OrchestratorKeeper]:
+    """An orchestrator in a process of its own."""
+    model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
+    plan = OrchestratorPlan(orchestrator_worker(folder), model, (), lambda former: linear_planner(), HOST)
+    around = Surroundings(ProcessSpawner(READY_S * 6), Heartbeat(0.1, 2.0), SystemClock(), lambda line: None)
+    keeper = OrchestratorKeeper(plan, view, around)
+    try:
+        await keeper.start()
+        yield keeper
+    finally:
+        await keeper.close()
+
+
+async def test_the_keeper_of_an_orchestrator_outlives_failures(smollm2: Path, caplog: pytest.LogCaptureFixture) -> None:
     failures: list[Exception] = []
     told = asyncio.Event()
 
@@ -154,25 +166,34 @@ async def test_a_keeper_of_an_orchestrators_process_outlives_failures(
         told.set()
         return ClusterView()
 
-    model = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
-    life = OrchestratorLife(smollm2, model, (), OrchestratorConfig(), linear_planner(), HOST)
-    keeper = ProcessKeeper(lambda: life, view, Heartbeat(0.1, 2.0), SystemClock())
-    await keeper.start()
-    try:
+    async with kept(smollm2, view) as keeper:
         failures += ERRORS
         told.clear()
         await asyncio.wait_for(told.wait(), READY_S)
         assert not failures and all(str(error) in caplog.text for error in ERRORS)
         former = keeper.pid
         failures.append(ERRORS[0])
-        keeper.send_signal(signal.SIGKILL)
+        os.kill(former, signal.SIGKILL)
+        await until_another(keeper, former)
 
-        async def pid() -> int:
-            return keeper.pid
 
-        await eventually(pid, lambda now: now not in (0, former), within_s=30)
-    finally:
-        await keeper.close()
+async def test_an_orchestrator_that_is_stopped_is_killed_and_replaced(smollm2: Path) -> None:
+    async with kept(smollm2, ClusterView) as keeper:
+        former, ports = keeper.pid, keeper.ports
+        os.kill(former, signal.SIGSTOP)
+        await until_another(keeper, former)
+        assert keeper.ports == ports
+        with pytest.raises(ProcessLookupError):
+            os.kill(former, 0)
+
+
+async def until_another(keeper: OrchestratorKeeper, former: int) -> None:
+    """Returns when another process than the former one serves."""
+
+    async def pid() -> int:
+        return keeper.pid
+
+    await eventually(pid, lambda now: now not in (0, former), within_s=30)
 
 
 async def hijack(scene: Scene, epoch: int, num_ranks: int = 1) -> None:

@@ -13,11 +13,11 @@ from baton.types import SampledToken
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.network import HOST
-from deploy.chaos.orchestrator import OrchestratorLife
 from deploy.chaos.schedule import Ask
+from deploy.groups.keeper import OrchestratorPlan
 from modeling.forward.decoder import Decoder
 from tests.support.clusters.planners import linear_planner
-from tests.support.clusters.spawners import tiny_worker
+from tests.support.clusters.spawners import orchestrator_worker, tiny_worker
 from tests.support.clusters.storms import CLOCK, CONFIG, HEARTBEAT, MAX_TOKENS, NUM_RANKS, NUM_SLOTS, FaultySpawner
 from tests.support.engines.generation import eos_decoder
 from tests.support.engines.prefixes import file_bytes, prefix_folder
@@ -54,16 +54,18 @@ async def chaos_cluster(folder: Path, *, num_groups: int = 2) -> AsyncIterator[t
     config = replace(CONFIG, block_tokens=_BLOCK_TOKENS)
     prefix_bytes = _NUM_BLOCKS * file_bytes(decoder.layout, _BLOCK_TOKENS)
 
-    def life(layout: str) -> OrchestratorLife:
+    def orchestrator(layout: str) -> OrchestratorPlan:
         model = ModelInfo("letters", MAX_TOKENS, decoder.config.vocab_size, "float32", False, layout)
-        return OrchestratorLife(folder, model, (EOS_ID,), config, linear_planner(), HOST)
+        return OrchestratorPlan(
+            orchestrator_worker(folder, config), model, (EOS_ID,), lambda former: linear_planner(), HOST
+        )
 
     with prefix_folder() as prefixes:
         plan = ChaosPlan(
             spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes),
             chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
             engines=[tiny_worker("generate", group=group) for group in range(num_groups)],
-            life=life,
+            orchestrator=orchestrator,
             faults=faults,
             heartbeat=HEARTBEAT,
             num_slots=NUM_SLOTS,

@@ -1,6 +1,7 @@
 """Planners whose predictions can be computed by hand."""
 
 import functools
+from dataclasses import replace
 
 from planning.calibration import Calibration
 from planning.cost_model import CostModel, Kernel
@@ -23,7 +24,8 @@ def planner_of(
     local: LocalPrefill | None = None,
 ) -> ChainPlanner:
     """By a cost model alone, which counts as measured: what jobs take changes nothing."""
-    calibration = Calibration("by hand", "none", Kernel.CAUSAL, _SHAPE, ((1.0, 1.0),), (), cost)
+    shape = replace(_SHAPE, num_layers=cost.num_layers)
+    calibration = Calibration("by hand", "none", Kernel.CAUSAL, shape, ((1.0, 1.0),), (), cost)
     return ChainPlanner(calibration, max_ranks=max_ranks, max_tokens=max_tokens, steps=steps, local=local)
 
 

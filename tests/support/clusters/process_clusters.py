@@ -3,40 +3,46 @@ and replaced when it is silent for as long as `baton serve` allows."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from baton.results import ModelInfo
-from deploy.chaos.orchestrator import OrchestratorLife, ProcessKeeper
 from deploy.config.file import make_local_config
 from deploy.groups.cluster import LocalCluster
-from deploy.groups.group import Heartbeat
+from deploy.groups.group import Heartbeat, Surroundings
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from deploy.groups.processes import ProcessSpawner
 from deploy.machine.calibrations import served_planner
 from modeling.checkpoints.weights import load_config
 from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.spawners import orchestrator_worker
 from tests.support.clusters.storms import CLOCK
 
 LIMITS = OrchestratorConfig(disaggregation="always")
 
 
 @asynccontextmanager
-async def process_cluster(folder: Path, *, num_slots: int, max_tokens: int) -> AsyncIterator[ProcessKeeper]:
+async def process_cluster(folder: Path, *, num_slots: int, max_tokens: int) -> AsyncIterator[OrchestratorKeeper]:
     """A chain of one rank and one generation group, each with one thread; the keeper of their orchestrator, which
-    serves on `port` of this machine."""
+    serves on `ports[0]` of this machine."""
     generate = {"num_threads": 1, "num_slots": num_slots, "max_slot_tokens": max_tokens}
     config = make_local_config({"model": {"dtype": "float32"}, "prefill": {"num_ranks": 1}, "generate": generate})
     supervision = config.supervision
     model = load_config(folder)
 
-    def life() -> OrchestratorLife:
-        layout = cluster.members.view.generation[0].layout_fingerprint
-        info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, True, layout)
-        planner = served_planner(config, folder)
-        return OrchestratorLife(folder, info, model.eos_token_ids, LIMITS, planner, config.worker_host)
-
     async with LocalCluster(config, folder, CLOCK) as cluster:
         await cluster.until_ready(supervision.start_timeout_s)
+        layout = cluster.members.view.generation[0].layout_fingerprint
+        plan = OrchestratorPlan(
+            orchestrator_worker(folder, LIMITS),
+            ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, True, layout),
+            model.eos_token_ids,
+            partial(served_planner, config, folder),
+            config.worker_host,
+        )
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
-        keeper = ProcessKeeper(life, lambda: cluster.members.view, heartbeat, CLOCK)
+        around = Surroundings(ProcessSpawner(supervision.start_timeout_s), heartbeat, CLOCK, lambda line: None)
+        keeper = OrchestratorKeeper(plan, lambda: cluster.members.view, around)
         try:
             await keeper.start()
             yield keeper

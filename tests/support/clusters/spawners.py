@@ -9,6 +9,8 @@ from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.decoder import Decoder
+from orchestrator.api.host import OrchestratorHost
+from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from tests.support.models.tiny_models import random_decoder
@@ -28,10 +30,16 @@ def tiny_worker(role: str, rank: int = 0, group: int = 0, folder: Path = NONE) -
     return WorkerConfig("generate", group, rank, place, EngineConfig(num_slots=2, max_slot_tokens=64))
 
 
+def orchestrator_worker(folder: Path, config: OrchestratorConfig | None = None) -> WorkerConfig:
+    """What an orchestrator's process is told; `folder` holds the tokenizer."""
+    place = WorkerPlace(model_folder=folder, host=HOST)
+    return WorkerConfig("orchestrator", 0, 0, place, config or OrchestratorConfig())
+
+
 class InProcessWorker:
     """One server. Implements WorkerHandle; nothing here can be stopped without being ended."""
 
-    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer) -> None:
+    def __init__(self, config: WorkerConfig, server: PrefillServer | GenerationServer | OrchestratorHost) -> None:
         self.config = config
         self.endpoint = f"{HOST}:{server.port}"
         self.pid = 0
@@ -72,17 +80,23 @@ class InProcessSpawner:
         """For workers that are to have another model, by name or model folder."""
         self.prefix_folder: Path | None = None
         """Where prefill ranks keep prefixes."""
+        self.found: InProcessWorker | None = None
+        """A worker that an earlier supervisor left, which is returned in place of a new one."""
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         if self.failures:
             raise self.failures.pop(0)
+        if self.found is not None:
+            return self.found
         folder = str(config.place.model_folder)
         decoder = self.decoders.get(config.name) or self.decoders.get(folder) or random_decoder()
-        server: PrefillServer | GenerationServer
+        server: PrefillServer | GenerationServer | OrchestratorHost
         if config.role == "prefill":
             server = await PrefillServer.start(
                 decoder, clock=SystemClock(), host=HOST, prefix_folder=self.prefix_folder
             )
+        elif isinstance(config.section, OrchestratorConfig):
+            server = await OrchestratorHost(config.place.model_folder, config.section, host=HOST).start()
         else:
             assert isinstance(config.section, EngineConfig)
             server = await GenerationServer.start(

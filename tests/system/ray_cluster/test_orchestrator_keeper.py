@@ -13,10 +13,13 @@ import pytest
 from baton.clock import SystemClock
 from baton.results import ModelInfo
 from deploy.config.environment import prepare_ray_environment
-from deploy.config.file import load_config
-from deploy.groups.group import Heartbeat
+from deploy.groups.group import Heartbeat, Surroundings
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from orchestrator.membership.view import ClusterView, Orders
+from planning.planner import ChainPlanner
+from tests.support.clusters.planners import linear_planner
 from tests.support.clusters.ray_heads import ray_head
+from tests.support.clusters.spawners import HOST, orchestrator_worker
 
 MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
 
@@ -36,20 +39,23 @@ class Scene:
     """A keeper whose supervisor fails, as listed."""
 
     def __init__(self, folder: Path) -> None:
-        from deploy.ray_cluster.orchestrator import OrchestratorKeeper, OrchestratorPlan
+        from deploy.ray_cluster.spawner import RaySpawner
 
-        config = load_config(None, ["name=kept", "orchestrator.port=0", "orchestrator.metrics_port=-1"])
         self.failures: list[Exception] = []
         """Of looks at the view, then of what follows an answer."""
         self.later_failures: list[Exception] = []
         self.reports: list[str] = []
         self.followed = asyncio.Event()
         """Set at each answer that was followed."""
-        plan = OrchestratorPlan(config, folder, MODEL, ())
-        self.keeper = OrchestratorKeeper(
-            plan, self._view, Heartbeat(0.1, 2.0), SystemClock(), report=self.reports.append
-        )
+        self.num_planners = 0
+        plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
+        around = Surroundings(RaySpawner("kept", 60.0, {}), Heartbeat(0.1, 2.0), SystemClock(), self.reports.append)
+        self.keeper = OrchestratorKeeper(plan, self._view, around)
         self.keeper.follow = self._follow
+
+    def _make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
+        self.num_planners += 1
+        return former or linear_planner()
 
     def _view(self) -> ClusterView:
         if self.failures:
@@ -67,19 +73,20 @@ class Scene:
         self.followed.clear()
         await asyncio.wait_for(self.followed.wait(), 60)
 
+    async def until_replaced(self, former: int) -> None:
+        """Another process than the former one has answered."""
+        while self.keeper.pid in (0, former):
+            await self.until_followed()
+
 
 @asynccontextmanager
 async def kept(folder: Path) -> AsyncIterator[Scene]:
     scene = Scene(folder)
     await scene.keeper.start()
-    keeping = asyncio.create_task(scene.keeper.keep())
     try:
         await scene.until_followed()
         yield scene
-        assert not keeping.done()
     finally:
-        keeping.cancel()
-        await asyncio.gather(keeping, return_exceptions=True)
         await scene.keeper.close()
 
 
@@ -91,8 +98,31 @@ async def test_the_keeper_outlives_failures_and_replaces_its_actor_after_them(jo
         assert not scene.failures and not scene.later_failures
         for text in ("Too many open files", "the GCS does not answer", "orders that nobody understands"):
             assert any(text in line for line in scene.reports)
-        former = scene.keeper._pid
+        former = scene.keeper.pid
         scene.failures = [MemoryError("while it is replaced")]
         os.kill(former, signal.SIGKILL)
-        await scene.until_followed()
-        assert scene.keeper._pid != former
+        await scene.until_replaced(former)
+
+
+async def test_an_actor_that_is_stopped_is_killed_and_replaced_on_its_port(joined_ray: None, smollm2: Path) -> None:
+    async with kept(smollm2) as scene:
+        former, ports = scene.keeper.pid, scene.keeper.ports
+        os.kill(former, signal.SIGSTOP)
+        await scene.until_replaced(former)
+        assert scene.keeper.ports == ports
+
+
+async def test_an_actor_that_an_earlier_keeper_left_is_taken_over_or_ended(joined_ray: None, smollm2: Path) -> None:
+    from deploy.ray_cluster.spawner import end_worker
+
+    async with kept(smollm2) as left:
+        async with kept(smollm2) as found:
+            assert (found.keeper.pid, found.keeper.ports) == (left.keeper.pid, left.keeper.ports)
+            assert (left.num_planners, found.num_planners) == (1, 0)
+            former = left.keeper.pid
+        await left.until_replaced(former)  # the second keeper ended it
+    async with kept(smollm2) as left:
+        former = left.keeper.pid
+        await end_worker("kept", orchestrator_worker(smollm2).name)
+        await left.until_replaced(former)
+    await end_worker("kept", orchestrator_worker(smollm2).name)  # harmless when there is none

@@ -244,3 +244,11 @@ def test_a_local_prefill_that_was_slow_once_is_believed_in_again() -> None:
 
 def test_nobody_knows_what_a_generation_group_takes_unless_told() -> None:
     assert PLANNER.local_s(TokenRange(0, 100), 0, 0) is None
+
+
+def test_a_planner_of_knots_that_were_searched_before_plans_alike() -> None:
+    searched = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=512)
+    given = ChainPlanner(ASSUMED, max_ranks=3, max_tokens=512, table=searched.table)
+    assert given.table is searched.table
+    prompt = TokenRange(0, 300)
+    assert given.chunks(prompt, 3) == searched.chunks(prompt, 3)

@@ -1,0 +1,228 @@
+"""Keeps the orchestrator alive and informed: pushes the cluster's view, replaces a process that ended or is silent.
+
+A push is the heartbeat; operators' orders come back with its answer. The replacement listens on the same ports, and
+takes over the orders. An exception that was not foreseen is logged and reported, and ends neither the keeper nor the
+cluster. Works over any Spawner; the other half is `orchestrator.api.host`. Runs on the supervisor's loop, in one task.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from baton.errors import BatonError, ConfigError, DeadlineExceededError, UnavailableError
+from baton.process.endless import Pauses, repeat, tell_end
+from baton.results import ModelInfo
+from baton.v1 import keeping_pb2 as pb
+from baton.v1.keeping_pb2_grpc import KeepingStub
+from deploy.config.worker import WorkerConfig
+from deploy.groups.group import Surroundings
+from deploy.groups.spawner import WorkerHandle
+from orchestrator.api.keeping import (
+    model_to_proto,
+    orders_from_proto,
+    orders_to_proto,
+    predictions_to_proto,
+    view_to_proto,
+)
+from orchestrator.membership.view import ClusterView, Orders
+from planning.planner import ChainPlanner
+from transport.channel import make_channel
+from transport.status import translate_rpc_errors
+
+if TYPE_CHECKING:
+    from baton.v1.keeping_pb2_grpc import KeepingAsyncStub
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OrchestratorPlan:
+    """What the lives of an orchestrator are made from."""
+
+    worker: WorkerConfig
+    """Configuration of the orchestrator's process, equal for all lives."""
+    model: ModelInfo
+    eos_token_ids: tuple[int, ...]
+    make_planner: Callable[[ChainPlanner | None], ChainPlanner]
+    """Returns the planner of a new life, from the planner of the former one (None: there was none). Blocks; raises
+    ConfigError for a damaged calibration."""
+    host: str
+    """Interface on which clients are served."""
+    ports: tuple[int, int | None] = (0, None)
+    """Ports for clients and for metrics; 0: any free one, None: no metrics."""
+    calibration_path: Path | None = None
+    """File for calibrations that the orchestrator is given while it runs; None: they are not kept."""
+    start_timeout_s: float = 60.0
+    """Seconds in which the orchestrator must serve clients once its process runs."""
+
+
+class _Life:
+    """One life of the orchestrator, with the channel to it."""
+
+    def __init__(self, handle: WorkerHandle) -> None:
+        self.handle = handle
+        self._channel = make_channel(handle.endpoint)
+        self.stub: KeepingAsyncStub = KeepingStub(self._channel)
+
+    async def kill(self) -> None:
+        """Kill the process; return when it has ended."""
+        self.handle.kill()
+        await self.handle.wait()
+
+    async def close(self) -> None:
+        """Close the channel and end the process."""
+        await self._channel.close()
+        await self.handle.close()
+
+
+class OrchestratorKeeper:
+    """Owns the orchestrator. Used by the cluster's supervisor, once."""
+
+    def __init__(self, plan: OrchestratorPlan, view: Callable[[], ClusterView], around: Surroundings) -> None:
+        """Make a keeper that has no orchestrator yet. `view` is called at each heartbeat."""
+        self.ports = plan.ports
+        """Ports for clients and for metrics (None: no metrics): as planned, and once started, those that the
+        orchestrator got."""
+        self.orders = Orders()
+        """Operators' orders, as the orchestrator's last life knew them, for its next life. First set by the supervisor,
+        which keeps them too."""
+        self.follow: Callable[[Orders], Orders] = _keep
+        """Called with the orders in each heartbeat's answer; returns those that were kept. Set once, by the
+        supervisor."""
+        self._plan = plan
+        self._view = view
+        self._around = around
+        self._life: _Life | None = None
+        self._planner: ChainPlanner | None = None
+        self._last_seen_s = 0.0
+        """When the orchestrator last answered, on the clock."""
+        self._news = asyncio.Event()
+        self._keeping: asyncio.Task[None] | None = None
+        self._closing = False
+
+    @property
+    def pid(self) -> int:
+        """Process id of the present life; 0 when there is none."""
+        return 0 if self._life is None or self._life.handle.ended else self._life.handle.pid
+
+    def tell(self) -> None:
+        """Push the changed view now, without waiting for the next heartbeat."""
+        self._news.set()
+
+    async def start(self) -> None:
+        """Start the orchestrator, or take over one that an earlier supervisor left; return when it serves clients. From
+        then on it is kept. Raises its error when it cannot serve; then nothing of it is left."""
+        await self._begin()
+        self._keeping = asyncio.create_task(self._keep())
+        self._keeping.add_done_callback(self._tell_end)
+
+    async def close(self) -> None:
+        """End the supervision, then all requests and the process. Idempotent."""
+        self._closing = True
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        await self._end_life()
+
+    async def _keep(self) -> None:
+        heartbeat = self._around.heartbeat
+        pauses = Pauses(heartbeat.interval_s, heartbeat.dead_after_s)
+        await repeat("the supervision of the orchestrator", self._turn, pauses, self._around.report)
+
+    def _tell_end(self, keeping: "asyncio.Task[None]") -> None:
+        if not self._closing:
+            tell_end("the supervision of the orchestrator", self._around.report)(keeping)
+
+    async def _turn(self) -> None:
+        """Push the view when a heartbeat is due or it has changed; replace an orchestrator that has ended, or has been
+        silent for too long."""
+        with contextlib.suppress(TimeoutError):  # no news: the regular heartbeat is due
+            await asyncio.wait_for(self._news.wait(), self._around.heartbeat.interval_s)
+        self._news.clear()
+        life = self._life
+        if life is None or life.handle.ended:
+            await self._replace()
+            return
+        try:
+            status = await self._push(life, self._around.heartbeat.interval_s)
+        except grpc.aio.AioRpcError as error:
+            silent_s = self._around.clock.now_s() - self._last_seen_s
+            if silent_s > self._around.heartbeat.dead_after_s:
+                logger.warning("the orchestrator has been silent for %.1f s (%s): killing it", silent_s, error.code())
+                await life.kill()
+                await self._replace()
+        else:
+            self._last_seen_s = self._around.clock.now_s()
+            self.orders = self.follow(orders_from_proto(status.orders))
+
+    async def _push(self, life: _Life, timeout_s: float) -> pb.OrchestratorStatus:
+        """Send one heartbeat, with the view."""
+        request = pb.UpdateRequest(view=view_to_proto(self._view()), kept=orders_to_proto(self.orders))
+        return await life.stub.Update(request, timeout=timeout_s)
+
+    async def _replace(self) -> None:
+        logger.warning("the orchestrator has ended: replacing it")
+        try:
+            await self._end_life()
+            await self._begin()
+        except BatonError as refused:
+            logger.warning("the orchestrator did not start (%s): another try in a heartbeat", refused)
+
+    async def _begin(self) -> None:
+        life = _Life(await self._around.spawner.start(self._plan.worker))
+        try:
+            status = await self._serve(life)
+        except BaseException:
+            await life.kill()
+            await life.close()
+            raise
+        self._life = life
+        self.ports = (status.port, status.metrics_port if status.HasField("metrics_port") else None)
+        self._last_seen_s = self._around.clock.now_s()
+
+    async def _serve(self, life: _Life) -> pb.OrchestratorStatus:
+        """Let the orchestrator serve clients, unless it does already. Raises its error when it cannot."""
+        timeout_s = self._plan.start_timeout_s
+        try:
+            with translate_rpc_errors():
+                status = await self._push(life, timeout_s)
+                return status if status.port else await life.stub.Serve(await self._request(), timeout=timeout_s)
+        except DeadlineExceededError as error:
+            raise UnavailableError(f"the orchestrator did not start within {timeout_s:g} s: see its output") from error
+
+    async def _request(self) -> pb.ServeRequest:
+        plan, (port, metrics_port) = self._plan, self.ports
+        return pb.ServeRequest(
+            model=model_to_proto(plan.model),
+            eos_token_ids=plan.eos_token_ids,
+            host=plan.host,
+            port=port,
+            metrics_port=metrics_port,
+            predictions=predictions_to_proto(await self._plan_chains(), plan.calibration_path),
+        )
+
+    async def _plan_chains(self) -> ChainPlanner:
+        """Return a planner by the calibration that is kept now, which an earlier life may have been given. A file that
+        has been damaged since does not end a cluster that serves."""
+        try:
+            self._planner = await asyncio.to_thread(self._plan.make_planner, self._planner)
+        except ConfigError as error:
+            if self._planner is None:
+                raise
+            logger.warning("the former calibration stays in force: %s", error)
+        return self._planner
+
+    async def _end_life(self) -> None:
+        if self._life is not None:
+            await self._life.close()
+        self._life = None
+
+
+def _keep(orders: Orders) -> Orders:
+    return orders

@@ -1,0 +1,104 @@
+"""Converts what a supervisor and the orchestrator tell each other to and from the messages of baton.v1.Keeping.
+
+Used by `orchestrator.api.host` and, on the supervisor's side, by `deploy.groups.keeper`. Pure.
+"""
+
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from baton.results import ModelInfo
+from baton.v1 import keeping_pb2 as pb
+from baton.v1 import orchestrator_pb2
+from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
+from planning import calibration, step_times
+from planning.local_prefill import LocalPrefill
+from planning.partition_table import Knot, PartitionTable
+from planning.planner import ChainPlanner
+
+T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill, Knot)
+
+_SCALARS = (str, bool, int, float)
+
+
+def view_to_proto(view: ClusterView) -> pb.ClusterView:
+    """Return the view as a message."""
+    return pb.ClusterView(
+        prefill=[pb.PrefillGroupView(**asdict(group)) for group in view.prefill],
+        generation=[pb.GenerationGroupView(**asdict(group)) for group in view.generation],
+        absent=[pb.AbsentGroup(**asdict(group)) for group in view.absent],
+    )
+
+
+def view_from_proto(message: pb.ClusterView) -> ClusterView:
+    """Return the view; each group is equal to the one that was sent, and so is its life."""
+    return ClusterView(
+        prefill=tuple(_of(PrefillGroup, group) for group in message.prefill),
+        generation=tuple(_of(GenerationGroup, group) for group in message.generation),
+        absent=tuple(_of(AbsentGroup, group) for group in message.absent),
+    )
+
+
+def orders_to_proto(orders: Orders) -> pb.Orders:
+    """Return the orders as a message."""
+    return pb.Orders(
+        drained=sorted(orders.drained),
+        leaving=sorted(orders.leaving),
+        stand_ins=sorted(orders.stand_ins),
+        models=orders.models,
+    )
+
+
+def orders_from_proto(message: pb.Orders) -> Orders:
+    """Return the orders that were sent."""
+    return Orders(
+        drained=frozenset(message.drained),
+        leaving=frozenset(message.leaving),
+        stand_ins=frozenset(message.stand_ins),
+        models=dict(message.models),
+    )
+
+
+def model_to_proto(model: ModelInfo) -> orchestrator_pb2.Model:
+    """Return the served model as a message; `baton.proto_types.model_from_proto` reads it."""
+    return orchestrator_pb2.Model(**asdict(model))
+
+
+def predictions_to_proto(planner: ChainPlanner, path: Path | None) -> pb.Predictions:
+    """Return what the planner predicts by as a message; `path` is the file for calibrations that are given later."""
+    return pb.Predictions(
+        calibration=calibration.dumps(planner.calibration),
+        calibration_path="" if path is None else str(path),
+        step_times="" if planner.steps is None else step_times.dumps(planner.steps),
+        knots=[pb.Knot(**asdict(knot)) for knots in planner.table.knots.values() for knot in knots],
+        max_ranks=planner.max_ranks,
+        max_tokens=planner.max_tokens,
+        local=None if planner.local is None else pb.LocalPrefill(**asdict(planner.local)),
+    )
+
+
+def planner_from_proto(message: pb.Predictions) -> ChainPlanner:
+    """Return a planner that predicts as the sender's did when it was made. Raises ConfigError for damaged texts."""
+    given = calibration.loads(message.calibration, "calibration")
+    knots: dict[int, tuple[Knot, ...]] = {}
+    for knot in message.knots:
+        knots[len(knot.fractions)] = (*knots.get(len(knot.fractions), ()), _of(Knot, knot))
+    return ChainPlanner(
+        given,
+        max_ranks=message.max_ranks,
+        max_tokens=message.max_tokens,
+        steps=step_times.loads(message.step_times, "step_times") if message.step_times else None,
+        local=_of(LocalPrefill, message.local) if message.HasField("local") else None,
+        table=PartitionTable(knots),
+    )
+
+
+def _of(kind: type[T], message: Message) -> T:
+    """Return a value whose fields have the names and values of the message's."""
+    values: dict[str, Any] = {}
+    for field in fields(kind):
+        value = getattr(message, field.name)
+        values[field.name] = value if isinstance(value, _SCALARS) else tuple(value)
+    return kind(**values)

@@ -1,0 +1,191 @@
+"""The keeper of an orchestrator, over servers in this process: what its lives have in common, and what ends them."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from baton.clock import SystemClock
+from baton.errors import ConfigError, UnavailableError
+from baton.results import ModelInfo
+from deploy.groups.group import Heartbeat, Surroundings
+from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
+from orchestrator.api.host import OrchestratorHost
+from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
+from planning.planner import ChainPlanner
+from tests.support.clusters.planners import linear_planner
+from tests.support.clusters.spawners import HOST, InProcessSpawner, InProcessWorker, orchestrator_worker
+from tests.support.models.tiny_tokenizer import write_letters
+
+MODEL = ModelInfo("letters", 64, 100, "float32", False, "layout")
+VIEW = ClusterView(generation=(GenerationGroup("g", f"{HOST}:1", "layout", num_slots=4, max_slot_tokens=64),))
+DRAINED = Orders(drained=frozenset({"g"}))
+WITHIN_S = 30.0
+
+
+class Scene:
+    """A keeper's surroundings, and what it was asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.spawner = InProcessSpawner()
+        self.formers: list[ChainPlanner | None] = []
+        """What each new planner was made from."""
+        self.damage: Exception | None = None
+        """Raised instead of making a planner."""
+        self.reports: list[str] = []
+        self.heard = asyncio.Event()
+        """Set at each heartbeat that was answered."""
+        self.plan = OrchestratorPlan(orchestrator_worker(folder), MODEL, (), self._make_planner, HOST)
+
+    @property
+    def lives(self) -> list[InProcessWorker]:
+        """All lives of the orchestrator, in order."""
+        return self.spawner.made
+
+    @property
+    def host(self) -> OrchestratorHost:
+        """The present life's server."""
+        server = self.lives[-1].server
+        assert isinstance(server, OrchestratorHost)
+        return server
+
+    def keeper(self, view: Callable[[], ClusterView] = lambda: VIEW) -> OrchestratorKeeper:
+        """One that was not started yet."""
+        heartbeat = Heartbeat(0.05, 2.0)
+        keeper = OrchestratorKeeper(
+            self.plan, view, Surroundings(self.spawner, heartbeat, SystemClock(), self.reports.append)
+        )
+        keeper.follow = self._follow
+        return keeper
+
+    async def until_heard(self) -> None:
+        """The orchestrator has answered once more."""
+        self.heard.clear()
+        await asyncio.wait_for(self.heard.wait(), WITHIN_S)
+
+    async def until_replaced(self) -> None:
+        """The present life is killed, and another one serves."""
+        self.lives[-1].kill()
+        await self.lives[-1].wait()
+        await self.until_heard()
+
+    def _make_planner(self, former: ChainPlanner | None) -> ChainPlanner:
+        self.formers.append(former)
+        if self.damage is not None:
+            raise self.damage
+        return former or linear_planner()
+
+    def _follow(self, orders: Orders) -> Orders:
+        self.heard.set()
+        return orders
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    write_letters(tmp_path)
+    return Scene(tmp_path)
+
+
+@asynccontextmanager
+async def started(keeper: OrchestratorKeeper) -> AsyncIterator[OrchestratorKeeper]:
+    await keeper.start()
+    try:
+        yield keeper
+    finally:
+        await keeper.close()
+
+
+async def test_a_new_life_has_the_ports_the_orders_and_the_planner_of_the_former(scene: Scene) -> None:
+    scene.plan = replace(scene.plan, ports=(0, 0))
+    async with started(scene.keeper()) as keeper:
+        ports = keeper.ports
+        assert 0 not in ports
+        scene.host._members.drain("g")
+        while keeper.orders != DRAINED:
+            await scene.until_heard()
+        await scene.until_replaced()
+        assert keeper.ports == ports and keeper.orders == DRAINED
+        assert scene.host._members.orders == DRAINED and scene.host._members.is_kept("g")
+        assert scene.host._members.present == VIEW
+        assert scene.formers == [None, linear_planner()]
+    assert len(scene.lives) == 2 and all(life.ended for life in scene.lives)
+
+
+async def test_a_changed_view_is_pushed_at_once(scene: Scene) -> None:
+    views = [ClusterView()]
+    async with started(scene.keeper(lambda: views[-1])) as keeper:
+        assert scene.host._members.present == ClusterView()
+        views.append(VIEW)
+        keeper.tell()
+        await scene.until_heard()
+        assert scene.host._members.present == VIEW
+
+
+async def test_an_orchestrator_that_serves_already_is_taken_over_as_it_is(scene: Scene) -> None:
+    async with started(scene.keeper()) as former:
+        life = scene.lives[-1]
+        scene.damage = ConfigError("the calibration has been damaged since")
+        scene.spawner.found = life
+        async with started(scene.keeper()) as keeper:
+            assert keeper.ports == former.ports
+            assert scene.lives == [life] and scene.formers == [None]
+
+
+async def test_a_damaged_calibration_does_not_end_a_cluster_that_serves(scene: Scene) -> None:
+    async with started(scene.keeper()):
+        scene.damage = ConfigError("the calibration has been damaged since")
+        await scene.until_replaced()
+    assert len(scene.lives) == 2 and len(scene.formers) == 2
+
+
+async def test_what_keeps_the_first_life_from_serving_is_said_and_nothing_is_left(scene: Scene) -> None:
+    scene.damage = ConfigError("/kept.json: is no JSON: write it anew")
+    with pytest.raises(ConfigError, match=r"^/kept\.json: is no JSON: write it anew$"):
+        await scene.keeper().start()
+    scene.damage = None
+    with closing(socket.create_server((HOST, 0))) as taken:
+        port = taken.getsockname()[1]
+        scene.plan = replace(scene.plan, ports=(port, None))
+        with pytest.raises(ConfigError, match=f"^cannot listen on {HOST}:{port}: "):
+            await scene.keeper().start()
+    scene.plan = replace(scene.plan, start_timeout_s=1e-3)
+    with pytest.raises(UnavailableError, match=r"the orchestrator did not start within 0\.001 s"):
+        await scene.keeper().start()
+    assert len(scene.lives) == 3 and all(life.ended for life in scene.lives)
+
+
+async def test_nothing_is_left_of_a_cancelled_start(scene: Scene) -> None:
+    asked = asyncio.Event()
+
+    def view() -> ClusterView:
+        asked.set()
+        return VIEW
+
+    starting = asyncio.create_task(scene.keeper(view).start())
+    await asyncio.wait_for(asked.wait(), WITHIN_S)
+    starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    assert starting.cancelled()
+    assert len(scene.lives) == 1 and scene.lives[0].ended
+
+
+async def test_a_life_that_cannot_begin_is_tried_again(scene: Scene) -> None:
+    async with started(scene.keeper()):
+        scene.spawner.failures = [UnavailableError("no room"), OSError("no memory")]
+        await scene.until_replaced()
+    assert len(scene.lives) == 2
+    assert any("no memory" in line for line in scene.reports)
+
+
+async def test_a_keeper_that_was_closed_is_closed_again_at_will(scene: Scene) -> None:
+    keeper = scene.keeper()
+    await keeper.close()
+    await keeper.start()
+    assert not scene.lives[-1].ended
+    await keeper.close()
+    await keeper.close()
+    assert keeper.pid == 0 and scene.reports == []
