@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import grpc
 
 from baton.ids import ReserveNumber
+from baton.proto_types import sampled_to_proto
 from baton.types import Lease, LeaseRef, SampledToken
 from baton.v1 import kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import lease_from_proto, lease_ref_to_proto, sampled_to_proto
+from transport.proto_types import lease_from_proto, lease_ref_to_proto
 from transport.status import translate_rpc_errors
 
 
@@ -30,19 +31,7 @@ class KvClient:
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
         """Lease a slot. Raises ResourceExhaustedError when none is free, and LayoutMismatchError when the receiver
         stores KV in another layout."""
-        request = kv_pb2.ReserveRequest(
-            request_id=spec.request_id,
-            attempt=spec.attempt,
-            num_tokens=spec.num_tokens,
-            capacity_tokens=spec.capacity_tokens,
-            ttl_s=spec.ttl_s,
-            layout_fingerprint=layout_fingerprint,
-            num_choices=spec.num_choices,
-            prefix_blocks=spec.prefix_blocks,
-            block_tokens=spec.block_tokens,
-            prefills_locally=spec.prefills_locally,
-            number=spec.number or 0,
-        )
+        request = kv_pb2.ReserveRequest(**vars(spec), layout_fingerprint=layout_fingerprint)
         with translate_rpc_errors():
             return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
 

@@ -40,9 +40,6 @@ class ReserveBook:
         self._known: OrderedDict[ReserveNumber, _Reserve] = OrderedDict()
         """Remembered Reserves, in the order in which they are forgotten."""
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
     ) -> Lease:

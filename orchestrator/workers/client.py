@@ -15,7 +15,7 @@ import grpc
 from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
 from baton.ids import ReserveNumber, StreamNumber
-from baton.proto_types import rank_timing_from_proto
+from baton.proto_types import event_from_proto, rank_timing_from_proto
 from baton.results import RankTiming
 from baton.types import Lease, LeaseRef, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
@@ -28,7 +28,6 @@ from orchestrator.workers.streams import SharedStreams, StreamPart
 from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import event_from_proto
 from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
