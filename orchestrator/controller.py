@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from baton.clock import Clock
-from baton.cluster_state import ClusterState, StepSample
+from baton.cluster_state import StepSample
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -147,10 +147,6 @@ class Controller:
                 yield event
         finally:
             await _cancel(task)
-
-    async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
-        return await self.overview.state()
 
     def _join(self, record: RequestRecord) -> _Run:
         """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""

@@ -95,24 +95,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
-        return cluster_state_to_proto(await self._controller.state())
+        return cluster_state_to_proto(await self._controller.overview.state())
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:
             case Started():
-                return pb.GenerateEvent(
-                    started=pb.Started(
-                        request_id=event.request_id,
-                        seed=event.seed,
-                        num_prompt_tokens=event.num_prompt_tokens,
-                        model=self._model.name,
-                        exact=event.exact,
-                    )
-                )
+                return pb.GenerateEvent(started=pb.Started(**vars(event), model=self._model.name))
             case TokenEvent():
                 return pb.GenerateEvent(token=event_to_proto(event))
             case Finished():
-                return pb.GenerateEvent(finished=_finished_to_proto(event))
+                usage, timings = pb.Usage(**vars(event.usage)), timings_to_proto(event.timings)
+                return pb.GenerateEvent(finished=pb.Finished(usage=usage, timings=timings))
 
 
 class OrchestratorServer:
@@ -211,7 +204,3 @@ async def _show_health(shown: health.HealthServicer, overview: Overview) -> None
         await asyncio.sleep(_HEALTH_POLL_S)
 
     await repeat("the watch on health", look, _HEALTH_PAUSES)
-
-
-def _finished_to_proto(event: Finished) -> pb.Finished:
-    return pb.Finished(usage=pb.Usage(**vars(event.usage)), timings=timings_to_proto(event.timings))

@@ -73,9 +73,9 @@ class GatewayServicer:
         """Return the service's methods, to be added to a server."""
         methods: dict[str, Any] = {  # their types are those of synchronous servers
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
-            "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
-            "GetClusterState": grpc.unary_unary_rpc_method_handler(self.get_cluster_state),
         }
+        for name, call in self._unary.items():
+            methods[name] = grpc.unary_unary_rpc_method_handler(partial(_pass_on, call))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
@@ -96,14 +96,6 @@ class GatewayServicer:
         finally:
             call.cancel()
             del self._calls[task]
-
-    async def get_model(self, request: bytes, context: Context) -> bytes:
-        """Pass GetModel on to the orchestrator."""
-        return await self._pass_on("GetModel", request, context)
-
-    async def get_cluster_state(self, request: bytes, context: Context) -> bytes:
-        """Pass GetClusterState on to the orchestrator."""
-        return await self._pass_on("GetClusterState", request, context)
 
     async def close(self, grace_s: float) -> None:
         """Refuse new requests, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
@@ -139,11 +131,6 @@ class GatewayServicer:
         passed.model = self._model  # token ids mean nothing to another model
         passed.echo = False  # decoding the ids does not always give the exact text
         return passed, read.echo
-
-    async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
-        metadata = _passed_on(context.invocation_metadata() or ())
-        with translate_rpc_errors():
-            return await self._unary[name](request, timeout=context.time_remaining(), metadata=metadata)
 
 
 class Gateway:
@@ -273,6 +260,12 @@ async def _follow_health(shown: health.HealthServicer, orchestrator: grpc.aio.Ch
 async def _show(shown: health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     for service in ("", SERVICE):
         await shown.set(service, status)
+
+
+async def _pass_on(call: "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes, context: Context) -> bytes:
+    metadata = _passed_on(context.invocation_metadata() or ())
+    with translate_rpc_errors():
+        return await call(request, timeout=context.time_remaining(), metadata=metadata)
 
 
 def _passed_on(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:

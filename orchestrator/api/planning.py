@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton.proto_types import scalars
 from baton.v1 import planning_pb2 as pb
 from baton.v1 import planning_pb2_grpc
 from planning import calibration, step_times
@@ -103,21 +104,13 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
 
     def _calibration_in_use(self) -> pb.CalibrationInUse:
         in_use = self._planner.calibration
-        return pb.CalibrationInUse(
-            calibration=calibration.dumps(in_use),
-            fingerprint=in_use.fingerprint,
-            is_measured=in_use.is_measured,
-            path=str(self._path or ""),
-        )
+        text, path = calibration.dumps(in_use), str(self._path or "")
+        return pb.CalibrationInUse(calibration=text, path=path, **scalars(pb.CalibrationInUse, in_use))
 
     def _steps_in_use(self) -> pb.StepTimesInUse:
         in_use = self._steps()
-        return pb.StepTimesInUse(
-            step_times=step_times.dumps(in_use),
-            fingerprint=in_use.fingerprint,
-            is_measured=in_use.is_measured,
-            path=str(self._steps_path(in_use) or ""),
-        )
+        text, path = step_times.dumps(in_use), str(self._steps_path(in_use) or "")
+        return pb.StepTimesInUse(step_times=text, path=path, **scalars(pb.StepTimesInUse, in_use))
 
 
 def _require_same(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:

@@ -10,6 +10,7 @@ be. On the loop, in the request's task.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Hashable
@@ -70,18 +71,6 @@ class _Learnt:
     """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
 
 
-class JobNumbers:
-    """Issues numbers of prefill jobs: ascending, and above all numbers of earlier lives of the orchestrator."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._last = clock.unix_ns()
-
-    def issue(self) -> JobId:
-        """Return the next number."""
-        self._last += 1
-        return JobId(self._last)
-
-
 class Dispatcher:
     """Runs any number of attempts at once."""
 
@@ -97,7 +86,8 @@ class Dispatcher:
         self._chains = ChainRunner(members, clients, planner, prefixes, clock=clock, config=config)
         self._clock = clock
         self._config = config
-        self._numbers = JobNumbers(clock)
+        self._numbers = itertools.count(clock.unix_ns())
+        """Numbers of jobs, streams and Reserves: ascending, and above all numbers of earlier orchestrators."""
         self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._closings = Closings(prefixes)
 
@@ -138,7 +128,7 @@ class Dispatcher:
         with ExitStack() as held:
             held.enter_context(self._members.hold(generation.name, record.request.num_slots))
             home = self._home(record, generation, held)
-            number = StreamNumber(self._numbers.issue())
+            number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
                 event = await stream.read()
                 record.place(self._clock.unix_ns(), generation.residency)
@@ -175,7 +165,7 @@ class Dispatcher:
         if plan.way is None or lease is None:
             await self._generate(home, plan, lease, None, emit)
             return
-        number = self._numbers.issue()
+        number = JobId(next(self._numbers))
         job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
             await self._generate(home, plan, lease, prefill, emit)
@@ -195,7 +185,7 @@ class Dispatcher:
             num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
         )
         try:
-            number = StreamNumber(self._numbers.issue())
+            number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
                 await follow(record, stream, await first_event(stream, prefill), emit)
             if prefill is not None:
@@ -232,7 +222,7 @@ class Dispatcher:
         """
         record, group, spec = home.record, home.group, self._reserve_spec(home.record, plan)
         while True:
-            number = ReserveNumber(self._numbers.issue())
+            number = ReserveNumber(next(self._numbers))
             granting = asyncio.create_task(home.worker.reserve(replace(spec, number=number), group.layout_fingerprint))
             try:
                 lease = await asyncio.shield(granting)

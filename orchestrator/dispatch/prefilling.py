@@ -135,6 +135,6 @@ async def _renew(owner: WorkerClient, job: PrefillJob) -> None:
     """Renew the job's lease. A failure is only logged: the lease's stream reports a lost lease, which is no rank's
     fault."""
     try:
-        await owner.renew(job.lease)
+        await owner.renew(job.lease.ref, job.lease.ttl_s)
     except BatonError as error:
         logger.warning("slot %d at %s was not renewed: %s", job.lease.ref.slot, job.lease.endpoint, error)

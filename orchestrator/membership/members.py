@@ -45,7 +45,7 @@ class Members:
     def __init__(self) -> None:
         self.present = ClusterView()
         """All groups, as the supervisor pushed them last."""
-        self.on_update: Callable[[], None] = _ignore
+        self.on_update: Callable[[], None] = lambda: None
         """Called whenever the groups of `view` change; set once, by the controller."""
         self.breakers: Breakers | None = None
         """Breakers of the groups' lives; set once, by the controller. None: no group ever counts as broken."""
@@ -243,7 +243,3 @@ class Members:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _ignore() -> None:
-    pass
