@@ -30,7 +30,7 @@ holds the jobs in flight. Pure.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from baton.ids import Rank
@@ -90,21 +90,20 @@ class _Place:
     others_s: float
 
 
+@dataclass(frozen=True)
 class WidthPolicy:
-    """Plans chains under one policy.
+    """Plans chains under one policy."""
 
-    `elastic` False gives every prompt all ranks, first come first served. `overtaking` is the extra time that a job may
-    take for the sake of later jobs, as a part of its predicted time.
-    """
-
-    def __init__(self, planner: ChainPlanner, *, elastic: bool, overtaking: float) -> None:
-        self.elastic = elastic
-        self.overtaking = overtaking
-        self._planner = planner
+    planner: ChainPlanner
+    _: KW_ONLY
+    elastic: bool
+    """Whether ranks and turns go by cost; False gives every prompt all ranks, first come first served."""
+    overtaking: float
+    """Extra time that a job may take for the sake of later jobs, as a part of its predicted time."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
         """Return the chains of a tenant's prompt, to be planned for any groups."""
-        return PromptChains(self, self._planner, tokens, tenant)
+        return PromptChains(self, tokens, tenant)
 
 
 class PromptChains:
@@ -113,8 +112,8 @@ class PromptChains:
     A prediction costs the planner some tenths of a millisecond per width, more than all the rest.
     """
 
-    def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange, tenant: Tenant) -> None:
-        self._policy, self._planner, self._tokens, self._tenant = policy, planner, tokens, tenant
+    def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant) -> None:
+        self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Shapes predicted so far, by width."""
 
