@@ -290,8 +290,7 @@ class Controller:
         return True
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
-        """Report a failed attempt to the log, the metrics, the group's breaker and `on_failure`, before the next is
-        placed."""
+        """Report a failed attempt to log, metrics, the group's breaker and `on_failure`, before the next is placed."""
         log_failure(record, error)
         self.metrics.attempt_failed(error)
         blamed = record.attempt.blamed

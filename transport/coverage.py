@@ -59,8 +59,7 @@ class Coverage:
         return Added.NEW
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
-        """Return the first layer that lacks tokens and the first token range that it lacks; None when the sequence is
-        complete."""
+        """Return the first layer that lacks tokens and the first range that it lacks; None when complete."""
         for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
             position = 0
             for start, end in zip(starts, ends, strict=True):

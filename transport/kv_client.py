@@ -35,8 +35,7 @@ class KvClient:
         self._errors = errors
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
-        """Lease a slot. Raises ResourceExhaustedError when none is free, and LayoutMismatchError when the receiver
-        stores KV in another layout."""
+        """Lease a slot. Raises ResourceExhaustedError when none is free, LayoutMismatchError for another KV layout."""
         request = kv_pb2.ReserveRequest(**vars(spec), layout_fingerprint=layout_fingerprint)
         with self._errors():
             return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))

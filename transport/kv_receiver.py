@@ -50,8 +50,7 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the five methods, Push with a codec that does not copy payloads. To be called before the server
-        starts."""
+        """Register the five methods, before the server starts; Push has a codec that does not copy payloads."""
         unary, write = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
             "Reserve": unary(self.reserve, kv_pb2.ReserveRequest.FromString, write),
@@ -84,8 +83,7 @@ class KvReceiverServicer:
         return self._sink.reserve(spec)
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
-        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when the lease has
-        ended."""
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
         self._sink.renew(_lease_ref(request), _checked_ttl(request.ttl_s))
         return kv_pb2.RenewReply()
 
@@ -121,8 +119,7 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """End a lease, named by its slot and stamp or by its Reserve's number. A lease that has already ended is no
-        error."""
+        """End a lease, named by slot and stamp or by its Reserve's number; one that has ended is no error."""
         by_number = request.number and not request.HasField("lease")
         ref = self._reserves.abort(ReserveNumber(request.number)) if by_number else _lease_ref(request)
         if ref is not None:

@@ -58,8 +58,7 @@ def history_to_proto(
 
 
 def history_from_proto(message: common_pb2.History) -> History:
-    """Return the history that a message describes. Raises InvalidArgumentError for a sampling parameter out of its
-    limits."""
+    """Return the message's history. Raises InvalidArgumentError for a sampling parameter out of its limits."""
     return History(tuple(message.prompt_ids), tuple(message.output_ids), params_from_proto(message.sampling))
 
 

@@ -16,8 +16,7 @@ from baton.ids import ReserveNumber
 from baton.types import Lease, LeaseRef
 
 REMEMBER_S = 60.0
-"""Seconds that a number is remembered after its Reserve or its abort: longer than a Reserve can be on its way, because
-its caller gives up after a few seconds."""
+"""Seconds that a number is remembered: longer than a Reserve can be on its way, as its caller gives up sooner."""
 MAX_REMEMBERED = 16_384
 """Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
 
@@ -69,8 +68,7 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Refuse the Reserve of this number from now on; return the lease that it was granted, or None when it has
-        none."""
+        """Refuse the Reserve of this number from now on; return the lease that it was granted, if any."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True

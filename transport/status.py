@@ -23,8 +23,7 @@ T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
 Check = Callable[[str, Iterable[tuple[str, str | bytes]], str], None]
-"""A function called before each call with the method's full name, its metadata and its peer; it raises to refuse the
-call."""
+"""A function of a call's full method name, metadata and peer, which raises to refuse the call."""
 
 logger = logging.getLogger(__name__)
 

@@ -127,8 +127,7 @@ class _Ring(Generic[WaiterT]):
             self.flows.move_to_end(name)
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the last request of the tenant with most tokens waiting for its weight; of equals, the newcomer's
-        tenant."""
+        """Return the last request of the tenant with most tokens waiting for its weight; of equals, the newcomer's."""
         own = self.flows.get(newcomer.tenant.name)
         return max(self.flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
@@ -154,8 +153,7 @@ class FairQueue(Generic[WaiterT]):
         self._num_issued = 0
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place among its tenant's
-        requests."""
+        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
         assert waiter not in self._waiting, "a request is added twice"
         if not waiter.number:
             self._num_issued += 1

@@ -78,8 +78,7 @@ class Correction:
         self._squares = 1.0
         """Decayed sum of the predictions' squares."""
         self._square_delays = 0.0
-        """Decayed sum of the squares of delays beyond the corrected predictions; a request that took less counts as
-        0."""
+        """Decayed sum of the squares of delays beyond the corrected predictions; being early counts as 0."""
 
     @property
     def factor(self) -> float:
@@ -88,8 +87,7 @@ class Correction:
 
     @property
     def cautious_factor(self) -> float:
-        """Return the factor by which a prediction is to be multiplied if only one request in forty shall take
-        longer."""
+        """Return the factor for a prediction if only one request in forty shall take longer."""
         # twice the sum of squares, because only the late half of the requests adds to it
         return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)
 
@@ -124,8 +122,7 @@ class Forecast:
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is placed now. Asks the planner: some tenths of a millisecond per
-    call."""
+    """Predicts the prefill time of a request that is placed now. A call takes some tenths of a millisecond."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser

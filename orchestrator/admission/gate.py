@@ -40,8 +40,7 @@ _SCATTER = 1.5
 its deadline: without this allowance half of them would be late, and their work wasted
 (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Seconds after its arrival at which a request without a deadline counts as due, so that requests of its tenant that
-have deadlines cannot put it off for ever."""
+"""Seconds until a request without a deadline counts as due, so that those with deadlines do not always pass it."""
 
 
 class Entry(Waiter):
@@ -178,8 +177,7 @@ class Admission:
         self._turnover.waited_for(entry is not None, self._clock.now_s())
 
     def _has_room(self, entry: Entry) -> bool:
-        """Return whether there are enough free slots; a request may always run alone, even with more choices than
-        slots."""
+        """Return whether enough slots are free; a request may always run alone, even with more choices than slots."""
         return not self._num_taken or self._num_taken + entry.num_slots <= self._limit
 
     def _may_run(self, entry: Entry) -> bool:
@@ -248,8 +246,7 @@ class Admission:
         return ""
 
     def _full(self, entry: Entry, why: str) -> ResourceExhaustedError:
-        """Return the refusal of an entry that gets no place; its retry delay is the time that the entry would have
-        waited."""
+        """Return the refusal of an entry that gets no place; the retry delay is how long it would have waited."""
         return _refusal(why, self._wait_s(entry, _GUESSED_HOLD_S if self._hold_s is None else self._hold_s))
 
     def _wait_s(self, entry: Entry, hold_s: float | None) -> float:

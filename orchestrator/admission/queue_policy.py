@@ -64,8 +64,7 @@ class QueuePolicy(Protocol[WaiterT]):
     """Holds the waiting requests in the order in which they are to be served. The gate bounds their number."""
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place among its tenant's
-        requests."""
+        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
         """Take a waiting request out: `is_served` if it is the one that `head` returned, and now runs.

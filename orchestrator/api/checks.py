@@ -69,8 +69,7 @@ class Intake:
         return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Check sampling parameters against the model's vocabulary, and the room that the prompt leaves for the
-        output."""
+        """Check sampling parameters against the model's vocabulary and the room that the prompt leaves."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
         room = self._model.max_tokens - num_prompt_tokens

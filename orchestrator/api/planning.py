@@ -35,8 +35,8 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning over the planner that the controller asks."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """New calibrations are saved at `path`, and step times beside it, for the orchestrator's next life; None:
-        nowhere."""
+        """`path` keeps new calibrations, with step times beside it, for the orchestrator's next life; None: not
+        kept."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
@@ -78,8 +78,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._steps_in_use()
 
     async def _take(self, path: Path | None, save: Callable[[Path], None], adopt: Callable[[], None]) -> None:
-        """Save a measurement, then predict by it. Goes on when the call is cancelled, so that file and planner
-        agree."""
+        """Save a measurement, then predict by it, even if the call is cancelled: file and planner agree."""
 
         async def both() -> None:
             async with self._using:

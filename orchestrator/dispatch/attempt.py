@@ -65,8 +65,7 @@ class _Learnt:
     full_since_s: float = math.inf
     """Time when a group that should have room first refused the attempt, on the clock's now_s."""
     full: set[Hashable] = field(default_factory=set)
-    """Lives of groups that refused the attempt for lack of room since its latest pause; cleared once all have
-    refused."""
+    """Lives of groups that refused the attempt for lack of room; cleared once all have refused."""
     trusts_hints: bool = True
     """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
 
@@ -92,8 +91,7 @@ class Dispatcher:
         self._closings = Closings(prefixes)
 
     async def close(self) -> None:
-        """Wait, for a bounded time, until the slots and streams of past attempts are freed; to be called once no
-        attempt runs."""
+        """Wait, for a bounded time, until past attempts hold nothing; to be called once no attempt runs."""
         await self._stores.close()
         await self._closings.close()
         await self._givebacks.close()
@@ -173,8 +171,7 @@ class Dispatcher:
     async def _generate(
         self, home: _Home, plan: Plan, lease: Lease | None, prefill: PrefillTask | None, emit: Emit
     ) -> None:
-        """Generate to the end: on the slot that a chain fills, or behind the tokens that the group's node has
-        cached."""
+        """Generate to the end: on the slot that a chain fills, or behind the tokens that the node has cached."""
         record, way = home.record, plan.way
         num_present = 0 if lease is None else lease.num_present_tokens
         record.place(

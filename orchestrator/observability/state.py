@@ -22,8 +22,7 @@ from orchestrator.workers.census import Census
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Longest pause in seconds between two looks at a group that is being drained or started; a change ends the pause
-early."""
+"""Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
 
 
 class Overview:
@@ -39,8 +38,7 @@ class Overview:
         *,
         lease_ttl_s: float,
     ) -> None:
-        """Slots that an earlier life of the orchestrator left may be held for `lease_ttl_s` seconds and count as no
-        leak."""
+        """For `lease_ttl_s` seconds, slots may be held since an earlier life, and count as no leak."""
         self._members = members
         self._census = census
         self._admission = admission
@@ -71,8 +69,7 @@ class Overview:
         )
 
     def is_serving(self) -> bool:
-        """Return what health says: whether a generation group can take requests, and the workers' books are in
-        order."""
+        """Return whether a generation group can take requests and the workers' books are in order."""
         return not self._why_not_serving(self._census.groups())
 
     async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:

@@ -37,8 +37,7 @@ _ASKED_LAST_S = 1e6
 
 @dataclass(frozen=True)
 class Plan:
-    """Where one attempt is served. Decided before anything is done for the attempt; only its chain may be planned
-    anew."""
+    """Where one attempt is served, decided before anything is done for it; only its chain may be replanned."""
 
     generation: GenerationGroup
     way: ChainWay | None
@@ -62,8 +61,7 @@ class Chooser:
         self.num_degraded = 0
         """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
-        """Index of the blocks that prefix stores hold; written by the dispatcher and by prefix discovery, from workers'
-        reports."""
+        """Index of the blocks in prefix stores, as workers report; written by dispatch and prefix discovery."""
         self._members = members
         self._planner = planner
         self._occupancy = Occupancy(planner)
@@ -111,8 +109,7 @@ class Chooser:
         return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
-        """Return the plan with the chain that costs least now; unchanged without a chain, and when no prefill group is
-        ready."""
+        """Return the plan with the chain that costs least now; unchanged without a chain or a ready prefill group."""
         if plan.way is None:
             return plan
         made = {plan.generation.layout_fingerprint: plan.blocks}

@@ -34,8 +34,7 @@ class ChainWay:
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
-    """Return the ready generation groups that may serve the request and have slots that are large enough, except those
-    whose lives are in `avoid`."""
+    """Return the ready generation groups, except lives in `avoid`, that may and whose slots can serve the request."""
     return [
         group
         for group in view.generation

@@ -43,8 +43,7 @@ class PrefixIndex:
         return next((index for index, name in enumerate(names) if name not in held), len(names))
 
     def use(self, store: str, names: Sequence[str]) -> None:
-        """Record that these blocks of a prompt, from its first on, are in the store and were just read or written
-        there."""
+        """Record that these first blocks of a prompt are in the store and were just read or written there."""
         if not store or not names:
             return
         held = self._held.setdefault(store, OrderedDict())

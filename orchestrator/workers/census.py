@@ -52,16 +52,14 @@ class Excess:
 
 
 class Leaks:
-    """Leaks of one worker: slots or jobs that are unknown for LEAK_S seconds, slots that may be merely leased for a
-    lease's ttl longer. Pure."""
+    """Leaks of one worker: unknown for LEAK_S seconds, or, if merely leased, for a lease's ttl longer. Pure."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._beyond_leases = Excess()
         self._all = Excess(LEAK_S + lease_ttl_s)
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """Record how many slots or jobs belong to no known request now, and how many slots, known or not, are merely
-        leased."""
+        """Record how many slots or jobs are unknown now, and how many slots, known or not, are merely leased."""
         self._beyond_leases.observe(now_s, num_unknown - num_leased)
         self._all.observe(now_s, num_unknown)
 
@@ -83,8 +81,7 @@ class Census:
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` is called with forward passes of generation groups, at most once for each. `lease_ttl_s` is the
-        leases' ttl."""
+        """`on_step` is called at most once for each forward pass of a generation group that is seen."""
         self._members = members
         self._clients = clients
         self._clock = clock

@@ -99,8 +99,7 @@ class WorkerClient(KvClient):
         return EventStream(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
-        """Open a stream that the group has kept, and continue it; reading it raises NotFoundError when the group has
-        not."""
+        """Open a stream that the group has kept; reading it raises NotFoundError when the group has not."""
         return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
@@ -179,8 +178,7 @@ class Clients:
 
 @contextlib.contextmanager
 def _worker_errors(endpoint: str) -> Iterator[None]:
-    """Translate the errors of a call to a worker: a call that it cancelled or left unanswered raises
-    UnavailableError."""
+    """Translate a call's errors: one that the worker cancelled or left unanswered raises UnavailableError."""
     try:
         with translate_rpc_errors():
             yield
