@@ -19,10 +19,8 @@ MAX_PENDING_S = 3600
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Make a server whose methods may raise BatonErrors, which `transport.status` turns into gRPC statuses.
-
-    The caller adds servicers, calls `bind`, then starts it. `check` is called before each call and raises to refuse it.
-    """
+    """Make a server whose methods may raise BatonErrors, which become statuses; `check` may refuse each call first. The
+    caller adds servicers, calls `bind`, then starts it."""
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(

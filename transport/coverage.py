@@ -1,7 +1,6 @@
-"""Records which pieces of a sequence's KV have arrived. Holds no KV itself; each object belongs to a single thread.
+"""Records which pieces of a sequence's KV have arrived, for `generate_workers.slots`; a piece may be pushed twice.
 
-Used by `generate_workers.slots`: a commit succeeds only when every token of every layer is in, and a piece may be
-pushed twice.
+Holds no KV itself; each object belongs to a single thread.
 """
 
 from bisect import bisect_right

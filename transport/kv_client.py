@@ -1,8 +1,7 @@
 """Calls the lease verbs of a KvReceiver: reserve, renew, commit and abort, in Baton's values.
 
-Used by `orchestrator.workers.client`, which reserves, renews and aborts, and by `prefill_workers.servicer`, whose last
-rank commits; calls `transport.kv_receiver` on a generation group. `transport.kv_sender` pushes the KV itself. On the
-loop.
+Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits;
+`transport.kv_sender` pushes the KV itself. On the loop.
 """
 
 from collections.abc import Callable, Sequence

@@ -88,10 +88,8 @@ class KvReceiverServicer:
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write one writer's pieces until its stream ends or a piece is refused, and return what was counted.
-
-        The writer is counted as one of its slot's writers from its first piece until the call ends, however it ends.
-        """
+        """Write pieces until the stream ends or one is refused; return what was counted. Counts as one of the slot's
+        writers from its first piece until the call ends, however it ends."""
         reply = kv_pb2.PushReply()
         with ExitStack() as stack:
             writer: _Writer | None = None

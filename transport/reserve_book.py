@@ -1,9 +1,7 @@
 """Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
 
-Such a caller aborts the Reserve by the number that it gave it. Three orders are possible, and none of them leaves a
-lease behind: the Reserve was granted before (its lease ends), it is being granted (its lease ends as soon as there is
-one), or it arrives later (it is refused). A Reserve that arrives twice gets one lease. Used by `transport.kv_receiver`;
-`orchestrator.dispatch.givebacks` is the caller that aborts. On the loop.
+Whether the Reserve was granted before its abort, is being granted, or arrives later, no lease is left behind. A Reserve
+that arrives twice gets one lease. Used by `transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
 """
 
 from collections import OrderedDict

@@ -4,18 +4,14 @@ The prediction adds two waits:
 
     for slots    the requests that are served before it, and it, need so many more slots than are free; slots come free
                  as fast as they did lately while a request waited for one (`Turnover`), whatever limits that; before
-                 that is known, all of them once in the mean time that requests keep theirs (Little, 1961)
+                 that is known, all of them once in the mean time that requests keep theirs (Little, 1961), or at once
     for prefill  its own chain, including the jobs that the ranks have before them, or its generation group's own
                  prefill, as `orchestrator.placement.chooser` would place it now; times the ratio of measured to
-                 predicted time of late (`Correction`), because the books may be fuller when its turn comes, and the
-                 planner predicts neither what workers share nor a request's cost besides its tokens. One request in
-                 forty takes longer: under overload each admitted request is near its deadline, and by a mean half of
-                 them would be late
+                 predicted time of late (`Correction`), raised so that one request in forty takes longer
 
 Unknown are the number of tokens that the requests in between will generate (so planning.step_times do not help here),
-later requests that are more urgent or due earlier, and failures of workers. Until a request has ended, the time for
-which one keeps its slot is unknown, and the first wait counts as 0. That wait is a mean: a caller that refuses by it
-allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
+later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a caller that
+refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Serves the orchestrator over gRPC: checks clients' requests, and sends the controller's events back.
 
-Reads requests by `orchestrator.api.reading`, and hands them to `orchestrator.controller`; calls are checked first by
-`orchestrator.api.access`. Serves `orchestrator.api.admin` and `orchestrator.api.planning` on the same port. On the
-process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo included, in the
-interceptor that `transport.channel.make_server` installs.
+`orchestrator.api.access` checks calls first; `orchestrator.api.admin` and `orchestrator.api.planning` are served on the
+same port. On the process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo
+included, in the interceptor that `transport.channel.make_server` installs.
 """
 
 import asyncio
@@ -178,10 +177,7 @@ class OrchestratorServer:
         return cls(server, controller, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end them everywhere.
-
-        Their clients get UNAVAILABLE. Idempotent.
-        """
+        """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await self.controller.close(grace_s)

@@ -1,10 +1,9 @@
 """A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
 
-Runs in a process of its own, started by `deploy.commands.gateway`, in front of `orchestrator.api.frontend`. It reads
-requests by `orchestrator.api.reading`: checks fields, renders chats and tokenizes. It passes on token ids, the caller's
-metadata, the time left before the deadline, and cancellations. Replies pass through byte for byte, errors included. It
-stores nothing of a stream: any gateway can resume another's. On the process's asyncio loop; long prompts are tokenized
-in threads.
+Runs in a process of its own, started by `deploy.commands.gateway`. It reads requests by `orchestrator.api.reading`, and
+passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass through
+byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. On the process's
+asyncio loop; long prompts are tokenized in threads.
 """
 
 import asyncio
@@ -50,10 +49,7 @@ _HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
-    """Serves baton.v1.Orchestrator: reads requests here, and has an orchestrator serve them.
-
-    Messages that only pass through are bytes.
-    """
+    """Serves baton.v1.Orchestrator by an orchestrator elsewhere; messages that only pass through are bytes."""
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = orchestrator.unary_stream(
@@ -98,10 +94,8 @@ class GatewayServicer:
             del self._calls[task]
 
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
-
-        Clients of ended streams resume them at another gateway.
-        """
+        """Refuse new requests; after `grace_s` seconds end running ones with UNAVAILABLE: clients resume them
+        elsewhere."""
         self._closing = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
@@ -214,10 +208,7 @@ async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Me
 async def _show_health(
     shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
 ) -> None:
-    """Keep the server's health as the orchestrator's, until cancelled.
-
-    It is NOT_SERVING while the orchestrator is away, or serves another model.
-    """
+    """Show the orchestrator's health until cancelled; NOT_SERVING while it is away or serves another model."""
     told = ""
 
     async def look() -> None:

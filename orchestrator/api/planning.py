@@ -1,8 +1,7 @@
 """Serves the measurements that the planner predicts by, over gRPC, and replaces them while requests run.
 
-The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. Changes the
-planner that `orchestrator.controller` asks. On the process's asyncio loop; the search for knots and the writing of
-files run in a thread.
+The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. On the
+process's asyncio loop; the search for knots and the writing of files run in a thread.
 """
 
 import asyncio
@@ -35,8 +34,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning over the planner that the controller asks."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """`path` keeps new calibrations, with step times beside it, for the orchestrator's next life; None: not
-        kept."""
+        """`path` keeps new calibrations, and step times beside them, for the next life; None: nowhere."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()

@@ -95,10 +95,8 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, which is called in a thread unless the request is short.
-
-        Raises ResourceExhaustedError at once when too many bytes are being read, and any error of `read`.
-        """
+        """Return the result of `read`, called in a thread unless the request is short; raises what it raises, and
+        ResourceExhaustedError at once when too many bytes are being read."""
         num_bytes = message.ByteSize()
         if num_bytes <= _SHORT_BYTES:
             return read()

@@ -1,8 +1,6 @@
 """Serves one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.controller`; asks `orchestrator.placement.chooser` for plans, calls workers through
-`orchestrator.workers.client`, runs chains by `orchestrator.dispatch.prefilling`, and reads streams by
-`orchestrator.dispatch.streaming`. A slot is leased before prefill starts, so that KV always has a home; the stream is
+Called by `orchestrator.controller`. A slot is leased before prefill starts, so that KV always has a home; the stream is
 opened before prefill, so that the lease has an owner; every rank runs its chunk and pushes its KV straight to the slot.
 When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or soon will
 be. On the loop, in the request's task.
@@ -152,10 +150,8 @@ class Dispatcher:
             return False
 
     async def _serve(self, home: _Home, plan: Plan, learnt: _Learnt, emit: Emit) -> None:
-        """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has.
-
-        The job is booked only once it has its slot: other prompts are not planned around a job that does not run.
-        """
+        """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has. The job
+        is booked once it has its slot: no prompt is planned around a job that does not run."""
         lease = None
         if plan.reserves:
             lease = await self._reserve(home, plan, learnt)

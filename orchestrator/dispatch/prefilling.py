@@ -1,8 +1,7 @@
 """Runs one attempt's prefill job on all ranks of its chain, and keeps the job in the book of its group meanwhile.
 
-Called by `orchestrator.dispatch.attempt`, once the attempt has its slots; calls ranks through
-`orchestrator.workers.client`. When the job has ended, in any way, its calls have ended and it is in no book. On the
-loop, in a task of its own.
+Called by `orchestrator.dispatch.attempt`, once the attempt has its slots. When the job has ended, in any way, its calls
+have ended and it is in no book. On the loop, in a task of its own.
 """
 
 import asyncio

@@ -147,10 +147,8 @@ class RetryBudget:
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """`share`: retries that each request earns. `burst`: least number of retries that may be made at once.
-
-        Within `window_s` seconds an empty bucket is full again.
-        """
+        """`share`: retries that each request earns. `burst`: least number of retries at once. An empty bucket is full
+        again within `window_s` seconds."""
         self._clock = clock
         self._share = share
         self._least = float(burst)

@@ -1,10 +1,9 @@
 """The book of the jobs that prefill groups have before them: predicted seconds on each rank, and each job's turn.
 
-Ranks do not report while they work, so the book supposes that each works as its sequencer decides: on the job due
-first, at the predicted speed. What is left of a job never falls below 0, and its entry goes when its run on that rank
-has ended, in any way: a wrong prediction is forgotten with its job. A group's book belongs to one life of its links and
-ends with it. Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`, read by
-`orchestrator.placement`. Pure; on the loop.
+Ranks do not report while they work, so the book supposes that each works on the job due first, at the predicted speed.
+What is left of a job never falls below 0, and its entry goes when its run on that rank has ended, in any way: a wrong
+prediction is forgotten with its job. A group's book ends with this life of its links. Held by
+`orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; on the loop.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence

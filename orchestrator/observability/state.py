@@ -1,8 +1,7 @@
 """Answers operators of a running orchestrator: its state, its health, and the draining and starting of groups.
 
-Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` (state and
-health) and `orchestrator.api.admin` (drain, undrain, stand in); scraped by `orchestrator.observability.metrics_server`.
-On the loop.
+Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` and
+`orchestrator.api.admin`; scraped by `orchestrator.observability.metrics_server`. On the loop.
 """
 
 import logging
@@ -142,10 +141,8 @@ class Overview:
             raise
 
     async def _until_there(self, name: str) -> GroupState:
-        """Wait until the group has workers and return its state.
-
-        Raises UnavailableError when it cannot be started, and NotFoundError when it is no longer known.
-        """
+        """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
+        NotFoundError when it is no longer known."""
         while (state := self._census.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:
@@ -171,10 +168,8 @@ class Overview:
         return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
 
     def _is_idle(self, group: GroupState) -> bool:
-        """Return whether the group has no work left: none of its requests, slots or bytes of memory is in use.
-
-        A group that is not ready and does not answer has no worker that could hold any.
-        """
+        """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
+        answer has no worker that could hold any."""
         if group.num_requests or self._members.load(group.name).num_requests:  # when asked, and now
             return False
         if group.role == "prefill":

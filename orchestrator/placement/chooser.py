@@ -1,9 +1,8 @@
 """Decides where an attempt is served: one `Plan`, for which it waits a while where no group can take the request.
 
 Called by `orchestrator.dispatch.attempt`, which does what the plan says, and by `orchestrator.admission.forecast`. Only
-this module waits for groups. `orchestrator.placement.predictions` predicts from the view and the load of the groups,
-the book of prefill jobs, the attempts at generation groups (`orchestrator.placement.generation_book`), the index of
-cached prefixes, and the planner; `comparison` compares, `chain_width` plans chains. On the loop.
+this module waits for groups. `orchestrator.placement.predictions` predicts, `comparison` compares, and `chain_width`
+plans chains. On the loop.
 """
 
 import logging
@@ -122,10 +121,8 @@ class Chooser:
         return bool(groups_with_room(groups, self._members.load, record.request.num_slots))
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds to the first token of a request that is placed now; 0 where nothing is known.
-
-        Predicts for the best of the ready groups that can serve the request, or of those with room, if any has room.
-        """
+        """Return the predicted seconds to the first token of a request placed now, at the best ready group, with room
+        if any has; 0 where nothing is known."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
         prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)

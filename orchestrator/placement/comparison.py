@@ -1,11 +1,9 @@
 """Compares the ways to serve a request: which generation group, and which workers prefill, in predicted seconds.
 
-A way to serve a request is a generation group and, to prefill it, a prefill group's chain or the generation group
-itself. The terms of a way (`baton.results.PlacementTerms`) are the work queued before it, its own prefill without what
-is cached there, the decode steps in between, the transfer of KV that the group lacks, and its cost to other prompts.
-`orchestrator.placement.predictions` predicts them; `orchestrator.placement.chooser` calls the comparisons here. The
-cost of a local prefill to running rows is bounded by their engine (`generate_workers.engine.step_bound`), and is no
-term. Pure.
+A way is a generation group and, to prefill, a prefill group's chain or the generation group itself; its cost is the sum
+of `baton.results.PlacementTerms`. `orchestrator.placement.predictions` predicts them; `orchestrator.placement.chooser`
+calls the comparisons here. The cost of a local prefill to running rows is bounded by their engine
+(`generate_workers.engine.step_bound`), and is no term. Pure.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable

@@ -1,8 +1,8 @@
 """The book of attempts at generation groups: the rows that each group decodes, and the prompts that it still prefills.
 
 It reads the records of the requests: an entry counts for as long as its attempt runs, and as waiting for its prefill
-until it has a token. So no caller removes entries. The time that a local prefill took is reported to the planner, once,
-when it is seen. Written by `orchestrator.placement.chooser`, read by `orchestrator.placement.predictions`. On the loop.
+until it has a token, so no caller removes entries. The time that a local prefill took is reported to the planner, once,
+when it is seen. On the loop.
 """
 
 from collections.abc import Hashable, Iterator

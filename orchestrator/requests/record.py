@@ -292,10 +292,7 @@ class RequestRecord:
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
 
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
-        """End the request and return its last event.
-
-        `reason` is the end of choices that have not ended by themselves, and `error` the failure that ended them.
-        """
+        """End the request and return its last event: open choices end for `reason`, because of `error` if given."""
         self.advance(RequestMove.FINISH)
         attempt = self.attempt
         num_cached = min(attempt.num_cached_tokens, len(self.request.prompt_ids))

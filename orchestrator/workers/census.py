@@ -1,9 +1,8 @@
-"""Asks all workers for their status, and finds leaks.
+"""Asks all workers for their status, and finds leaks among what they hold.
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
-kept for a client to resume. A slot that is only leased ends by its ttl if its lease was of a Reserve whose answer was
-lost: it counts as a leak when it has not ended by then. Run by `orchestrator.controller`; read by
-`orchestrator.observability.state`; calls workers through `orchestrator.workers.client`. On the loop.
+kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
+has not ended by its ttl. Run by `orchestrator.controller`; read by `orchestrator.observability.state`. On the loop.
 """
 
 import asyncio
@@ -104,10 +103,7 @@ class Census:
         await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
 
     async def ask(self) -> None:
-        """Ask every worker once, which takes at most a second, and forget workers that are no longer present.
-
-        May be called while another call waits for answers.
-        """
+        """Ask every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
         view = self._members.present
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),

@@ -1,9 +1,8 @@
 """Multiplexes all streams of one generation group over one gRPC call, which is open while there are any.
 
-Used by `orchestrator.workers.client`. One message has what a step of the group made for all streams. Each stream has
-its part of it in a queue of its own, so none waits for another's reader. A queue is bounded by its request: an event
-for each token that it asked for. When the call breaks, all its streams fail, as each would have with a call of its own;
-the next stream opens another call. On the loop.
+Used by `orchestrator.workers.client`. Each stream has its part of a message in a queue of its own, bounded by its
+request's tokens, so none waits for another's reader. When the call breaks, all its streams fail, as each would have
+with a call of its own; the next stream opens another call. On the loop.
 """
 
 import asyncio
@@ -45,10 +44,7 @@ class StreamPart:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> pb.TokenEvent | None:
-        """Return the next event, or None after the last; raise the error with which the stream ended.
-
-        To be called by one task at a time.
-        """
+        """Return the next event, or None after the last; raise the stream's error. For one task at a time."""
         while not self._events:
             if self._error is not None:
                 raise self._error
