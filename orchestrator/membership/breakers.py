@@ -72,8 +72,8 @@ class Breaker:
     @property
     def left_s(self) -> float:
         """Return the seconds until the state changes by itself; 0 when it will not."""
-        is_timed = self.state in (BreakerState.OPEN, BreakerState.PROBING)
-        return self._until_s - self._clock.now_s() if is_timed else 0.0
+        left_s = self._until_s - self._clock.now_s()  # read before the state: above 0 if that is still timed
+        return left_s if self.state in (BreakerState.OPEN, BreakerState.PROBING) else 0.0
 
     @property
     def admits(self) -> bool:
