@@ -1,9 +1,8 @@
 """Sees each request through from its arrival to its one end: queue, attempts, events.
 
 Called by `orchestrator.api.frontend`, which puts it on gRPC, and by `deploy.commands.session` (`baton local`) without
-gRPC. Queues requests in `orchestrator.admission.gate` and hands attempts to `orchestrator.dispatch.attempt`. Each
-request has a task of its own, which feeds its stream; a slow or departed reader of the stream does not delay it, and
-the deadline holds all the same. On the loop.
+gRPC. Each request has a task of its own, which feeds its stream; a slow or departed reader of the stream does not delay
+it, and the deadline holds all the same. On the loop.
 """
 
 import asyncio
@@ -14,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from baton.clock import Clock
-from baton.cluster_state import ClusterState, StepSample
+from baton.cluster_state import StepSample
 from baton.errors import (
     BatonError,
     DeadlineExceededError,
@@ -72,10 +71,8 @@ class Controller:
         planner: ChainPlanner,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`planner` predicts how long prefill takes, and is asked for every request.
-
-        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once.
-        """
+        """`planner` is asked for every request. `on_failure` is called when an attempt has failed, so that a supervisor
+        can check its workers at once."""
         self.metrics = Metrics()
         self._clock = clock
         self._config = config or OrchestratorConfig()
@@ -147,10 +144,6 @@ class Controller:
                 yield event
         finally:
             await _cancel(task)
-
-    async def state(self) -> ClusterState:
-        """Return the state of groups, queue and slots, asking all workers, as `Overview.state` does."""
-        return await self.overview.state()
 
     def _join(self, record: RequestRecord) -> _Run:
         """Queue the request. No prediction refuses a resumed stream, because it had its first token before."""
@@ -230,10 +223,7 @@ class Controller:
         return record.finish(self._clock.unix_ns(), reason, error)
 
     def _settle(self, run: _Run, task: asyncio.Task[Finished]) -> None:
-        """Give up the request's place and emit Finished as its last event.
-
-        Runs however the request's task ended, even if it was cancelled before it began.
-        """
+        """Give up the request's place and emit Finished last, even if its task was cancelled before it began."""
         record = run.record
         self._tasks.discard(task)
         self._admission.leave(run.entry)
@@ -294,8 +284,7 @@ class Controller:
         return True
 
     def _note_failure(self, record: RequestRecord, error: BatonError) -> None:
-        """Report a failed attempt to the log, the metrics, the group's breaker and `on_failure`, before the next is
-        placed."""
+        """Report a failed attempt to log, metrics, the group's breaker and `on_failure`, before the next is placed."""
         log_failure(record, error)
         self.metrics.attempt_failed(error)
         blamed = record.attempt.blamed

@@ -13,18 +13,14 @@ from baton.errors import ConfigError
 from transport.status import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
-"""Largest number of calls that may wait for the loop to accept them; gRPC refuses further ones. By gRPC's own default,
-calls are cancelled from 1,000 waiting ones on."""
+"""Calls that may wait for the loop to accept them, before gRPC refuses more; its own default is 1,000."""
 MAX_PENDING_S = 3600
-"""Seconds that a call may wait for the loop to accept it. gRPC's own default cancels such calls after 30 s, and
-cancelled calls are not retried."""
+"""Seconds that a call may wait for the loop; gRPC's default is 30 s, and cancelled calls are not retried."""
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Make a server whose methods may raise BatonErrors, which `transport.status` turns into gRPC statuses.
-
-    The caller adds servicers, calls `bind`, then starts it. `check` is called before each call and raises to refuse it.
-    """
+    """Make a server whose methods may raise BatonErrors, which become statuses; `check` may refuse each call first. The
+    caller adds servicers, calls `bind`, then starts it."""
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -42,8 +38,7 @@ def make_server(keepalive: Keepalive | None = None, *, check: Check | None = Non
 
 
 def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
-    """Open host:port for the server and return the port; port 0 takes any free one. Raises ConfigError when it cannot
-    listen."""
+    """Open host:port for the server and return the port; port 0: any free one. Raises ConfigError when it cannot."""
     try:
         return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
@@ -54,6 +49,5 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
 
 
 def make_channel(target: str, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
-    """Make a channel to host:port with a connection of its own, which it opens at the first call and reopens when it
-    breaks."""
+    """Make a channel to host:port, with a connection of its own that opens at the first call and reopens."""
     return grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))

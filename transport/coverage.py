@@ -1,7 +1,6 @@
-"""Records which pieces of a sequence's KV have arrived. Holds no KV itself; each object belongs to a single thread.
+"""Records which pieces of a sequence's KV have arrived, for `generate_workers.slots`; a piece may be pushed twice.
 
-Used by `generate_workers.slots`: a commit succeeds only when every token of every layer is in, and a piece may be
-pushed twice.
+Holds no KV itself; each object belongs to a single thread.
 """
 
 from bisect import bisect_right
@@ -59,8 +58,7 @@ class Coverage:
         return Added.NEW
 
     def first_missing(self) -> tuple[int, TokenRange] | None:
-        """Return the first layer that lacks tokens and the first token range that it lacks; None when the sequence is
-        complete."""
+        """Return the first layer that lacks tokens and the first range that it lacks; None when complete."""
         for layer, (starts, ends) in enumerate(zip(self._starts, self._ends, strict=True)):
             position = 0
             for start, end in zip(starts, ends, strict=True):

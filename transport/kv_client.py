@@ -1,55 +1,48 @@
 """Calls the lease verbs of a KvReceiver: reserve, renew, commit and abort, in Baton's values.
 
-Used by `orchestrator.workers.client`, which reserves, renews and aborts, and by `prefill_workers.servicer`, whose last
-rank commits; calls `transport.kv_receiver` on a generation group. `transport.kv_sender` pushes the KV itself. On the
-loop.
+Used by `orchestrator.workers.client`, and by `prefill_workers.servicer`, whose last rank commits;
+`transport.kv_sender` pushes the KV itself. On the loop.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import grpc
 
 from baton.ids import ReserveNumber
+from baton.proto_types import sampled_to_proto
 from baton.types import Lease, LeaseRef, SampledToken
 from baton.v1 import kv_pb2
 from baton.v1.kv_pb2_grpc import KvReceiverStub
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import lease_from_proto, lease_ref_to_proto, sampled_to_proto
+from transport.proto_types import lease_from_proto, lease_ref_to_proto
 from transport.status import translate_rpc_errors
+
+TranslateErrors = Callable[[], AbstractContextManager[None]]
+"""A function that returns a context in which grpc's errors become BatonErrors."""
 
 
 class KvClient:
-    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `transport.status` translates
-    them."""
+    """Calls one KvReceiver. Its methods raise the errors that the receiver raised, as `errors` translates them."""
 
-    def __init__(self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, *, timeout_s: float = 10.0, errors: TranslateErrors = translate_rpc_errors
+    ) -> None:
         """`timeout_s` bounds each verb, in seconds, except `commit`, which may have to wait for other writers."""
         self._stub = KvReceiverStub(channel)
         self._timeout_s = timeout_s
+        self._errors = errors
 
     async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
-        """Lease a slot. Raises ResourceExhaustedError when none is free, and LayoutMismatchError when the receiver
-        stores KV in another layout."""
-        request = kv_pb2.ReserveRequest(
-            request_id=spec.request_id,
-            attempt=spec.attempt,
-            num_tokens=spec.num_tokens,
-            capacity_tokens=spec.capacity_tokens,
-            ttl_s=spec.ttl_s,
-            layout_fingerprint=layout_fingerprint,
-            num_choices=spec.num_choices,
-            prefix_blocks=spec.prefix_blocks,
-            block_tokens=spec.block_tokens,
-            prefills_locally=spec.prefills_locally,
-            number=spec.number or 0,
-        )
-        with translate_rpc_errors():
+        """Lease a slot. Raises ResourceExhaustedError when none is free, LayoutMismatchError for another KV layout."""
+        request = kv_pb2.ReserveRequest(**vars(spec), layout_fingerprint=layout_fingerprint)
+        with self._errors():
             return lease_from_proto(await self._stub.Reserve(request, timeout=self._timeout_s))
 
     async def renew(self, ref: LeaseRef, ttl_s: float) -> None:
         """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
         request = kv_pb2.RenewRequest(lease=lease_ref_to_proto(ref), ttl_s=ttl_s)
-        with translate_rpc_errors():
+        with self._errors():
             await self._stub.Renew(request, timeout=self._timeout_s)
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], *, timeout_s: float | None = None) -> int:
@@ -60,16 +53,16 @@ class KvClient:
         """
         tokens = [sampled_to_proto(token) for token in firsts]
         request = kv_pb2.CommitRequest(lease=lease_ref_to_proto(ref), first=tokens)
-        with translate_rpc_errors():
+        with self._errors():
             reply = await self._stub.Commit(request, timeout=timeout_s)
         return reply.num_bytes
 
     async def abort(self, ref: LeaseRef) -> None:
         """End a lease and free its slot; does nothing when the lease no longer holds it. May be called again."""
-        with translate_rpc_errors():
+        with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(lease=lease_ref_to_proto(ref)), timeout=self._timeout_s)
 
     async def abort_reserve(self, number: ReserveNumber) -> None:
         """Undo the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
-        with translate_rpc_errors():
+        with self._errors():
             await self._stub.Abort(kv_pb2.AbortRequest(number=number), timeout=self._timeout_s)

@@ -42,8 +42,7 @@ def decode_piece(data: bytes) -> Piece:
 
 
 def _split(data: bytes) -> Piece | None:
-    """Return the piece without copying its payload, if `data` is a header, then a payload up to the data's end, and no
-    more."""
+    """Return the piece without a copy, if `data` is a header, then a payload up to its end; else None."""
     head = _field(data, 0, _HEADER_TAG)
     if head is None:
         return None
@@ -63,8 +62,7 @@ def _parse(data: bytes) -> Piece:
 
 
 def _field(data: bytes, position: int, tag: int) -> tuple[int, int] | None:
-    """Return the start and end of the value of length-delimited field `tag` at `position`; None if that field is not
-    there."""
+    """Return the start and end of length-delimited field `tag` at `position`; None if it is not there."""
     if position >= len(data) or data[position] != tag:
         return None
     length = 0

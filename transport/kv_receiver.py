@@ -9,27 +9,22 @@ import math
 from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from functools import partial
+from operator import methodcaller
 from typing import Any
 
 import grpc
 import xxhash
 
 from baton.clock import Clock, SystemClock
-from baton.errors import (
-    ByteCountError,
-    ChecksumError,
-    InvalidArgumentError,
-    LayoutMismatchError,
-)
-from baton.ids import RequestId, ReserveNumber
+from baton.errors import ByteCountError, ChecksumError, InvalidArgumentError, LayoutMismatchError
+from baton.ids import ReserveNumber
+from baton.proto_types import range_from_proto, read, sampled_from_proto
 from baton.types import KvLayout, Lease, LeaseRef
 from baton.v1 import common_pb2, kv_pb2
 from transport.kv_frame import Piece, decode_piece
 from transport.kv_sink import KvPrefixes, KvSink, PushTarget, ReserveSpec
-from transport.proto_types import lease_ref_from_proto, lease_to_proto, range_from_proto, sampled_from_proto
+from transport.proto_types import lease_ref_from_proto, lease_to_proto
 from transport.reserve_book import ReserveBook
-
-__all__ = ["KvPrefixes", "KvReceiverServicer", "KvSink", "PushTarget", "ReserveSpec"]
 
 _NamesLease = kv_pb2.RenewRequest | kv_pb2.KvPieceHeader | kv_pb2.CommitRequest | kv_pb2.AbortRequest
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -55,22 +50,14 @@ class KvReceiverServicer:
         self._reserves = ReserveBook(clock or SystemClock())
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register the five methods, Push with a codec that does not copy payloads. To be called before the server
-        starts."""
+        """Register the five methods, before the server starts; Push has a codec that does not copy payloads."""
+        unary, write = grpc.unary_unary_rpc_method_handler, methodcaller("SerializeToString")
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Reserve": grpc.unary_unary_rpc_method_handler(
-                self.reserve, kv_pb2.ReserveRequest.FromString, common_pb2.Lease.SerializeToString
-            ),
-            "Renew": grpc.unary_unary_rpc_method_handler(
-                self.renew, kv_pb2.RenewRequest.FromString, kv_pb2.RenewReply.SerializeToString
-            ),
-            "Push": grpc.stream_unary_rpc_method_handler(self.push, decode_piece, kv_pb2.PushReply.SerializeToString),
-            "Commit": grpc.unary_unary_rpc_method_handler(
-                self.commit, kv_pb2.CommitRequest.FromString, kv_pb2.CommitReply.SerializeToString
-            ),
-            "Abort": grpc.unary_unary_rpc_method_handler(
-                self.abort, kv_pb2.AbortRequest.FromString, kv_pb2.AbortReply.SerializeToString
-            ),
+            "Reserve": unary(self.reserve, kv_pb2.ReserveRequest.FromString, write),
+            "Renew": unary(self.renew, kv_pb2.RenewRequest.FromString, write),
+            "Push": grpc.stream_unary_rpc_method_handler(self.push, decode_piece, write),
+            "Commit": unary(self.commit, kv_pb2.CommitRequest.FromString, write),
+            "Abort": unary(self.abort, kv_pb2.AbortRequest.FromString, write),
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
@@ -96,16 +83,13 @@ class KvReceiverServicer:
         return self._sink.reserve(spec)
 
     async def renew(self, request: kv_pb2.RenewRequest, context: Context) -> kv_pb2.RenewReply:
-        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when the lease has
-        ended."""
+        """Extend a lease to `ttl_s` seconds from now. Raises StaleStampError or LeaseExpiredError when it has ended."""
         self._sink.renew(_lease_ref(request), _checked_ttl(request.ttl_s))
         return kv_pb2.RenewReply()
 
     async def push(self, pieces: AsyncIterator[Piece], context: Context) -> kv_pb2.PushReply:
-        """Write one writer's pieces until its stream ends or a piece is refused, and return what was counted.
-
-        The writer is counted as one of its slot's writers from its first piece until the call ends, however it ends.
-        """
+        """Write pieces until the stream ends or one is refused; return what was counted. Counts as one of the slot's
+        writers from its first piece until the call ends, however it ends."""
         reply = kv_pb2.PushReply()
         with ExitStack() as stack:
             writer: _Writer | None = None
@@ -133,13 +117,9 @@ class KvReceiverServicer:
         return kv_pb2.CommitReply(num_bytes=num_bytes)
 
     async def abort(self, request: kv_pb2.AbortRequest, context: Context) -> kv_pb2.AbortReply:
-        """End a lease, named by its slot and stamp or by its Reserve's number. A lease that has already ended is no
-        error."""
-        ref: LeaseRef | None
-        if request.number and not request.HasField("lease"):
-            ref = self._reserves.abort(ReserveNumber(request.number))
-        else:
-            ref = _lease_ref(request)
+        """End a lease, named by slot and stamp or by its Reserve's number; one that has ended is no error."""
+        by_number = request.number and not request.HasField("lease")
+        ref = self._reserves.abort(ReserveNumber(request.number)) if by_number else _lease_ref(request)
         if ref is not None:
             self._sink.abort(ref)
         return kv_pb2.AbortReply()
@@ -192,16 +172,12 @@ def _reserve_spec(request: kv_pb2.ReserveRequest) -> ReserveSpec:
             "reserve at least 1 token, and capacity for all of them"
         )
     _check_blocks(request)
-    return ReserveSpec(
-        request_id=RequestId(request.request_id),
-        attempt=request.attempt,
-        num_tokens=request.num_tokens,
-        capacity_tokens=request.capacity_tokens,
+    return read(
+        ReserveSpec,
+        request,
         ttl_s=_checked_ttl(request.ttl_s),
         num_choices=request.num_choices if request.HasField("num_choices") else 1,
         prefix_blocks=tuple(request.prefix_blocks),
-        block_tokens=request.block_tokens,
-        prefills_locally=request.prefills_locally,
         number=ReserveNumber(request.number) if request.number else None,
     )
 

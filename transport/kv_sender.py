@@ -50,8 +50,8 @@ def open_push(
     channel: grpc.aio.Channel, layout: KvLayout, lease: Lease, *, clock: Clock | None = None
 ) -> "PushSession":
     """Start a push into a lease; the caller ends it with `finish`, `fail` or `cancel`. Must be called on the loop."""
-    push = channel.stream_unary(
-        f"/{SERVICE}/Push", request_serializer=_serialize, response_deserializer=kv_pb2.PushReply.FromString
+    push: grpc.aio.StreamUnaryMultiCallable[Piece, kv_pb2.PushReply] = channel.stream_unary(
+        f"/{SERVICE}/Push", lambda piece: encode_piece(*piece), kv_pb2.PushReply.FromString
     )
     return PushSession(push, lease.ref, layout, clock or SystemClock())
 
@@ -104,19 +104,16 @@ class PushSession:
         self._wake_up()
 
     def finish(self) -> None:
-        """End the push after the pieces offered so far; none may be offered afterwards. Thread-safe. May be called
-        again."""
+        """End the push after the pieces offered so far, which are the last. Thread-safe; idempotent."""
         self._finished = True
         self._wake_up()
 
     def fail(self, error: BaseException) -> None:
-        """End the push at once, so that `result` raises `error`. Thread-safe; does nothing once the session has
-        ended."""
+        """End the push at once, so that `result` raises `error`, unless it has ended. Thread-safe."""
         self._on_loop(lambda: self._stop(error))
 
     def cancel(self) -> None:
-        """End the push at once, so that `result` raises RequestCancelledError. Thread-safe; does nothing once the
-        session ended."""
+        """End the push at once: `result` raises RequestCancelledError, unless it has ended. Thread-safe."""
         self.fail(RequestCancelledError(f"the push to slot {self._ref.slot} was cancelled"))
 
     async def result(self) -> PushSummary:
@@ -146,8 +143,7 @@ class PushSession:
             self._task.cancel()
 
     async def _run(self, call: _PushCall) -> None:
-        """Run the push to its end, as the session's task: set the result or the error, end the call and drop all
-        offered memory."""
+        """Run the push to its end, as the session's task; then end the call and drop all offered memory."""
         call.add_done_callback(lambda _: self._wake.set())
         try:
             self._result.set_result(await self._push(call))
@@ -177,7 +173,9 @@ class PushSession:
             raise self._miscount("fewer, and ended the push") from error
         if (reply.num_bytes, reply.num_pieces) != (self._num_bytes, self._num_pieces) or not self._finished:
             raise self._miscount(f"{reply.num_pieces} of {reply.num_bytes}")
-        return self._summary(reply)
+        now_ns = self._clock.unix_ns()
+        first_ns = now_ns if self._first_unix_ns is None else self._first_unix_ns
+        return PushSummary(self._num_bytes, self._num_pieces, first_ns, now_ns, reply.num_duplicates)
 
     def _miscount(self, answer: str) -> ByteCountError:
         return ByteCountError(
@@ -215,24 +213,9 @@ class PushSession:
             checksum=xxhash.xxh3_64_intdigest(payload),
         )
 
-    def _summary(self, reply: kv_pb2.PushReply) -> PushSummary:
-        now_ns = self._clock.unix_ns()
-        return PushSummary(
-            num_bytes=self._num_bytes,
-            num_pieces=self._num_pieces,
-            first_unix_ns=now_ns if self._first_unix_ns is None else self._first_unix_ns,
-            last_unix_ns=now_ns,
-            num_duplicates=reply.num_duplicates,
-        )
-
-
-def _serialize(piece: Piece) -> bytes:
-    return encode_piece(*piece)
-
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Drop the tracebacks of an error and of its causes, whose frames would keep offered memory alive; return the
-    error."""
+    """Return the error, without its and its causes' tracebacks, whose frames would keep offered memory alive."""
     each: BaseException | None = error
     while each is not None:
         each.__traceback__ = None

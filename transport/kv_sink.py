@@ -27,18 +27,15 @@ class ReserveSpec:
     ttl_s: float
     """Seconds without a push or renewal after which the slot is freed; > 0."""
     num_choices: int = 1
-    """Number of slots to reserve: the lease's own, and one for each further choice, which gets its KV from the first
-    slot."""
+    """Number of slots: the lease's own, and one for each further choice, which gets the first slot's KV."""
     prefix_blocks: tuple[str, ...] = ()
     """Names of the first blocks of the tokens to be pushed, for a KvPrefixes; a KvSink alone holds none of them."""
     block_tokens: int = 0
     """Tokens of each block that `prefix_blocks` names."""
     prefills_locally: bool = False
-    """Whether the lease's own stream computes the KV that the named blocks lack, so that no rank pushes. For a
-    KvPrefixes."""
+    """Whether the lease's own stream computes the KV that the blocks lack, and no rank pushes. For a KvPrefixes."""
     number: ReserveNumber | None = None
-    """Number by which the caller can undo this Reserve when its answer was lost. The receiver uses it; a sink ignores
-    it."""
+    """Number by which the caller can undo this Reserve when its answer was lost; a sink ignores it."""
 
 
 class PushTarget(Protocol):
@@ -76,8 +73,7 @@ class KvSink(Protocol):
 
     @property
     def layout(self) -> KvLayout:
-        """Return the layout in which the sink stores KV; pieces of another layout are refused before they reach the
-        sink."""
+        """Return the layout in which the sink stores KV; pieces of another layout do not reach it."""
         ...
 
     def reserve(self, request: ReserveSpec) -> Lease:

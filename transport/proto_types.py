@@ -11,15 +11,9 @@ from baton.errors import InvalidArgumentError
 from baton.ids import SlotId, Stamp
 from baton.proto_types import event_from_proto as event_from_proto
 from baton.proto_types import event_to_proto as event_to_proto
-from baton.proto_types import finish_from_proto as finish_from_proto
-from baton.proto_types import finish_to_proto as finish_to_proto
-from baton.proto_types import params_from_proto as params_from_proto
-from baton.proto_types import params_to_proto as params_to_proto
+from baton.proto_types import params_from_proto, params_to_proto, read
 from baton.proto_types import range_from_proto as range_from_proto
 from baton.proto_types import range_to_proto as range_to_proto
-from baton.proto_types import read
-from baton.proto_types import sampled_from_proto as sampled_from_proto
-from baton.proto_types import sampled_to_proto as sampled_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import KernelChoice, Lease, LeaseRef
 from baton.v1 import common_pb2
@@ -64,8 +58,7 @@ def history_to_proto(
 
 
 def history_from_proto(message: common_pb2.History) -> History:
-    """Return the history that a message describes. Raises InvalidArgumentError for a sampling parameter out of its
-    limits."""
+    """Return the message's history. Raises InvalidArgumentError for a sampling parameter out of its limits."""
     return History(tuple(message.prompt_ids), tuple(message.output_ids), params_from_proto(message.sampling))
 
 

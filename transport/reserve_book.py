@@ -1,9 +1,7 @@
 """Remembers Reserves by their numbers, so that a caller whose answer was lost can undo its Reserve.
 
-Such a caller aborts the Reserve by the number that it gave it. Three orders are possible, and none of them leaves a
-lease behind: the Reserve was granted before (its lease ends), it is being granted (its lease ends as soon as there is
-one), or it arrives later (it is refused). A Reserve that arrives twice gets one lease. Used by `transport.kv_receiver`;
-`orchestrator.dispatch.givebacks` is the caller that aborts. On the loop.
+Whether the Reserve was granted before its abort, is being granted, or arrives later, no lease is left behind. A Reserve
+that arrives twice gets one lease. Used by `transport.kv_receiver`, for `orchestrator.dispatch.givebacks`. On the loop.
 """
 
 from collections import OrderedDict
@@ -16,8 +14,7 @@ from baton.ids import ReserveNumber
 from baton.types import Lease, LeaseRef
 
 REMEMBER_S = 60.0
-"""Seconds that a number is remembered after its Reserve or its abort: longer than a Reserve can be on its way, because
-its caller gives up after a few seconds."""
+"""Seconds that a number is remembered: longer than a Reserve can be on its way, as its caller gives up sooner."""
 MAX_REMEMBERED = 16_384
 """Largest number of remembered Reserves; beyond it the oldest are forgotten first."""
 
@@ -39,9 +36,6 @@ class ReserveBook:
         self._clock = clock
         self._known: OrderedDict[ReserveNumber, _Reserve] = OrderedDict()
         """Remembered Reserves, in the order in which they are forgotten."""
-
-    def __len__(self) -> int:
-        return len(self._known)
 
     async def grant(
         self, number: ReserveNumber, reserve: Callable[[], Awaitable[Lease]], end: Callable[[LeaseRef], None]
@@ -72,8 +66,7 @@ class ReserveBook:
         return lease
 
     def abort(self, number: ReserveNumber) -> LeaseRef | None:
-        """Refuse the Reserve of this number from now on; return the lease that it was granted, or None when it has
-        none."""
+        """Refuse the Reserve of this number from now on; return the lease that it was granted, if any."""
         reserving = self._known.pop(number, None)
         aborted = self._note(number)
         aborted.is_aborted = True

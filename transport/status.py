@@ -6,9 +6,8 @@ callers wrap a call in `translate_rpc_errors` and catch the same class that was 
 
 import inspect
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import aclosing
-from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar, cast
 
 import grpc
@@ -21,18 +20,12 @@ from baton.status import from_rpc_error as from_rpc_error
 from baton.status import translate_rpc_errors as translate_rpc_errors
 
 T = TypeVar("T")
+Context = grpc.aio.ServicerContext[Any, Any]
 
 Check = Callable[[str, Iterable[tuple[str, str | bytes]], str], None]
-"""A function called before each call with the method's full name, its metadata and its peer; it raises to refuse the
-call."""
+"""A function of a call's full method name, metadata and peer, which raises to refuse the call."""
 
 logger = logging.getLogger(__name__)
-
-
-async def abort_with(context: "grpc.aio.ServicerContext[Any, Any]", error: BatonError) -> NoReturn:
-    """End the call with the error's status. Raises grpc's AbortError, which the servicer must let pass."""
-    await context.abort(*encode_error(error))
-    raise AssertionError("abort returned")
 
 
 FAILED_WRITE = "Internal error from Core"
@@ -94,7 +87,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: grpc answers UNIMPLEMENTED
-        kind = _KINDS[handler.request_streaming, handler.response_streaming]
+        streams = (handler.request_streaming, handler.response_streaming)
+        kind = "_".join("stream" if each else "unary" for each in streams)
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
         method = _guard(getattr(handler, kind), details.method, self._checked)
         return make_handler(method, handler.request_deserializer, handler.response_serializer)
@@ -105,16 +99,6 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if method.startswith(VERSIONED):
             require_version(version_of(str(dict(metadata).get("user-agent", ""))), f"the caller of {method}")
 
-
-_KINDS: Mapping[tuple[bool, bool], str] = MappingProxyType(
-    {
-        (False, False): "unary_unary",
-        (False, True): "unary_stream",
-        (True, False): "stream_unary",
-        (True, True): "stream_stream",
-    }
-)
-"""grpc's name for a method's kind, by (request is a stream, reply is a stream)."""
 
 Method = Callable[[Any, Any], Any]
 
@@ -128,7 +112,7 @@ def _guard(method: Method, name: str, check: Check) -> Method:
 
 
 def _guard_reply(method: Method, name: str, check: Check) -> Method:
-    async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+    async def guarded(request: Any, context: Context) -> Any:
         try:
             check(name, context.invocation_metadata() or (), context.peer())
             return await method(request, context)
@@ -139,7 +123,7 @@ def _guard_reply(method: Method, name: str, check: Check) -> Method:
 
 
 def _guard_stream(method: Method, name: str, check: Check) -> Method:
-    async def guarded(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[Any]:
+    async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
             check(name, context.invocation_metadata() or (), context.peer())
             async with aclosing(method(request, context)) as replies:
@@ -151,13 +135,13 @@ def _guard_stream(method: Method, name: str, check: Check) -> Method:
     return guarded
 
 
-async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", error: Exception, name: str) -> NoReturn:
+async def _abort(context: Context, error: Exception, name: str) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if not isinstance(error, BatonError):
+        logger.error("%s failed", name, exc_info=error)
+    error.__traceback__ = None  # grpc keeps it in a cycle, and with it all that the method held
     if isinstance(error, BatonError):
-        # without its traceback: grpc keeps it in a cycle, and with it all that the method held
-        await abort_with(context, error.with_traceback(None))
-    logger.error("%s failed", name, exc_info=error)
-    error.__traceback__ = None
+        await context.abort(*encode_error(error))
     await context.abort(StatusCode.INTERNAL, f"internal error in {name}: the server's log has the traceback")
     raise AssertionError("abort returned")

@@ -2,15 +2,12 @@
 
     priority   strict: no request of a class is next while one of a more urgent class could run
     tenant     deficit round robin over prompt tokens (Shreedhar and Varghese, "Efficient fair queueing using deficit
-               round robin", SIGCOMM 1995): each tenant that has something waiting is visited in turn, may have as many
-               tokens served as its weight says, and keeps unused credit for its next turn
+               round robin", SIGCOMM 1995): each tenant that has something waiting is visited in turn, may have
+               `QUANTUM_TOKENS` times its weight served, and keeps unused credit for its next turn, if it still waits
     request    the one due first, of equals the one that came first
 
-A tenant's turn is worth `QUANTUM_TOKENS` times its weight, so a tenant waits for at most one such turn of each other
-tenant, however much these have waiting. Many prompts are longer than a turn: instead of visiting all tenants again and
-again until one fits, rounds in which no request could be served are counted and credited at once. A tenant without
-waiting requests keeps no credit: unused turns cannot be saved up.
-
+A tenant waits for at most one such turn of each other tenant, however much these have waiting. Rounds in which no
+request could be served, because prompts are longer than a turn, are counted and credited at once.
 Joining and leaving cost O(log n) of the requests that a tenant has waiting in a class; to find the next one costs O(1)
 as long as its tenant's turn lasts, else O(tenants). Pure: no clock, no waiting. A `QueuePolicy`
 (`orchestrator.admission.queue_policy`), owned by `orchestrator.admission.gate`.
@@ -127,8 +124,7 @@ class _Ring(Generic[WaiterT]):
             self.flows.move_to_end(name)
 
     def last(self, newcomer: WaiterT) -> WaiterT:
-        """Return the last request of the tenant with most tokens waiting for its weight; of equals, the newcomer's
-        tenant."""
+        """Return the last request of the tenant with most tokens waiting for its weight; of equals, the newcomer's."""
         own = self.flows.get(newcomer.tenant.name)
         return max(self.flows.values(), key=lambda flow: (flow.share, flow is own)).last
 
@@ -154,8 +150,7 @@ class FairQueue(Generic[WaiterT]):
         self._num_issued = 0
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place among its tenant's
-        requests."""
+        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
         assert waiter not in self._waiting, "a request is added twice"
         if not waiter.number:
             self._num_issued += 1
@@ -164,10 +159,7 @@ class FairQueue(Generic[WaiterT]):
         self._rings[waiter.priority].add(waiter)
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
-        """Take a waiting request out; its tokens are charged to its tenant if `is_served`.
-
-        Raises KeyError when it does not wait.
-        """
+        """Take a waiting request out, charging its tenant if `is_served`. Raises KeyError when it does not wait."""
         self._waiting.remove(waiter)
         ring = self._rings[waiter.priority]
         if is_served:

@@ -4,18 +4,14 @@ The prediction adds two waits:
 
     for slots    the requests that are served before it, and it, need so many more slots than are free; slots come free
                  as fast as they did lately while a request waited for one (`Turnover`), whatever limits that; before
-                 that is known, all of them once in the mean time that requests keep theirs (Little, 1961)
+                 that is known, all of them once in the mean time that requests keep theirs (Little, 1961), or at once
     for prefill  its own chain, including the jobs that the ranks have before them, or its generation group's own
                  prefill, as `orchestrator.placement.chooser` would place it now; times the ratio of measured to
-                 predicted time of late (`Correction`), because the books may be fuller when its turn comes, and the
-                 planner predicts neither what workers share nor a request's cost besides its tokens. One request in
-                 forty takes longer: under overload each admitted request is near its deadline, and by a mean half of
-                 them would be late
+                 predicted time of late (`Correction`), raised so that one request in forty takes longer
 
 Unknown are the number of tokens that the requests in between will generate (so planning.step_times do not help here),
-later requests that are more urgent or due earlier, and failures of workers. Until a request has ended, the time for
-which one keeps its slot is unknown, and the first wait counts as 0. That wait is a mean: a caller that refuses by it
-allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
+later requests that are more urgent or due earlier, and failures of workers. The wait for slots is a mean: a caller that
+refuses by it allows for scatter. Used by `orchestrator.admission.gate` and `orchestrator.controller`. Pure.
 """
 
 import math
@@ -78,8 +74,7 @@ class Correction:
         self._squares = 1.0
         """Decayed sum of the predictions' squares."""
         self._square_delays = 0.0
-        """Decayed sum of the squares of delays beyond the corrected predictions; a request that took less counts as
-        0."""
+        """Decayed sum of the squares of delays beyond the corrected predictions; being early counts as 0."""
 
     @property
     def factor(self) -> float:
@@ -88,8 +83,7 @@ class Correction:
 
     @property
     def cautious_factor(self) -> float:
-        """Return the factor by which a prediction is to be multiplied if only one request in forty shall take
-        longer."""
+        """Return the factor for a prediction if only one request in forty shall take longer."""
         # twice the sum of squares, because only the late half of the requests adds to it
         return self.factor + _ONE_IN_FORTY * math.sqrt(2 * self._square_delays / self._squares)
 
@@ -124,8 +118,7 @@ class Forecast:
 
 
 class ChainForecast:
-    """Predicts the prefill time of a request that is placed now. Asks the planner: some tenths of a millisecond per
-    call."""
+    """Predicts the prefill time of a request that is placed now. A call takes some tenths of a millisecond."""
 
     def __init__(self, chooser: Chooser) -> None:
         self._chooser = chooser

@@ -1,19 +1,14 @@
-"""Decides which requests run, which wait, and which are refused.
+"""Decides which requests run, which wait, and which are refused; docs/decisions/0011-admission.md says why so.
 
 Called by `orchestrator.controller`, which passes in the policy that says which request is next
-(`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once a request that has no
-place or no chance: when the queue is full, in all or for its tenant, and when its deadline would pass before the first
-token (`orchestrator.admission.forecast`). A refusal carries a time after which to retry.
-
-A full queue gives a place to the request with the better claim: a request of a more urgent class, or of a tenant that
-has less waiting for its weight, takes the place of the request with the worst claim, which is then refused. So a tenant
-that fills the queue keeps no other tenant out of it.
+(`orchestrator.admission.queue_policy`). This module counts the slots in use, and refuses at once, with a time after
+which to retry, a request that has no place or no chance: when the queue is full, in all or for its tenant, and when its
+deadline would pass before the first token (`orchestrator.admission.forecast`). A full queue gives a place to a request
+of a more urgent class, or of a tenant that has less waiting for its weight; the one with the worst claim is refused.
 
 When the next request needs more slots than are free, no request of the same or a less urgent class passes it, while the
-free slots stay idle. All running requests end, so it waits for these and for none that comes later. Letting smaller
-requests pass would keep those slots busy, but under load the large request would never find its own; a bound on the
-number that pass only postpones the same wait. A tenant that has reached its own bound is passed over: its requests wait
-for each other, and other tenants do not wait for them.
+free slots stay idle: all running requests end, so it waits for these and for none that comes later. If smaller ones
+passed it, it would never find its slots under load. Only a tenant that has reached its own bound is passed over.
 
 No method of Admission waits: `join` returns an Entry to wait on, for which `leave` must be called in the end. On the
 loop.
@@ -40,8 +35,7 @@ _SCATTER = 1.5
 its deadline: without this allowance half of them would be late, and their work wasted
 (docs/decisions/0011-admission.md)."""
 _PATIENCE_S = 60.0
-"""Seconds after its arrival at which a request without a deadline counts as due, so that requests of its tenant that
-have deadlines cannot put it off for ever."""
+"""Seconds until a request without a deadline counts as due, so that those with deadlines do not always pass it."""
 
 
 class Entry(Waiter):
@@ -114,10 +108,8 @@ class Admission:
         return len(self._running)
 
     def resize(self, num_slots: int) -> None:
-        """Set the number of the cluster's slots, and admit requests that now fit.
-
-        With 0 slots only the configured limit holds, so that requests run and fail by themselves if no group comes.
-        """
+        """Set the number of the cluster's slots, and admit requests that now fit. With 0 slots only the configured
+        limit holds, so that requests run and fail by themselves if no group comes."""
         self._limit = min(num_slots or self._config.max_running, self._config.max_running)
         self._admit()
 
@@ -178,8 +170,7 @@ class Admission:
         self._turnover.waited_for(entry is not None, self._clock.now_s())
 
     def _has_room(self, entry: Entry) -> bool:
-        """Return whether there are enough free slots; a request may always run alone, even with more choices than
-        slots."""
+        """Return whether enough slots are free; a request may always run alone, even with more choices than slots."""
         return not self._num_taken or self._num_taken + entry.num_slots <= self._limit
 
     def _may_run(self, entry: Entry) -> bool:
@@ -218,10 +209,8 @@ class Admission:
         return ""
 
     def _make_room(self, entry: Entry) -> str:
-        """Refuse entries with a worse claim while the queue is too full with this one; return "" when it fits then.
-
-        Returns the reason, and changes nothing, when there is no place for this entry.
-        """
+        """Refuse entries with a worse claim until the queue has room for this one, and return ""; return why, and
+        change nothing, when there is none to be had."""
         displaced: list[Entry] = []
         while why := self._why_full(entry):
             last = self._queue.last(entry)
@@ -248,8 +237,7 @@ class Admission:
         return ""
 
     def _full(self, entry: Entry, why: str) -> ResourceExhaustedError:
-        """Return the refusal of an entry that gets no place; its retry delay is the time that the entry would have
-        waited."""
+        """Return the refusal of an entry that gets no place; the retry delay is how long it would have waited."""
         return _refusal(why, self._wait_s(entry, _GUESSED_HOLD_S if self._hold_s is None else self._hold_s))
 
     def _wait_s(self, entry: Entry, hold_s: float | None) -> float:

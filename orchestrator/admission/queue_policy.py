@@ -64,20 +64,13 @@ class QueuePolicy(Protocol[WaiterT]):
     """Holds the waiting requests in the order in which they are to be served. The gate bounds their number."""
 
     def add(self, waiter: WaiterT) -> None:
-        """Queue a request; one that is added again after leaving returns to its old place among its tenant's
-        requests."""
+        """Queue a request; one that is added again after leaving returns to its old place in its tenant's line."""
 
     def remove(self, waiter: WaiterT, *, is_served: bool = False) -> None:
-        """Take a waiting request out: `is_served` if it is the one that `head` returned, and now runs.
-
-        Raises KeyError when it does not wait.
-        """
+        """Take a request out, if `is_served` the one that `head` returned. Raises KeyError when it does not wait."""
 
     def head(self, may_run: Callable[[WaiterT], bool]) -> WaiterT | None:
-        """Return the next request of those that `may_run` now; None when there is none.
-
-        A second call returns the same request unless something has changed.
-        """
+        """Return the next request of those that `may_run` now, the same until something changes; None without one."""
 
     def last(self, newcomer: WaiterT) -> WaiterT:
         """Return the request to give up when not all can wait, after `newcomer` was added."""

@@ -82,10 +82,7 @@ class Doorkeeper:
 
 
 def is_local(peer: str) -> bool:
-    """Return whether a gRPC peer is a process of this machine that called by the loopback interface or a Unix socket.
-
-    `peer` looks like ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000.
-    """
+    """Return whether a peer, as ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000, calls by loopback or a Unix socket."""
     kind, _, rest = unquote(peer).partition(":")
     if kind in ("unix", "unix-abstract"):
         return True

@@ -55,8 +55,7 @@ class AdminServicer(admin_pb2_grpc.AdminServicer):
 
 
 def _require_below(folders: Sequence[Path], model: str) -> None:
-    """Raise InvalidArgumentError unless the model's folder, links followed, is one of these folders or below one.
-    Blocks."""
+    """Raise InvalidArgumentError unless the model's folder, links followed, is in one of these folders. Blocks."""
     if not _is_below(folders, Path(model)):
         named = " or ".join(str(each) for each in folders) or "no folder at all"
         raise InvalidArgumentError(

@@ -1,8 +1,7 @@
 """Checks every field of a client's request against the model's limits, and turns prompts into token ids.
 
-Called by `orchestrator.api.reading` and `orchestrator.api.frontend`; tokenizes by `text.tokenizer`. All methods that
-check raise InvalidArgumentError that names the field, the value and the limit. Read-only after it is made; tokenizing a
-long prompt takes a while, so it is called in a thread.
+Used by `orchestrator.api.reading`. Checks raise InvalidArgumentError that names the field, the value and the
+limit. Read-only after it is made; tokenizing a long prompt takes a while, so it is called in a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,8 +68,7 @@ class Intake:
         return checked
 
     def check_sampling(self, params: SamplingParams, num_prompt_tokens: int) -> None:
-        """Check sampling parameters against the model's vocabulary, and the room that the prompt leaves for the
-        output."""
+        """Check sampling parameters against the model's vocabulary and the room that the prompt leaves."""
         self._check_ids("sampling.logit_bias", tuple(params.logit_bias))
         self._check_ids("sampling.stop_token_ids", params.stop_token_ids)
         room = self._model.max_tokens - num_prompt_tokens
@@ -86,10 +84,7 @@ class Intake:
             raise InvalidArgumentError(f"outputs has {num_outputs} lists: sampling.n is {params.n}, send one a choice")
 
     def check_resumption(self, outputs: Sequence[Sequence[int]], params: SamplingParams, is_seeded: bool) -> None:
-        """Check that the tokens that a client says it has could come from a stream of this request.
-
-        The ids of a list that is too long are not read.
-        """
+        """Check that the tokens a client says it has could be this request's. Ids of a list too long are not read."""
         limits = ((params.max_tokens, "sampling.max_tokens"), (self._model.max_tokens, "the model's limit"))
         for output_ids in outputs:
             for limit, whose in limits:

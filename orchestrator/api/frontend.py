@@ -1,9 +1,8 @@
 """Serves the orchestrator over gRPC: checks clients' requests, and sends the controller's events back.
 
-Reads requests by `orchestrator.api.reading`, and hands them to `orchestrator.controller`; calls are checked first by
-`orchestrator.api.access`. Serves `orchestrator.api.admin` and `orchestrator.api.planning` on the same port. On the
-process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo included, in the
-interceptor that `transport.channel.make_server` installs.
+`orchestrator.api.access` checks calls first; `orchestrator.api.admin` and `orchestrator.api.planning` are served on the
+same port. On the process's asyncio loop; long prompts are tokenized in threads. Errors become statuses, RetryInfo
+included, in the interceptor that `transport.channel.make_server` installs.
 """
 
 import asyncio
@@ -95,24 +94,17 @@ class OrchestratorServicer(orchestrator_pb2_grpc.OrchestratorServicer):
 
     async def GetClusterState(self, request: pb.GetClusterStateRequest, context: Context) -> pb.ClusterState:
         """Ask all workers what they hold, and return the cluster's state within about a second."""
-        return cluster_state_to_proto(await self._controller.state())
+        return cluster_state_to_proto(await self._controller.overview.state())
 
     def _event_to_proto(self, event: Event) -> pb.GenerateEvent:
         match event:
             case Started():
-                return pb.GenerateEvent(
-                    started=pb.Started(
-                        request_id=event.request_id,
-                        seed=event.seed,
-                        num_prompt_tokens=event.num_prompt_tokens,
-                        model=self._model.name,
-                        exact=event.exact,
-                    )
-                )
+                return pb.GenerateEvent(started=pb.Started(**vars(event), model=self._model.name))
             case TokenEvent():
                 return pb.GenerateEvent(token=event_to_proto(event))
             case Finished():
-                return pb.GenerateEvent(finished=_finished_to_proto(event))
+                usage, timings = pb.Usage(**vars(event.usage)), timings_to_proto(event.timings)
+                return pb.GenerateEvent(finished=pb.Finished(usage=usage, timings=timings))
 
 
 class OrchestratorServer:
@@ -185,10 +177,7 @@ class OrchestratorServer:
         return cls(server, controller, bound, telling, metrics)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, then end them everywhere.
-
-        Their clients get UNAVAILABLE. Idempotent.
-        """
+        """Refuse new requests, give running ones `grace_s` seconds, then end them with UNAVAILABLE. Idempotent."""
         self._health.cancel()
         await asyncio.gather(self._health, return_exceptions=True)
         await self.controller.close(grace_s)
@@ -211,7 +200,3 @@ async def _show_health(shown: health.HealthServicer, overview: Overview) -> None
         await asyncio.sleep(_HEALTH_POLL_S)
 
     await repeat("the watch on health", look, _HEALTH_PAUSES)
-
-
-def _finished_to_proto(event: Finished) -> pb.Finished:
-    return pb.Finished(usage=pb.Usage(**vars(event.usage)), timings=timings_to_proto(event.timings))

@@ -1,10 +1,9 @@
 """A gateway: serves clients as an orchestrator does, and passes their requests on to an orchestrator elsewhere.
 
-Runs in a process of its own, started by `deploy.commands.gateway`, in front of `orchestrator.api.frontend`. It reads
-requests by `orchestrator.api.reading`: checks fields, renders chats and tokenizes. It passes on token ids, the caller's
-metadata, the time left before the deadline, and cancellations. Replies pass through byte for byte, errors included. It
-stores nothing of a stream: any gateway can resume another's. On the process's asyncio loop; long prompts are tokenized
-in threads.
+Runs in a process of its own, started by `deploy.commands.gateway`. It reads requests by `orchestrator.api.reading`, and
+passes on token ids, the caller's metadata, the time left before the deadline, and cancellations. Replies pass through
+byte for byte, errors included. It stores nothing of a stream: any gateway can resume another's. On the process's
+asyncio loop; long prompts are tokenized in threads.
 """
 
 import asyncio
@@ -50,10 +49,7 @@ _HEALTH_PAUSES = Pauses(_AGAIN_S, 5.0)
 
 
 class GatewayServicer:
-    """Serves baton.v1.Orchestrator: reads requests here, and has an orchestrator serve them.
-
-    Messages that only pass through are bytes.
-    """
+    """Serves baton.v1.Orchestrator by an orchestrator elsewhere; messages that only pass through are bytes."""
 
     def __init__(self, orchestrator: grpc.aio.Channel, reader: RequestReader, model: str, clock: Clock) -> None:
         self._generate: grpc.aio.UnaryStreamMultiCallable[pb.GenerateRequest, bytes] = orchestrator.unary_stream(
@@ -73,9 +69,9 @@ class GatewayServicer:
         """Return the service's methods, to be added to a server."""
         methods: dict[str, Any] = {  # their types are those of synchronous servers
             "Generate": grpc.unary_stream_rpc_method_handler(self.generate, pb.GenerateRequest.FromString),
-            "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
-            "GetClusterState": grpc.unary_unary_rpc_method_handler(self.get_cluster_state),
         }
+        for name, call in self._unary.items():
+            methods[name] = grpc.unary_unary_rpc_method_handler(partial(_pass_on, call))
         return grpc.method_handlers_generic_handler(SERVICE, methods)
 
     async def generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[bytes]:
@@ -97,19 +93,9 @@ class GatewayServicer:
             call.cancel()
             del self._calls[task]
 
-    async def get_model(self, request: bytes, context: Context) -> bytes:
-        """Pass GetModel on to the orchestrator."""
-        return await self._pass_on("GetModel", request, context)
-
-    async def get_cluster_state(self, request: bytes, context: Context) -> bytes:
-        """Pass GetClusterState on to the orchestrator."""
-        return await self._pass_on("GetClusterState", request, context)
-
     async def close(self, grace_s: float) -> None:
-        """Refuse new requests, give running ones `grace_s` seconds, and end the rest with UNAVAILABLE.
-
-        Clients of ended streams resume them at another gateway.
-        """
+        """Refuse new requests; after `grace_s` seconds end running ones with UNAVAILABLE: clients resume them
+        elsewhere."""
         self._closing = True
         if self._calls:
             await asyncio.wait(self._calls, timeout=grace_s)
@@ -139,11 +125,6 @@ class GatewayServicer:
         passed.model = self._model  # token ids mean nothing to another model
         passed.echo = False  # decoding the ids does not always give the exact text
         return passed, read.echo
-
-    async def _pass_on(self, name: str, request: bytes, context: Context) -> bytes:
-        metadata = _passed_on(context.invocation_metadata() or ())
-        with translate_rpc_errors():
-            return await self._unary[name](request, timeout=context.time_remaining(), metadata=metadata)
 
 
 class Gateway:
@@ -227,10 +208,7 @@ async def ask_model(orchestrator: grpc.aio.Channel, timeout_s: float, caller: Me
 async def _show_health(
     shown: health.HealthServicer, orchestrator: grpc.aio.Channel, model: pb.Model, caller: Metadata
 ) -> None:
-    """Keep the server's health as the orchestrator's, until cancelled.
-
-    It is NOT_SERVING while the orchestrator is away, or serves another model.
-    """
+    """Show the orchestrator's health until cancelled; NOT_SERVING while it is away or serves another model."""
     told = ""
 
     async def look() -> None:
@@ -273,6 +251,12 @@ async def _follow_health(shown: health.HealthServicer, orchestrator: grpc.aio.Ch
 async def _show(shown: health.HealthServicer, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
     for service in ("", SERVICE):
         await shown.set(service, status)
+
+
+async def _pass_on(call: "grpc.aio.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes, context: Context) -> bytes:
+    metadata = _passed_on(context.invocation_metadata() or ())
+    with translate_rpc_errors():
+        return await call(request, timeout=context.time_remaining(), metadata=metadata)
 
 
 def _passed_on(metadata: Iterable[tuple[str, str | bytes]]) -> Metadata:

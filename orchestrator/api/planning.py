@@ -1,8 +1,7 @@
 """Serves the measurements that the planner predicts by, over gRPC, and replaces them while requests run.
 
-The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. Changes the
-planner that `orchestrator.controller` asks. On the process's asyncio loop; the search for knots and the writing of
-files run in a thread.
+The server's half of `baton calibrate`: a calibration of chains, and a table of generation steps beside it. On the
+process's asyncio loop; the search for knots and the writing of files run in a thread.
 """
 
 import asyncio
@@ -15,6 +14,7 @@ from typing import Any
 import grpc
 
 from baton.errors import ConfigError, InvalidArgumentError
+from baton.proto_types import scalars
 from baton.v1 import planning_pb2 as pb
 from baton.v1 import planning_pb2_grpc
 from planning import calibration, step_times
@@ -34,8 +34,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
     """Serves baton.v1.Planning over the planner that the controller asks."""
 
     def __init__(self, planner: ChainPlanner, path: Path | None) -> None:
-        """New calibrations are saved at `path`, and step times beside it, for the orchestrator's next life; None:
-        nowhere."""
+        """`path` keeps new calibrations, and step times beside them, for the next life; None: nowhere."""
         self._planner = planner
         self._path = path
         self._using = asyncio.Lock()
@@ -77,8 +76,7 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
         return self._steps_in_use()
 
     async def _take(self, path: Path | None, save: Callable[[Path], None], adopt: Callable[[], None]) -> None:
-        """Save a measurement, then predict by it. Goes on when the call is cancelled, so that file and planner
-        agree."""
+        """Save a measurement, then predict by it, even if the call is cancelled: file and planner agree."""
 
         async def both() -> None:
             async with self._using:
@@ -103,21 +101,13 @@ class PlanningServicer(planning_pb2_grpc.PlanningServicer):
 
     def _calibration_in_use(self) -> pb.CalibrationInUse:
         in_use = self._planner.calibration
-        return pb.CalibrationInUse(
-            calibration=calibration.dumps(in_use),
-            fingerprint=in_use.fingerprint,
-            is_measured=in_use.is_measured,
-            path=str(self._path or ""),
-        )
+        text, path = calibration.dumps(in_use), str(self._path or "")
+        return pb.CalibrationInUse(calibration=text, path=path, **scalars(pb.CalibrationInUse, in_use))
 
     def _steps_in_use(self) -> pb.StepTimesInUse:
         in_use = self._steps()
-        return pb.StepTimesInUse(
-            step_times=step_times.dumps(in_use),
-            fingerprint=in_use.fingerprint,
-            is_measured=in_use.is_measured,
-            path=str(self._steps_path(in_use) or ""),
-        )
+        text, path = step_times.dumps(in_use), str(self._steps_path(in_use) or "")
+        return pb.StepTimesInUse(step_times=text, path=path, **scalars(pb.StepTimesInUse, in_use))
 
 
 def _require_same(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:

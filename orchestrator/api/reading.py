@@ -38,13 +38,11 @@ _MEMORY_OF_BYTE = 160
 _MEMORY_SHARE = 0.25
 """Part of the free memory that reading may take."""
 _SHORT_BYTES = 256
-"""Largest request, in bytes, that is read on the loop: reading it takes a fifth of a millisecond, about as long as
-handing it to a thread."""
+"""Largest request, in bytes, that is read on the loop: that takes 0.2 ms, about as long as handing it to a thread."""
 _RETRY_S = 0.1
 """Retry delay of a refused request, in seconds: ten thousand tokens are read in about that time."""
 _MARGIN_S = 0.1
-"""Largest number of seconds by which a request ends earlier than the client's deadline, so that its usage still
-arrives."""
+"""Most seconds by which a request ends before the client's deadline, so that its usage still arrives."""
 
 
 class RequestReader:
@@ -97,10 +95,8 @@ class RequestReader:
         )
 
     async def off_the_loop(self, message: pb.GenerateRequest, read: Callable[[], T]) -> T:
-        """Return the result of `read`, which is called in a thread unless the request is short.
-
-        Raises ResourceExhaustedError at once when too many bytes are being read, and any error of `read`.
-        """
+        """Return the result of `read`, called in a thread unless the request is short; raises what it raises, and
+        ResourceExhaustedError at once when too many bytes are being read."""
         num_bytes = message.ByteSize()
         if num_bytes <= _SHORT_BYTES:
             return read()
@@ -157,8 +153,7 @@ def _unless(given_up: threading.Event, read: Callable[[], T]) -> T:
 
 
 def deadline_s(message: pb.GenerateRequest, context: Context, clock: Clock) -> float | None:
-    """Return the earlier of the message's deadline and, with a margin, the call's, on the clock's now_s(); None without
-    any."""
+    """Return the earlier of the message's deadline and, with a margin, the call's, on the clock's now_s(), if any."""
     left_s = [message.deadline_ms / 1000] if message.deadline_ms else []
     if (call_s := context.time_remaining()) is not None:
         left_s.append(call_s - min(_MARGIN_S, 0.1 * call_s))

@@ -1,8 +1,6 @@
 """Serves one attempt at a request: plans it, leases its slots, runs its prefill, and reads its stream.
 
-Called by `orchestrator.controller`; asks `orchestrator.placement.chooser` for plans, calls workers through
-`orchestrator.workers.client`, runs chains by `orchestrator.dispatch.prefilling`, and reads streams by
-`orchestrator.dispatch.streaming`. A slot is leased before prefill starts, so that KV always has a home; the stream is
+Called by `orchestrator.controller`. A slot is leased before prefill starts, so that KV always has a home; the stream is
 opened before prefill, so that the lease has an owner; every rank runs its chunk and pushes its KV straight to the slot.
 When an attempt has ended, in any way, its calls have ended, its job is in no book, and its slot is free or soon will
 be. On the loop, in the request's task.
@@ -10,6 +8,7 @@ be. On the loop, in the request's task.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import math
 from collections.abc import AsyncIterator, Hashable
@@ -64,22 +63,9 @@ class _Learnt:
     full_since_s: float = math.inf
     """Time when a group that should have room first refused the attempt, on the clock's now_s."""
     full: set[Hashable] = field(default_factory=set)
-    """Lives of groups that refused the attempt for lack of room since its latest pause; cleared once all have
-    refused."""
+    """Lives of groups that refused the attempt for lack of room; cleared once all have refused."""
     trusts_hints: bool = True
     """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
-
-
-class JobNumbers:
-    """Issues numbers of prefill jobs: ascending, and above all numbers of earlier lives of the orchestrator."""
-
-    def __init__(self, clock: Clock) -> None:
-        self._last = clock.unix_ns()
-
-    def issue(self) -> JobId:
-        """Return the next number."""
-        self._last += 1
-        return JobId(self._last)
 
 
 class Dispatcher:
@@ -97,13 +83,13 @@ class Dispatcher:
         self._chains = ChainRunner(members, clients, planner, prefixes, clock=clock, config=config)
         self._clock = clock
         self._config = config
-        self._numbers = JobNumbers(clock)
+        self._numbers = itertools.count(clock.unix_ns())
+        """Numbers of jobs, streams and Reserves: ascending, and above all numbers of earlier orchestrators."""
         self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._closings = Closings(prefixes)
 
     async def close(self) -> None:
-        """Wait, for a bounded time, until the slots and streams of past attempts are freed; to be called once no
-        attempt runs."""
+        """Wait, for a bounded time, until past attempts hold nothing; to be called once no attempt runs."""
         await self._stores.close()
         await self._closings.close()
         await self._givebacks.close()
@@ -138,7 +124,7 @@ class Dispatcher:
         with ExitStack() as held:
             held.enter_context(self._members.hold(generation.name, record.request.num_slots))
             home = self._home(record, generation, held)
-            number = StreamNumber(self._numbers.issue())
+            number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.take_over(record, number)) as stream:
                 event = await stream.read()
                 record.place(self._clock.unix_ns(), generation.residency)
@@ -164,10 +150,8 @@ class Dispatcher:
             return False
 
     async def _serve(self, home: _Home, plan: Plan, learnt: _Learnt, emit: Emit) -> None:
-        """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has.
-
-        The job is booked only once it has its slot: other prompts are not planned around a job that does not run.
-        """
+        """Run the request to its end as planned. Raises NoRoomError when the group has no room and another has. The job
+        is booked once it has its slot: no prompt is planned around a job that does not run."""
         lease = None
         if plan.reserves:
             lease = await self._reserve(home, plan, learnt)
@@ -175,7 +159,7 @@ class Dispatcher:
         if plan.way is None or lease is None:
             await self._generate(home, plan, lease, None, emit)
             return
-        number = self._numbers.issue()
+        number = JobId(next(self._numbers))
         job = PrefillJob(home.record, number, plan.way.group, plan.way.chain, plan.blocks, lease)
         async with self._chains.running(job, home.worker) as prefill:
             await self._generate(home, plan, lease, prefill, emit)
@@ -183,8 +167,7 @@ class Dispatcher:
     async def _generate(
         self, home: _Home, plan: Plan, lease: Lease | None, prefill: PrefillTask | None, emit: Emit
     ) -> None:
-        """Generate to the end: on the slot that a chain fills, or behind the tokens that the group's node has
-        cached."""
+        """Generate to the end: on the slot that a chain fills, or behind the tokens that the node has cached."""
         record, way = home.record, plan.way
         num_present = 0 if lease is None else lease.num_present_tokens
         record.place(
@@ -195,7 +178,7 @@ class Dispatcher:
             num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
         )
         try:
-            number = StreamNumber(self._numbers.issue())
+            number = StreamNumber(next(self._numbers))
             async with self._ending(home, number, home.worker.stream(record, number, self._config, lease)) as stream:
                 await follow(record, stream, await first_event(stream, prefill), emit)
             if prefill is not None:
@@ -232,7 +215,7 @@ class Dispatcher:
         """
         record, group, spec = home.record, home.group, self._reserve_spec(home.record, plan)
         while True:
-            number = ReserveNumber(self._numbers.issue())
+            number = ReserveNumber(next(self._numbers))
             granting = asyncio.create_task(home.worker.reserve(replace(spec, number=number), group.layout_fingerprint))
             try:
                 lease = await asyncio.shield(granting)

@@ -72,10 +72,7 @@ class Givebacks:
             await self._abort(endpoint, lease.ref)  # in this task, for which `close` waits
 
     async def _undo(self, endpoint: str, number: ReserveNumber) -> None:
-        """Abort a Reserve by its number, again and again until the worker has answered or is gone.
-
-        Gives up once a lease that the Reserve may have been granted has ended by its ttl.
-        """
+        """Abort a Reserve by its number until the worker has answered or is gone, or a lease by it would have ended."""
         pause_s, until_s = _FIRST_PAUSE_S, self._clock.now_s() + VERB_TIMEOUT_S + self._lease_ttl_s
         while True:
             try:

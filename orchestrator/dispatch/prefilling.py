@@ -1,8 +1,7 @@
 """Runs one attempt's prefill job on all ranks of its chain, and keeps the job in the book of its group meanwhile.
 
-Called by `orchestrator.dispatch.attempt`, once the attempt has its slots; calls ranks through
-`orchestrator.workers.client`. When the job has ended, in any way, its calls have ended and it is in no book. On the
-loop, in a task of its own.
+Called by `orchestrator.dispatch.attempt`, once the attempt has its slots. When the job has ended, in any way, its calls
+have ended and it is in no book. On the loop, in a task of its own.
 """
 
 import asyncio
@@ -63,8 +62,7 @@ class ChainRunner:
                 await asyncio.gather(task, return_exceptions=True)
 
     async def reports(self, task: PrefillTask) -> tuple[RankTiming, ...]:
-        """Return the ranks' timings, or none when they fail or are late, which fails no request that has all its
-        tokens."""
+        """Return the ranks' timings; none when they fail or are late, for the request has all its tokens."""
         await asyncio.wait({task}, timeout=self._config.report_wait_s)
         return task.result() if task.done() and failure_of(task) is None else ()
 
@@ -89,8 +87,7 @@ class ChainRunner:
         return self._clock.unix_ns() / 1e9
 
     async def _run(self, job: PrefillJob, owner: WorkerClient) -> tuple[RankTiming, ...]:
-        """Run the job on all its ranks, and renew the lease meanwhile, because a job may wait long for its turn. The
-        first failure cancels the other ranks and is raised."""
+        """Run the job on all its ranks, renewing the lease; the first failure cancels the others and is raised."""
         runs = [asyncio.create_task(self._run_rank(rank, job)) for rank in job.chain.ranks]
         pending = set(runs)
         try:
@@ -126,15 +123,13 @@ class ChainRunner:
 
 
 def failure_of(task: PrefillTask) -> BaseException | None:
-    """Return the exception with which the prefill failed; None while it runs, and when it succeeded or was
-    cancelled."""
+    """Return the exception with which the prefill failed; None while it runs, after success and cancellation."""
     return task.exception() if task.done() and not task.cancelled() else None
 
 
 async def _renew(owner: WorkerClient, job: PrefillJob) -> None:
-    """Renew the job's lease. A failure is only logged: the lease's stream reports a lost lease, which is no rank's
-    fault."""
+    """Renew the job's lease. A failure is only logged: its stream reports a lost lease, which is no rank's fault."""
     try:
-        await owner.renew(job.lease)
+        await owner.renew(job.lease.ref, job.lease.ttl_s)
     except BatonError as error:
         logger.warning("slot %d at %s was not renewed: %s", job.lease.ref.slot, job.lease.endpoint, error)

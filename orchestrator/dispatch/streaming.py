@@ -50,8 +50,7 @@ async def first_event(stream: EventStream, prefill: PrefillTask | None) -> Token
 
 
 async def follow(record: RequestRecord, stream: EventStream, event: TokenEvent, emit: Emit) -> None:
-    """Pass on `event` and all later ones of the stream, up to the last event of the last choice; does not await the
-    close."""
+    """Pass on `event` and all later ones, up to the last choice's last event; does not await the close."""
     while True:
         if event.finish in _ENDED_BY_WORKER:
             raise UnavailableError(f"the generation group gave the request up: {event.error or event.finish.value}")

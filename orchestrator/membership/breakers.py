@@ -48,7 +48,8 @@ class BreakerPolicy:
 class Breaker:
     """The breaker of one life of a group."""
 
-    def __init__(self, policy: BreakerPolicy) -> None:
+    def __init__(self, clock: Clock, policy: BreakerPolicy) -> None:
+        self._clock = clock
         self._policy = policy
         self._state = BreakerState.CLOSED
         self._until_s = 0.0
@@ -58,44 +59,52 @@ class Breaker:
         self._num_opened = 0
         """Number of times that the breaker has opened since the last success."""
 
-    def state(self, now_s: float) -> BreakerState:
-        """Return the state at `now_s`, after any change that was due by then."""
-        if now_s >= self._until_s:
+    @property
+    def state(self) -> BreakerState:
+        """Return the present state, after any change that is due by now."""
+        if self._clock.now_s() >= self._until_s:
             if self._state is BreakerState.OPEN:
                 self._state = BreakerState.HALF_OPEN
             elif self._state is BreakerState.PROBING:
                 self._state = BreakerState.CLOSED  # but with its failures still counted: the next one opens it
         return self._state
 
-    def left_s(self, now_s: float) -> float:
+    @property
+    def left_s(self) -> float:
         """Return the seconds until the state changes by itself; 0 when it will not."""
-        is_timed = self.state(now_s) in (BreakerState.OPEN, BreakerState.PROBING)
-        return self._until_s - now_s if is_timed else 0.0
+        left_s = self._until_s - self._clock.now_s()  # read before the state: above 0 if that is still timed
+        return left_s if self.state in (BreakerState.OPEN, BreakerState.PROBING) else 0.0
 
-    def began(self, now_s: float) -> bool:
+    @property
+    def admits(self) -> bool:
+        """Return whether the group may be given an attempt now."""
+        return self.state in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
+
+    def began(self) -> bool:
         """Record that an attempt begins; return whether it is the probe."""
-        if self.state(now_s) is not BreakerState.HALF_OPEN:
+        if self.state is not BreakerState.HALF_OPEN:
             return False
-        self._state = BreakerState.PROBING
-        self._until_s = now_s + self._policy.nth_pause_s(self._num_opened)
+        self._pause(BreakerState.PROBING)
         return True
 
-    def succeeded(self, now_s: float, *, is_probe: bool) -> None:
-        """Record that an attempt succeeded. One from before a pause does not end it: only a probe closes an open
-        breaker."""
-        if is_probe or self.state(now_s) is BreakerState.CLOSED:
+    def succeeded(self, *, is_probe: bool) -> None:
+        """Record that an attempt succeeded. Only a probe closes an open breaker."""
+        if is_probe or self.state is BreakerState.CLOSED:
             self._state = BreakerState.CLOSED
             self._num_failures = self._num_opened = 0
 
-    def failed(self, now_s: float) -> None:
+    def failed(self) -> None:
         """Record that an attempt failed. Attempts that began before a pause and fail during it do not prolong it."""
-        state = self.state(now_s)
+        state = self.state
         self._num_failures += 1
         has_failed_enough = state is BreakerState.CLOSED and self._num_failures >= self._policy.num_failures
         if has_failed_enough or state is BreakerState.PROBING:
             self._num_opened += 1
-            self._state = BreakerState.OPEN
-            self._until_s = now_s + self._policy.nth_pause_s(self._num_opened)
+            self._pause(BreakerState.OPEN)
+
+    def _pause(self, state: BreakerState) -> None:
+        self._state = state
+        self._until_s = self._clock.now_s() + self._policy.nth_pause_s(self._num_opened)
 
 
 class Breakers:
@@ -106,34 +115,13 @@ class Breakers:
         self._policy = policy or BreakerPolicy()
         self._breakers: dict[Hashable, Breaker] = {}
 
-    def state(self, life: Hashable) -> BreakerState:
-        """Return the state of this life's breaker now."""
-        breaker = self._breakers.get(life)
-        return BreakerState.CLOSED if breaker is None else breaker.state(self._clock.now_s())
-
-    def admits(self, life: Hashable) -> bool:
-        """Return whether the group may be given an attempt now."""
-        return self.state(life) in (BreakerState.CLOSED, BreakerState.HALF_OPEN)
-
-    def left_s(self, life: Hashable) -> float:
-        """Return the seconds until the state of this life's breaker changes by itself; 0 when it will not."""
-        breaker = self._breakers.get(life)
-        return 0.0 if breaker is None else breaker.left_s(self._clock.now_s())
-
-    def began(self, life: Hashable) -> bool:
-        """Record that an attempt begins at this life of a group; return whether it is the probe."""
-        breaker = self._breakers.get(life)
-        return breaker is not None and breaker.began(self._clock.now_s())
-
-    def succeeded(self, life: Hashable, *, is_probe: bool) -> None:
-        """Record that an attempt at this life of a group succeeded."""
-        breaker = self._breakers.get(life)
-        if breaker is not None:
-            breaker.succeeded(self._clock.now_s(), is_probe=is_probe)
+    def of(self, life: Hashable) -> Breaker:
+        """Return this life's breaker; a closed one, which is not kept, where there is none."""
+        return self._breakers.get(life) or Breaker(self._clock, self._policy)
 
     def failed(self, life: Hashable) -> None:
         """Record that an attempt at this life of a group failed."""
-        self._breakers.setdefault(life, Breaker(self._policy)).failed(self._clock.now_s())
+        self._breakers.setdefault(life, self.of(life)).failed()
 
     def keep(self, lives: Collection[Hashable]) -> None:
         """Forget the breakers of all lives but these."""
@@ -146,8 +134,7 @@ class Breakers:
 
 
 def tells_of_the_group(error: BatonError) -> bool:
-    """Return whether an attempt's failure tells something about its group, and not only about the request or the
-    load."""
+    """Return whether a failure tells something about the attempt's group, not only about the request or the load."""
     return not isinstance(error, InvalidArgumentError | NotFoundError | ResourceExhaustedError)
 
 
@@ -160,10 +147,8 @@ class RetryBudget:
     """
 
     def __init__(self, clock: Clock, *, share: float = 0.2, burst: int = 100, window_s: float = 10.0) -> None:
-        """`share`: retries that each request earns. `burst`: least number of retries that may be made at once.
-
-        Within `window_s` seconds an empty bucket is full again.
-        """
+        """`share`: retries that each request earns. `burst`: least number of retries at once. An empty bucket is full
+        again within `window_s` seconds."""
         self._clock = clock
         self._share = share
         self._least = float(burst)
@@ -172,8 +157,7 @@ class RetryBudget:
         self._at_s = clock.now_s()
 
     def resize(self, num_slots: int) -> None:
-        """Set the burst to the number of streams that may run, and so fail together, if that is above its least
-        number."""
+        """Set the burst to the streams that may run, and so fail together, if that is above its least number."""
         self._refill()
         added = max(float(num_slots), self._least) - self._burst
         self._burst += added
@@ -185,8 +169,7 @@ class RetryBudget:
         self._left = min(self._left + self._share, self._burst)
 
     def take(self, longest_s: float) -> float | None:
-        """Take a retry; return the seconds to wait before it begins. Returns None, and takes none, for more than
-        `longest_s`."""
+        """Take a retry; return the seconds to wait for it. Returns None, taking none, above `longest_s`."""
         self._refill()
         wait_s = max(1.0 - self._left, 0.0) * self._window_s / self._burst
         if wait_s > longest_s:

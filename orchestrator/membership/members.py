@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar, TypeVar
 
+from baton.clock import SystemClock
 from baton.errors import NotFoundError, UnavailableError
 from orchestrator.membership.breakers import Breakers, BreakerState
 from orchestrator.membership.prefill_book import Backlogs
@@ -19,8 +20,7 @@ from orchestrator.membership.view import AbsentGroup, ClusterView, G, Group, Ord
 T = TypeVar("T")
 
 _TIMER_S = 0.001
-"""Seconds to wait after a breaker's time, because the loop's timers may be early by as much as their clock is
-coarse."""
+"""Seconds to wait after a breaker's time, because the loop's timers may be early by their clock's tick."""
 
 
 class NoGroupError(UnavailableError):
@@ -39,16 +39,15 @@ class Load:
 
 
 class Members:
-    """The latest view, each group's load, and the groups that get no work though they could: drained and broken
-    ones."""
+    """The latest view, each group's load, and the groups kept from work: drained and broken ones."""
 
     def __init__(self) -> None:
         self.present = ClusterView()
         """All groups, as the supervisor pushed them last."""
-        self.on_update: Callable[[], None] = _ignore
+        self.on_update: Callable[[], None] = lambda: None
         """Called whenever the groups of `view` change; set once, by the controller."""
-        self.breakers: Breakers | None = None
-        """Breakers of the groups' lives; set once, by the controller. None: no group ever counts as broken."""
+        self.breakers = Breakers(SystemClock())
+        """Breakers of the groups' lives; replaced once, by the controller."""
         self.backlogs = Backlogs()
         """Jobs that prefill groups have before them, by the groups' lives. Written by the dispatcher."""
         self.num_bytes_free: dict[str, int] = {}
@@ -76,8 +75,7 @@ class Members:
         self.present = view
         left = {group.name for group in view.absent if not group.starts}
         self.orders = self.orders.without(left & self.orders.leaving & self.orders.stand_ins)
-        if self.breakers:
-            self.breakers.keep({group.life for group in view.groups})
+        self.breakers.keep({group.life for group in view.groups})
         self.on_update()
         self._tell()
 
@@ -87,8 +85,7 @@ class Members:
         self.keep_orders(replace(self.orders, drained=self.orders.drained | {name}))
 
     def dismiss(self, name: str) -> None:
-        """Order the supervisor to end the workers of a drained group that has no work left. Raises UnavailableError
-        where no supervisor ends workers."""
+        """Order a drained, idle group's workers to be ended. Raises UnavailableError without a supervisor."""
         assert name in self.orders.drained, f"{name} may get work"
         if self._kept is None:
             raise UnavailableError(f"{name} cannot leave, as no supervisor ends its workers: drain it with --keep")
@@ -125,8 +122,7 @@ class Members:
         return made
 
     def give_up(self, name: str) -> None:
-        """Order a stand-in to leave, started or not; it is forgotten once it has left. Does nothing for other
-        groups."""
+        """Order a stand-in to leave, started or not, and to be forgotten then. Does nothing for other groups."""
         if name in self.orders.stand_ins:
             drained, leaving = self.orders.drained | {name}, self.orders.leaving | {name}
             self.keep_orders(replace(self.orders, drained=drained, leaving=leaving))
@@ -152,8 +148,7 @@ class Members:
         return any(group.name == name for group in self.present.groups)
 
     def absence(self, name: str) -> AbsentGroup | None:
-        """Return what is known of the group of that name while it has no workers; None when it has some, or is
-        unknown."""
+        """Return what is known of a group without workers; None when it has some, or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)
 
     def is_drained(self, group: Group) -> bool:
@@ -162,11 +157,11 @@ class Members:
 
     def is_broken(self, group: Group) -> bool:
         """Return whether the group's breaker is not closed, because attempts there failed again and again."""
-        return self.breakers is not None and self.breakers.state(group.life) is not BreakerState.CLOSED
+        return self.breakers.of(group.life).state is not BreakerState.CLOSED
 
     def may_have_work(self, group: Group) -> bool:
         """Return whether the group is ready, not drained, and admitted by its breaker."""
-        return group.ready and not self.is_drained(group) and self._is_admitted(group)
+        return group.ready and not self.is_drained(group) and self.breakers.of(group.life).admits
 
     def load(self, name: str) -> Load:
         """Return the load of the group of that name."""
@@ -174,24 +169,22 @@ class Members:
 
     @contextlib.contextmanager
     def hold(self, name: str, num_slots: int = 0) -> Iterator[None]:
-        """Count an attempt as that group's load while the context lasts. No exception within it counts as a success
-        there."""
+        """Count an attempt as the group's load while the context lasts; it succeeds if no exception is raised."""
         self._add(name, 1, num_slots)
-        life = self._life_of(name)
-        is_probe = self._began(life)
+        life = next((group.life for group in self.present.groups if group.name == name), None)
+        if is_probe := self.breakers.of(life).began():
+            self._tell_later(life)
         try:
             yield
-            if self.breakers:
-                self.breakers.succeeded(life, is_probe=is_probe)
+            self.breakers.of(life).succeeded(is_probe=is_probe)
         finally:
             self._add(name, -1, -num_slots)
             self._tell()
 
     def failed(self, life: Hashable) -> None:
         """Record that an attempt failed because of the group in that life."""
-        if self.breakers is not None:
-            self.breakers.failed(life)
-            self._tell_later(life)
+        self.breakers.failed(life)
+        self._tell_later(life)
 
     async def until(self, choose: Callable[[], T | None], timeout_s: float) -> T | None:
         """Call `choose` now and after every change until it finds something, and return that; None after `timeout_s`
@@ -205,10 +198,7 @@ class Members:
         return None
 
     def _seen(self, group: G) -> G:
-        return group if self._is_admitted(group) else replace(group, ready=False)
-
-    def _is_admitted(self, group: Group) -> bool:
-        return self.breakers is None or self.breakers.admits(group.life)
+        return group if self.breakers.of(group.life).admits else replace(group, ready=False)
 
     def _names(self) -> list[str]:
         """Return the names of all known groups, sorted."""
@@ -219,18 +209,9 @@ class Members:
         if name not in names:
             raise NotFoundError(f"there is no group {name}: name one of {', '.join(names) or 'none, as none is there'}")
 
-    def _life_of(self, name: str) -> Hashable:
-        return next((group.life for group in self.present.groups if group.name == name), None)
-
-    def _began(self, life: Hashable) -> bool:
-        if not self.breakers or not self.breakers.began(life):
-            return False
-        self._tell_later(life)
-        return True
-
     def _tell_later(self, life: Hashable) -> None:
         """Wake the tasks that wait for a group when the breaker's state is due to change by itself."""
-        if self.breakers and (left_s := self.breakers.left_s(life)):
+        if left_s := self.breakers.of(life).left_s:
             asyncio.get_running_loop().call_later(left_s + _TIMER_S, self._tell)
 
     def _add(self, name: str, num_requests: int, num_slots: int) -> None:
@@ -243,7 +224,3 @@ class Members:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
-
-
-def _ignore() -> None:
-    pass

@@ -1,10 +1,9 @@
 """The book of the jobs that prefill groups have before them: predicted seconds on each rank, and each job's turn.
 
-Ranks do not report while they work, so the book supposes that each works as its sequencer decides: on the job due
-first, at the predicted speed. What is left of a job never falls below 0, and its entry goes when its run on that rank
-has ended, in any way: a wrong prediction is forgotten with its job. A group's book belongs to one life of its links and
-ends with it. Held by `orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`, read by
-`orchestrator.placement`. Pure; on the loop.
+Ranks do not report while they work, so the book supposes that each works on the job due first, at the predicted speed.
+What is left of a job never falls below 0, and its entry goes when its run on that rank has ended, in any way: a wrong
+prediction is forgotten with its job. A group's book ends with this life of its links. Held by
+`orchestrator.membership.members`, written by `orchestrator.dispatch.prefilling`. Pure; on the loop.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -32,8 +31,8 @@ class Backlog:
     """The jobs of one group's ranks. Times are unix seconds, `now_s` never far in the past."""
 
     def __init__(self) -> None:
-        self._jobs: dict[JobId, Pending] = {}
-        self._left_s: dict[JobId, dict[Rank, float]] = {}
+        self._jobs: dict[JobId, tuple[Pending, dict[Rank, float]]] = {}
+        """Jobs as they came, and the work that is left of them now."""
         self._at_s = 0.0
 
     def __len__(self) -> int:
@@ -42,35 +41,32 @@ class Backlog:
     def pending(self, now_s: float) -> tuple[Pending, ...]:
         """Return all jobs, in the order in which they are served, with the work left at `now_s`."""
         self._advance(now_s)
-        return tuple(replace(job, left_s=dict(self._left_s[number])) for number, job in self._in_order())
+        return tuple(replace(job, left_s=dict(left_s)) for job, left_s in self._in_order())
 
     def add(self, number: JobId, job: Pending, now_s: float) -> None:
         """Add a job to the work of its ranks."""
         assert number not in self._jobs, f"job {number} is booked twice"
         self._advance(now_s)
-        self._jobs[number] = job
-        self._left_s[number] = dict(job.left_s)
+        self._jobs[number] = job, dict(job.left_s)
 
     def release(self, number: JobId, ranks: Iterable[Rank], now_s: float) -> None:
-        """Record that these ranks are done with the job, or will never begin it; the last one removes the job.
-        Idempotent."""
+        """Record that these ranks are done with the job, or never begin it; the last removes it. Idempotent."""
         if number not in self._jobs:
             return
         self._advance(now_s)
-        left_s = self._left_s[number]
+        _, left_s = self._jobs[number]
         for rank in ranks:
             left_s.pop(rank, None)
         if not left_s:
-            del self._jobs[number], self._left_s[number]
+            del self._jobs[number]
 
-    def _in_order(self) -> list[tuple[JobId, Pending]]:
-        return sorted(self._jobs.items(), key=lambda each: (each[1].due_s, each[0]))
+    def _in_order(self) -> list[tuple[Pending, dict[Rank, float]]]:
+        return [self._jobs[number] for number in sorted(self._jobs, key=lambda each: (self._jobs[each][0].due_s, each))]
 
     def _advance(self, now_s: float) -> None:
         """Subtract the work that the ranks have done from the last call until `now_s`."""
         spare_s: dict[Rank, float] = {}
-        for number, _ in self._in_order():
-            left_s = self._left_s[number]
+        for _, left_s in self._in_order():
             for rank, left in left_s.items():
                 had_s = spare_s.get(rank, max(now_s - self._at_s, 0.0))
                 left_s[rank] = max(left - had_s, 0.0)
@@ -89,8 +85,7 @@ class Backlogs:
         return sum(len(backlog) for backlog in self._backlogs.values())
 
     def pending(self, life: Hashable, now_s: float) -> tuple[Pending, ...]:
-        """Return the jobs of the group in that life, in the order in which they are served, with the work left at
-        `now_s`."""
+        """Return the jobs of the group in that life, in serving order, with the work left at `now_s`."""
         backlog = self._backlogs.get(life)
         return () if backlog is None else backlog.pending(now_s)
 
@@ -99,8 +94,7 @@ class Backlogs:
         self._backlogs.setdefault(life, Backlog()).add(number, job, now_s)
 
     def release(self, life: Hashable, number: JobId, ranks: Sequence[Rank], now_s: float) -> None:
-        """Record that these ranks of the group in that life are done with the job, or will never begin it.
-        Idempotent."""
+        """Record that these ranks are done with the job, or will never begin it. Idempotent."""
         backlog = self._backlogs.get(life)
         if backlog is not None:
             backlog.release(number, ranks, now_s)

@@ -20,8 +20,7 @@ class PrefillGroup:
     epoch: Epoch
     ready: bool = True
     prefix_store: str = ""
-    """Name of the store in which the ranks keep prefixes; equal for groups of either role that share one; empty:
-    none."""
+    """Name of the ranks' prefix store; equal for groups of either role that share one; empty: none."""
     layout_fingerprint: str = ""
     """Fingerprint of the layout of the group's KV; empty: unknown, and all groups have the same."""
 
@@ -120,8 +119,7 @@ class Orders:
     stand_ins: frozenset[str] = frozenset()
     """Names of groups beyond the configured ones, which serve while others are away; one that has left is forgotten."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """Folder of the model that a group loads when it starts, by the group's name; other groups load the configured
-    model."""
+    """Folder of the model that a group loads when it starts, by the group's name; others load the configured one."""
 
     def without(self, names: Collection[str]) -> "Orders":
         """Return these orders without any for the groups of these names."""

@@ -15,7 +15,7 @@ from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLe
 _Samples = Iterable[tuple[tuple[str, ...], float]]
 """Pairs of a sample's label values and its value."""
 _STATES = ("free", "leased", "active", "quarantined")
-"""States of slots, in the order in which samples name them."""
+"""States of slots, as samples name them in this order, and as fields of statuses end."""
 
 
 class StateCollector(Collector):
@@ -69,12 +69,9 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     def of_each(number: Callable[[GenerationStatus], float]) -> _Samples:
         return [((name,), number(status)) for name, status in groups.items()]
 
-    def by_state(numbers: Callable[[GenerationStatus], tuple[int, int, int, int]]) -> _Samples:
-        return [
-            ((name, state), number)
-            for name, status in groups.items()
-            for state, number in zip(_STATES, numbers(status), strict=True)
-        ]
+    def by_state(prefix: str, ledger: Callable[[GenerationStatus], GenerationStatus | KvLedger]) -> _Samples:
+        keys = [(name, state) for name in groups for state in _STATES]
+        return [((name, state), getattr(ledger(groups[name]), f"{prefix}_{state}")) for name, state in keys]
 
     policies = [
         ((name, status.residency, "approximate" if status.is_approximate else "exact"), 1.0)
@@ -82,9 +79,9 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     ]
     text = "1; which KV is attended to"
     yield _gauge("baton_group_residency", text, policies, "group", "residency", "attention")
-    slots = by_state(lambda status: (status.num_free, status.num_leased, status.num_active, status.num_quarantined))
+    slots = by_state("num", lambda status: status)
     yield _gauge("baton_slots", "Slots, by state: together all", slots, "group", "state")
-    promised = by_state(lambda status: _promised(status.kv))
+    promised = by_state("num_bytes", lambda status: status.kv)
     yield _gauge("baton_kv_bytes", "KV memory, by the state of its slots: together all", promised, "group", "state")
     held = of_each(lambda status: status.num_bytes_held)
     yield _gauge("baton_kv_held_bytes", "Of that, what pages were taken for", held, "group")
@@ -104,10 +101,6 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     yield _counter("baton_prefix_read_bytes", "KV that slots got from their node's store", read, "group", "tier")
     stored = [((name,), store.num_bytes_stored) for name, store in stores.items()]
     yield _counter("baton_prefix_stored_bytes", "KV that answers brought to their node's store", stored, "group")
-
-
-def _promised(kv: KvLedger) -> tuple[int, int, int, int]:
-    return kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined
 
 
 def _gauge(name: str, text: str, samples: _Samples, *labels: str) -> Metric:

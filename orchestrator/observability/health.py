@@ -11,10 +11,8 @@ from orchestrator.membership.view import AbsentGroup
 
 
 def why_not_serving(groups: Sequence[GroupState], *, leaks_count: bool = True) -> tuple[str, ...]:
-    """Return a line for each reason why no request is served; none while requests are served.
-
-    `leaks_count` is False while leases of an earlier life of the orchestrator may last.
-    """
+    """Return a line for each reason why no request is served, if any. `leaks_count` is False while leases of an earlier
+    orchestrator may last."""
     reasons = []
     if not any(group.is_ready for group in groups if group.role == "generate"):
         reasons.append("no generation group is ready")

@@ -1,8 +1,7 @@
 """Measures requests: observed once each, at their ends, in histograms and counters of a registry of this orchestrator.
 
-Called by `orchestrator.controller`. The present state of queue, groups and slots is not stored here but read at each
-scrape (`orchestrator.observability.cluster_metrics`). docs/metrics.md lists all names, and their counterparts in
-OpenTelemetry's conventions, from which the buckets are. Written on the loop, read on any thread.
+Called by `orchestrator.controller`; the present state is read at each scrape (`cluster_metrics`).
+docs/metrics.md lists all names, and their counterparts in OpenTelemetry. Written on the loop, read on any thread.
 """
 
 from collections.abc import Iterator, Sequence
@@ -108,8 +107,7 @@ class Metrics:
                 self.predicted("prefill", width.predicted_s, measured_s)
 
     def _prefilled_locally(self, timings: Timings) -> None:
-        """Observe the ratio of predicted to measured time of a local prefill by the generation group, if there was a
-        prediction."""
+        """Observe the ratio of predicted to measured time of a local prefill, if there was a prediction."""
         placement, took_ns = timings.prefill.placement, timings.first_token_ns - timings.leased_ns
         if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
             self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)

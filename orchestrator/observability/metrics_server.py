@@ -19,8 +19,7 @@ from baton.errors import ConfigError
 from orchestrator.observability.cluster_metrics import StateCollector
 
 _ANSWER_S = 5.0
-"""Seconds that the loop has to answer with the cluster's state; a scrape without an answer fails, as Prometheus
-shows."""
+"""Seconds that the loop has to answer with the cluster's state; a scrape without an answer fails."""
 
 
 class MetricsServer:

@@ -1,8 +1,7 @@
 """Answers operators of a running orchestrator: its state, its health, and the draining and starting of groups.
 
-Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` (state and
-health) and `orchestrator.api.admin` (drain, undrain, stand in); scraped by `orchestrator.observability.metrics_server`.
-On the loop.
+Reads the parts of `orchestrator.controller`, which owns it. Put on gRPC by `orchestrator.api.frontend` and
+`orchestrator.api.admin`; scraped by `orchestrator.observability.metrics_server`. On the loop.
 """
 
 import logging
@@ -22,8 +21,7 @@ from orchestrator.workers.census import Census
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-"""Longest pause in seconds between two looks at a group that is being drained or started; a change ends the pause
-early."""
+"""Longest pause in seconds between two looks at a group that drains or starts; a change ends it early."""
 
 
 class Overview:
@@ -39,8 +37,7 @@ class Overview:
         *,
         lease_ttl_s: float,
     ) -> None:
-        """Slots that an earlier life of the orchestrator left may be held for `lease_ttl_s` seconds and count as no
-        leak."""
+        """For `lease_ttl_s` seconds, slots may be held since an earlier life, and count as no leak."""
         self._members = members
         self._census = census
         self._admission = admission
@@ -71,8 +68,7 @@ class Overview:
         )
 
     def is_serving(self) -> bool:
-        """Return what health says: whether a generation group can take requests, and the workers' books are in
-        order."""
+        """Return whether a generation group can take requests and the workers' books are in order."""
         return not self._why_not_serving(self._census.groups())
 
     async def drain(self, name: str, *, leave: bool) -> AsyncGenerator[GroupState, None]:
@@ -145,10 +141,8 @@ class Overview:
             raise
 
     async def _until_there(self, name: str) -> GroupState:
-        """Wait until the group has workers and return its state.
-
-        Raises UnavailableError when it cannot be started, and NotFoundError when it is no longer known.
-        """
+        """Wait until the group has workers and return its state. Raises UnavailableError when it cannot be started, and
+        NotFoundError when it is no longer known."""
         while (state := self._census.group(name)) is None:
             absence = self._members.absence(name)
             if absence is not None and absence.error:
@@ -174,10 +168,8 @@ class Overview:
         return why_not_serving(groups, leaks_count=self._clock.now_s() > self._leaks_count_from_s)
 
     def _is_idle(self, group: GroupState) -> bool:
-        """Return whether the group has no work left: none of its requests, slots or bytes of memory is in use.
-
-        A group that is not ready and does not answer has no worker that could hold any.
-        """
+        """Return whether no request, slot or memory of the group is in use. A group that is not ready and does not
+        answer has no worker that could hold any."""
         if group.num_requests or self._members.load(group.name).num_requests:  # when asked, and now
             return False
         if group.role == "prefill":

@@ -7,22 +7,11 @@ rank has more to do) and takes the one of least cost, in seconds of predicted ti
     others   how much later the jobs that they serve after it are done; and, for as many more prompts as there are jobs
              in flight, what this width computes beyond the most economical one, spread over the group
 
-Without the last term every prompt that meets an idle group, and so every one after it, would take all ranks, because
-each is done earlier that way. But a wide chain does the same work in more rank-seconds, and under load all prompts wait
-longer for that. The number of jobs in flight estimates how many prompts will come while this one is served.
+A job's turn is `due_s`: its arrival plus the time that it would take alone. Overtaking is bounded: a job is promised,
+when it comes, to be done within (1 + overtaking) times its predicted time, and a job that would break a promise goes
+behind the job that has it. Whatever is due or promised, a job gives way to a job of another tenant that has less in
+flight, for its weight, than this job's own tenant has before it. docs/kv_runahead.md derives these rules.
 
-A job's turn is `due_s`: its arrival plus the time that it would take alone, so that a short prompt overtakes a long
-one, and no later job overtakes a job that should have been done alone by then. Overtaking is bounded: each job is
-promised, when it comes, to be done within (1 + overtaking) times its predicted time, and a job that would break a
-promise goes behind the job that has it. So an endless stream of short prompts delays a long one by a part of its own
-time.
-
-Whatever is due or promised, a job gives way to a job of another tenant that has less in flight, for its weight, than
-this job's own tenant has before it. The effect is as if each tenant's jobs stood in a line of their own, and the lines
-were served in turn. A tenant's first job in flight does not give way, so each line moves on, however many others there
-are.
-
-KV-Runahead (Cho, Rastegari, Naik, ICML 2024), appendix B, says when more ranks pay; docs/kv_runahead.md, how this does.
 Called by `orchestrator.placement.predictions`. `planning.planner` predicts, and `orchestrator.membership.prefill_book`
 holds the jobs in flight. Pure.
 """
@@ -30,7 +19,7 @@ holds the jobs in flight. Pure.
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from itertools import pairwise
 
 from baton.ids import Rank
@@ -90,39 +79,33 @@ class _Place:
     others_s: float
 
 
+@dataclass(frozen=True)
 class WidthPolicy:
-    """Plans chains under one policy.
+    """Plans chains under one policy."""
 
-    `elastic` False gives every prompt all ranks, first come first served. `overtaking` is the extra time that a job may
-    take for the sake of later jobs, as a part of its predicted time.
-    """
-
-    def __init__(self, planner: ChainPlanner, *, elastic: bool, overtaking: float) -> None:
-        self.elastic = elastic
-        self.overtaking = overtaking
-        self._planner = planner
+    planner: ChainPlanner
+    _: KW_ONLY
+    elastic: bool
+    """Whether ranks and turns go by cost; False gives every prompt all ranks, first come first served."""
+    overtaking: float
+    """Extra time that a job may take for the sake of later jobs, as a part of its predicted time."""
 
     def chains(self, tokens: TokenRange, tenant: Tenant = DEFAULT_TENANT) -> "PromptChains":
         """Return the chains of a tenant's prompt, to be planned for any groups."""
-        return PromptChains(self, self._planner, tokens, tenant)
+        return PromptChains(self, tokens, tenant)
 
 
 class PromptChains:
-    """One prompt's chains of any width, each predicted once, however many groups are considered.
+    """One prompt's chains of any width, each predicted once, as that takes longer than all the rest."""
 
-    A prediction costs the planner some tenths of a millisecond per width, more than all the rest.
-    """
-
-    def __init__(self, policy: WidthPolicy, planner: ChainPlanner, tokens: TokenRange, tenant: Tenant) -> None:
-        self._policy, self._planner, self._tokens, self._tenant = policy, planner, tokens, tenant
+    def __init__(self, policy: WidthPolicy, tokens: TokenRange, tenant: Tenant) -> None:
+        self._policy, self._planner, self._tokens, self._tenant = policy, policy.planner, tokens, tenant
         self._shapes: dict[int, _Shape] = {}
         """Shapes predicted so far, by width."""
 
     def plan(self, num_ranks: int, pending: Sequence[Pending], now_s: float) -> ChainPlan:
-        """Return the chain for a group of `num_ranks` with these jobs in flight, in the order in which they are served.
-
-        `now_s` is in unix seconds. Deterministic.
-        """
+        """Return the chain for a group of `num_ranks` with these jobs in flight, in serving order. `now_s` is in unix
+        seconds. Deterministic."""
         elastic = self._policy.elastic
         most = min(num_ranks, len(self._tokens), self._planner.max_ranks)
         spaced = spaced_widths(most) if elastic else {most}
@@ -183,10 +166,7 @@ class _Group:
         return {width for width, (last, following) in steps if width <= most and last != following}
 
     def place(self, shape: _Shape, extra_s: float) -> _Place:
-        """Return the chain's place among the jobs, with its costs.
-
-        `extra_s` are the rank-seconds that the chain takes beyond the most economical one.
-        """
+        """Return the chain's place and costs; `extra_s` are its rank-seconds beyond the most economical chain's."""
         pending, ranks = self._pending, tuple(sorted(self._ranks[: len(shape.chunks)]))
         own_left_s = dict(zip(ranks, shape.rank_s, strict=True))
         num_ahead = self._num_earlier
@@ -239,11 +219,8 @@ def give_way(pending: Sequence[Pending], tenant: Tenant) -> list[bool]:
 
 
 def spaced_widths(most: int) -> set[int]:
-    """Return the numbers of ranks that are worth comparing on an idle group, `most` among them.
-
-    These are all numbers while they are few, then four from a power of two to the next, where costs hardly change from
-    one number to the next.
-    """
+    """Return the widths to compare on an idle group: all while they are few, then four from a power of two to the next,
+    where costs hardly change in between, and `most`."""
     return {width for width in range(1, most) if width % (1 << max(width.bit_length() - 3, 0)) == 0} | {most}
 
 

@@ -1,9 +1,8 @@
 """Decides where an attempt is served: one `Plan`, for which it waits a while where no group can take the request.
 
 Called by `orchestrator.dispatch.attempt`, which does what the plan says, and by `orchestrator.admission.forecast`. Only
-this module waits for groups. `orchestrator.placement.predictions` predicts from the view and the load of the groups,
-the book of prefill jobs, the attempts at generation groups (`orchestrator.placement.generation_book`), the index of
-cached prefixes, and the planner; `comparison` compares, `chain_width` plans chains. On the loop.
+this module waits for groups. `orchestrator.placement.predictions` predicts, `comparison` compares, and `chain_width`
+plans chains. On the loop.
 """
 
 import logging
@@ -37,8 +36,7 @@ _ASKED_LAST_S = 1e6
 
 @dataclass(frozen=True)
 class Plan:
-    """Where one attempt is served. Decided before anything is done for the attempt; only its chain may be planned
-    anew."""
+    """Where one attempt is served, decided before anything is done for it; only its chain may be replanned."""
 
     generation: GenerationGroup
     way: ChainWay | None
@@ -62,8 +60,7 @@ class Chooser:
         self.num_degraded = 0
         """Number of attempts whose generation group prefilled because no prefill group was ready in time."""
         self.prefixes = PrefixIndex()
-        """Index of the blocks that prefix stores hold; written by the dispatcher and by prefix discovery, from workers'
-        reports."""
+        """Index of the blocks in prefix stores, as workers report; written by dispatch and prefix discovery."""
         self._members = members
         self._planner = planner
         self._occupancy = Occupancy(planner)
@@ -111,8 +108,7 @@ class Chooser:
         return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
-        """Return the plan with the chain that costs least now; unchanged without a chain, and when no prefill group is
-        ready."""
+        """Return the plan with the chain that costs least now; unchanged without a chain or a ready prefill group."""
         if plan.way is None:
             return plan
         made = {plan.generation.layout_fingerprint: plan.blocks}
@@ -125,10 +121,8 @@ class Chooser:
         return bool(groups_with_room(groups, self._members.load, record.request.num_slots))
 
     def predict_s(self, record: RequestRecord) -> float:
-        """Return the predicted seconds to the first token of a request that is placed now; 0 where nothing is known.
-
-        Predicts for the best of the ready groups that can serve the request, or of those with room, if any has room.
-        """
+        """Return the predicted seconds to the first token of a request placed now, at the best ready group, with room
+        if any has; 0 where nothing is known."""
         groups = able_groups(self._members.view, record)
         roomy = groups_with_room(groups, self._members.load, record.request.num_slots)
         prospects = Prospects(self._outlook, record, uses_cached=True, holds=False)

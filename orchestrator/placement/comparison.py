@@ -1,11 +1,9 @@
 """Compares the ways to serve a request: which generation group, and which workers prefill, in predicted seconds.
 
-A way to serve a request is a generation group and, to prefill it, a prefill group's chain or the generation group
-itself. The terms of a way (`baton.results.PlacementTerms`) are the work queued before it, its own prefill without what
-is cached there, the decode steps in between, the transfer of KV that the group lacks, and its cost to other prompts.
-`orchestrator.placement.predictions` predicts them; `orchestrator.placement.chooser` calls the comparisons here. The
-cost of a local prefill to running rows is bounded by their engine (`generate_workers.engine.step_bound`), and is no
-term. Pure.
+A way is a generation group and, to prefill, a prefill group's chain or the generation group itself; its cost is the sum
+of `baton.results.PlacementTerms`. `orchestrator.placement.predictions` predicts them; `orchestrator.placement.chooser`
+calls the comparisons here. The cost of a local prefill to running rows is bounded by their engine
+(`generate_workers.engine.step_bound`), and is no term. Pure.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -34,8 +32,7 @@ class ChainWay:
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:
-    """Return the ready generation groups that may serve the request and have slots that are large enough, except those
-    whose lives are in `avoid`."""
+    """Return the ready generation groups, except lives in `avoid`, that may and whose slots can serve the request."""
     return [
         group
         for group in view.generation

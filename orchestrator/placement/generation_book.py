@@ -1,8 +1,8 @@
 """The book of attempts at generation groups: the rows that each group decodes, and the prompts that it still prefills.
 
 It reads the records of the requests: an entry counts for as long as its attempt runs, and as waiting for its prefill
-until it has a token. So no caller removes entries. The time that a local prefill took is reported to the planner, once,
-when it is seen. Written by `orchestrator.placement.chooser`, read by `orchestrator.placement.predictions`. On the loop.
+until it has a token, so no caller removes entries. The time that a local prefill took is reported to the planner, once,
+when it is seen. On the loop.
 """
 
 from collections.abc import Hashable, Iterator
@@ -29,8 +29,7 @@ class _Guest:
     nominal_s: float = 0.0
     """Predicted seconds of the attempt's local prefill alone, not scaled by the durations of earlier ones."""
     queued_s: float | None = None
-    """Predicted seconds of the local prefills before the attempt's, not scaled either; None when it also waits for
-    slots or memory."""
+    """Predicted, unscaled seconds of the local prefills before it; None when it also waits for slots or memory."""
 
     @property
     def is_there(self) -> bool:
@@ -39,8 +38,7 @@ class _Guest:
 
     @property
     def took_s(self) -> float | None:
-        """Return the seconds from the attempt's slots to the request's first token, by one clock; None if another
-        attempt brought that token."""
+        """Return the seconds from slots to first token, by one clock; None if another attempt brought it."""
         leased_ns = self.record.attempt.leased_ns
         took_ns = self.record.first_seen_ns - leased_ns
         return took_ns / 1e9 if leased_ns and took_ns >= 0 else None

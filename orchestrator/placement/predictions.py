@@ -65,8 +65,7 @@ class Prospects:
         self._chains: dict[int, PromptChains] = {}
         """Chains of the prompt, by their first token."""
         self._batches: dict[str, tuple[int, float]] = {}
-        """Number of rows and mean tokens of a row, by group. Counting them takes longer than the rest when many
-        requests run."""
+        """Number of rows and mean tokens of a row, by group; counting them is slow when many requests run."""
 
     def blocks(self, layout_fingerprint: str) -> PromptBlocks:
         """Return the blocks of all tokens whose KV the attempt has to make, in KV of that layout."""

@@ -1,15 +1,11 @@
 """The index of which prefix store holds which blocks, as reported by workers: how much of a prompt is cached where.
 
-A tree over blocks of tokens, in which each store has its nodes. A block's name determines the way to it
-(`baton.prefix_blocks`), so a node is found by its name alone, and the longest prefix by looking up one name after the
-other from the root, until one is missing: one lookup per block, however much is held. Edges would repeat that, and
-would have to be kept right.
-
-The index holds hints. A store is asked for its blocks when it comes into view
-(`orchestrator.workers.prefix_discovery`). From then on it evicts by itself and says so with its next report, and
-reports are lost with their workers. A block that is missing after all costs a second try; a block that the index lacks
-is found when it is to be stored again. Beyond a bound, the least recently used nodes are forgotten; a prompt uses its
-blocks from the last to the first, so these are leaves.
+A block's name determines all blocks before it (`baton.prefix_blocks`), so the longest prefix is found by looking up one
+name after the other until one is missing. The index holds hints: a store is asked for its blocks when it comes into
+view, then evicts by itself and says so with its next report, and reports are lost with their workers. A block that is
+missing after all costs a second try; a block that the index lacks is found when it is to be stored again. Beyond a
+bound, the least recently used names are forgotten; a prompt uses its blocks from the last to the first, so that its
+first blocks go last.
 
 Read by `orchestrator.placement.predictions`; written by `orchestrator.dispatch` and
 `orchestrator.workers.prefix_discovery`. Pure; on the loop.
@@ -35,16 +31,12 @@ class PrefixIndex:
         return sum(len(held) for held in self._held.values())
 
     def num_held(self, store: str, names: Sequence[str]) -> int:
-        """Return how many of a prompt's first blocks the store holds.
-
-        Changes nothing: a store that is only considered has not been used.
-        """
+        """Return how many of a prompt's first blocks the store holds; that does not count as a use of them."""
         held = self._held.get(store, ())
         return next((index for index, name in enumerate(names) if name not in held), len(names))
 
     def use(self, store: str, names: Sequence[str]) -> None:
-        """Record that these blocks of a prompt, from its first on, are in the store and were just read or written
-        there."""
+        """Record that these first blocks of a prompt are in the store and were just read or written there."""
         if not store or not names:
             return
         held = self._held.setdefault(store, OrderedDict())
@@ -55,10 +47,8 @@ class PrefixIndex:
             held.popitem(last=False)
 
     def add(self, store: str, names: Sequence[str]) -> None:
-        """Record that these blocks are in the store, in the order of their last use, the least recent first.
-
-        They count as less recently used than all blocks that `use` was told of.
-        """
+        """Record that the store has these blocks, the least recently used first; all count as older than those of
+        `use`."""
         held = self._held.setdefault(store, OrderedDict())
         for name in reversed(names[max(len(names) + len(held) - self._max_blocks, 0) :]):
             if name not in held:

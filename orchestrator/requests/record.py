@@ -82,13 +82,11 @@ class Finished:
     usage: Usage
     timings: Timings
     error: BatonError | None = None
-    """The error that ended the request before all of its choices had ended; None when all of them ended by
-    themselves."""
+    """The error that ended the request before its choices; None when all of them ended by themselves."""
 
 
 Event = Started | TokenEvent | Finished
-"""An event of a stream: one Started, any number of token events, one Finished. A choice's last token event carries the
-reason of its end."""
+"""An event of a stream: one Started, token events, one Finished. A choice's last token event has its finish reason."""
 
 
 @dataclass
@@ -191,8 +189,7 @@ class RequestRecord:
 
     @property
     def is_apart(self) -> bool:
-        """Return whether one of several choices has tokens or has ended, so that a retry must serve each choice by
-        itself."""
+        """Return whether one of several choices has tokens or an end, so that each is retried by itself."""
         return len(self.choices) > 1 and any(choice.output_ids or choice.finish for choice in self.choices)
 
     def advance(self, move: RequestMove) -> None:
@@ -261,8 +258,7 @@ class RequestRecord:
         return event if event.choice == choice.index else replace(event, choice=choice.index)
 
     def end_known(self, now_ns: int) -> list[TokenEvent]:
-        """End the choices that had already ended when the client resumed its stream, and return the events that report
-        it."""
+        """End choices that had ended before the client resumed its stream; return the events that report it."""
         pairs = zip(self.choices, self.request.ended, strict=False)
         return [choice.end(finish, now_ns) for choice, finish in pairs if finish is not None]
 
@@ -288,8 +284,7 @@ class RequestRecord:
         ]
 
     def merge(self, branches: "Sequence[RequestRecord]") -> None:
-        """Take over the number of attempts, the attempt that was placed last, and the token times from the records that
-        `branches` returned."""
+        """Take over attempts, the latest placement and token times from the records that `branches` returned."""
         latest = max((each.attempt for each in (self, *branches)), key=lambda attempt: attempt.leased_ns)
         self.attempt = replace(latest, number=max(branch.attempt.number for branch in branches))
         first_ns = [each.first_token_ns for each in (self, *branches) if each.first_token_ns]
@@ -297,10 +292,7 @@ class RequestRecord:
         self.last_token_ns = max(each.last_token_ns for each in (self, *branches))
 
     def finish(self, now_ns: int, reason: FinishReason | None = None, error: BatonError | None = None) -> Finished:
-        """End the request and return its last event.
-
-        `reason` is the end of choices that have not ended by themselves, and `error` the failure that ended them.
-        """
+        """End the request and return its last event: open choices end for `reason`, because of `error` if given."""
         self.advance(RequestMove.FINISH)
         attempt = self.attempt
         num_cached = min(attempt.num_cached_tokens, len(self.request.prompt_ids))

@@ -21,8 +21,7 @@ class Request:
     params: SamplingParams
     """Sampling parameters of the whole request, seed included."""
     outputs: tuple[tuple[int, ...], ...] = ()
-    """Tokens that the client has from an earlier stream, one tuple per choice; this stream continues after them. Empty
-    for a new request."""
+    """Tokens that the client has from an earlier stream, by choice, after which this one continues; empty if new."""
     ended: tuple[FinishReason | None, ...] = ()
     """For each of `outputs`, the reason why that choice has ended; None where it continues."""
     deadline_s: float | None = None
@@ -33,19 +32,15 @@ class Request:
     tenant: Tenant = DEFAULT_TENANT
     """The tenant that sent the request."""
     by_chain: bool = False
-    """Whether a prefill group's chain prefills, if there is one, even where the generation group is predicted to be
-    faster."""
+    """Whether a chain prefills, if there is one, even where the generation group is predicted to be faster."""
     exact: bool = False
-    """Whether only generation groups that attend to all tokens may serve the request: its client asked for that, or was
-    told that it is so."""
+    """Whether only groups that attend to all tokens may serve it: the client asked for that, or was told so."""
     prefix_salt: str = ""
-    """Salt in the names of the prompt's blocks: the request shares cached prefixes only with requests of the same
-    salt."""
+    """Salt in the names of the prompt's blocks: only requests of the same salt share cached prefixes."""
 
     @property
     def is_resumed(self) -> bool:
-        """Return whether the client resumes a stream of an earlier orchestrator, which a generation group may still
-        run."""
+        """Return whether the client resumes an earlier orchestrator's stream, which a group may still run."""
         return bool(self.outputs)
 
     @property

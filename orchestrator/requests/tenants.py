@@ -1,10 +1,9 @@
 """Finds the tenant that a call belongs to, and says what each tenant may have: keys, a weight, bounds.
 
-A call says who sends it in its gRPC metadata: by an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`), or,
-where a trusted gateway in front has checked already, by the tenant's name (`baton-tenant: NAME`). Operators, who may
-change the cluster, have keys of their own (`orchestrator.api.access` says for which methods). Only the hashes of keys
-are held here. Used by `orchestrator.api`; `orchestrator.admission` applies weights and bounds. Pure; read-only once
-made.
+A call's gRPC metadata says who sends it: an API key (`authorization: Bearer KEY`, or `x-api-key: KEY`) or, where a
+trusted gateway in front has checked already, the tenant's name (`baton-tenant: NAME`). Operators have keys of their own
+(`orchestrator.api.access`). Only the hashes of keys are held here. Used by `orchestrator.api`; `orchestrator.admission`
+applies weights and bounds. Pure; read-only once made.
 """
 
 import hashlib

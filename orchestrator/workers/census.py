@@ -1,9 +1,8 @@
-"""Asks all workers for their status, and finds leaks.
+"""Asks all workers for their status, and finds leaks among what they hold.
 
 A leak is a slot or job that for over 2 s without pause belonged to no request of this orchestrator, and to no stream
-kept for a client to resume. A slot that is only leased ends by its ttl if its lease was of a Reserve whose answer was
-lost: it counts as a leak when it has not ended by then. Run by `orchestrator.controller`; read by
-`orchestrator.observability.state`; calls workers through `orchestrator.workers.client`. On the loop.
+kept for a client to resume. A slot that is only leased, perhaps by a Reserve whose answer was lost, is a leak when it
+has not ended by its ttl. Run by `orchestrator.controller`; read by `orchestrator.observability.state`. On the loop.
 """
 
 import asyncio
@@ -43,10 +42,6 @@ class Excess:
         while len(self._seen) > 1 and self._seen[1][0] <= now_s - self._window_s:
             self._seen.popleft()  # the oldest one kept spans the window, if any does
 
-    def forget(self) -> None:
-        """Forget all observations, because the worker did not answer: its supervisor deals with what it holds."""
-        self._seen.clear()
-
     @property
     def num_leaked(self) -> int:
         """Return how many slots or jobs were unknown during the whole window; 0 until the window is full."""
@@ -56,23 +51,16 @@ class Excess:
 
 
 class Leaks:
-    """Leaks of one worker: slots or jobs that are unknown for LEAK_S seconds, slots that may be merely leased for a
-    lease's ttl longer. Pure."""
+    """Leaks of one worker: unknown for LEAK_S seconds, or, if merely leased, for a lease's ttl longer. Pure."""
 
     def __init__(self, lease_ttl_s: float) -> None:
         self._beyond_leases = Excess()
         self._all = Excess(LEAK_S + lease_ttl_s)
 
     def observe(self, now_s: float, num_unknown: int, num_leased: int = 0) -> None:
-        """Record how many slots or jobs belong to no known request now, and how many slots, known or not, are merely
-        leased."""
+        """Record how many slots or jobs are unknown now, and how many slots, known or not, are merely leased."""
         self._beyond_leases.observe(now_s, num_unknown - num_leased)
         self._all.observe(now_s, num_unknown)
-
-    def forget(self) -> None:
-        """Forget all observations, because the worker did not answer: its supervisor deals with what it holds."""
-        self._beyond_leases.forget()
-        self._all.forget()
 
     @property
     def num_leaked(self) -> int:
@@ -92,8 +80,7 @@ class Census:
         *,
         lease_ttl_s: float = OrchestratorConfig.lease_ttl_s,
     ) -> None:
-        """`on_step` is called with forward passes of generation groups, at most once for each. `lease_ttl_s` is the
-        leases' ttl."""
+        """`on_step` is called at most once for each forward pass of a generation group that is seen."""
         self._members = members
         self._clients = clients
         self._clock = clock
@@ -116,10 +103,7 @@ class Census:
         await repeat("the census of workers", ask, Pauses(period_s, _MOST_PAUSE_S))
 
     async def ask(self) -> None:
-        """Ask every worker once, which takes at most a second, and forget workers that are no longer present.
-
-        May be called while another call waits for answers.
-        """
+        """Ask every worker once, for at most a second, and forget those that are gone. Calls may overlap."""
         view = self._members.present
         await asyncio.gather(
             *(self._ask_generation(group) for group in view.generation),
@@ -127,9 +111,7 @@ class Census:
         )
         present = self._members.present.endpoints  # other workers may have come, or been asked, meanwhile
         for endpoint in (self._leaks.keys() | self._generation.keys() | self._ranks.keys()) - present:
-            self._leaks.pop(endpoint, None)
-            self._generation.pop(endpoint, None)
-            self._ranks.pop(endpoint, None)
+            self._forget(endpoint)
         await self._clients.prune(present)
 
     def groups(self) -> tuple[GroupState, ...]:
@@ -141,12 +123,11 @@ class Census:
         return next((group for group in self.groups() if group.name == name), None)
 
     async def _ask_generation(self, group: GenerationGroup) -> None:
-        leaks = self._leaks_of(group.endpoint)
         try:
             with self._clients.use(group.endpoint) as worker:
                 status = await worker.generation_status(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(group.endpoint, leaks, error)
+            self._unanswered(group.endpoint, error)
             self._members.num_bytes_free.pop(group.name, None)
             return
         num_kept = sum(each.num_slots for each in status.kept)
@@ -158,31 +139,29 @@ class Census:
         if status.kv.num_bytes:
             self._members.num_bytes_free[group.name] = status.kv.num_bytes_free
         known = self._members.load(group.name).num_slots + num_kept
-        leaks.observe(self._clock.now_s(), status.num_slots - status.num_free - known, status.num_leased)
+        self._observe(group.endpoint, status.num_slots - status.num_free - known, status.num_leased)
 
     async def _ask_rank(self, group: PrefillGroup, endpoint: str) -> None:
-        leaks = self._leaks_of(endpoint)
         try:
             with self._clients.use(endpoint) as worker:
                 status = await worker.prefill_status(_TIMEOUT_S)
         except BatonError as error:
-            self._unanswered(endpoint, leaks, error)
+            self._unanswered(endpoint, error)
             return
         self._ranks[endpoint] = status
-        leaks.observe(self._clock.now_s(), status.num_jobs - self._members.load(group.name).num_requests)
+        self._observe(endpoint, status.num_jobs - self._members.load(group.name).num_requests)
 
-    def _leaks_of(self, endpoint: str) -> Leaks:
-        return self._leaks.setdefault(endpoint, Leaks(self._lease_ttl_s))
+    def _observe(self, endpoint: str, num_unknown: int, num_leased: int = 0) -> None:
+        leaks = self._leaks.setdefault(endpoint, Leaks(self._lease_ttl_s))
+        leaks.observe(self._clock.now_s(), num_unknown, num_leased)
 
-    def _unanswered(self, endpoint: str, leaks: Leaks, error: BatonError) -> None:
+    def _unanswered(self, endpoint: str, error: BatonError) -> None:
         logger.debug("%s does not say what it holds: %s", endpoint, error)
-        leaks.forget()
-        self._generation.pop(endpoint, None)
-        self._ranks.pop(endpoint, None)
+        self._forget(endpoint)  # its leaks too: its supervisor deals with what it holds
 
-    def _num_leaked(self, endpoint: str) -> int:
-        leaks = self._leaks.get(endpoint)
-        return 0 if leaks is None else leaks.num_leaked
+    def _forget(self, endpoint: str) -> None:
+        for known in (self._leaks, self._generation, self._ranks):
+            known.pop(endpoint, None)
 
     def _state(self, group: Group) -> GroupState:
         if isinstance(group, PrefillGroup):
@@ -196,7 +175,7 @@ class Census:
             endpoints=endpoints,
             epoch=epoch,
             is_ready=self._members.may_have_work(group),
-            num_leaked=max((self._num_leaked(endpoint) for endpoint in endpoints), default=0),
+            num_leaked=max((self._leaks[each].num_leaked for each in endpoints if each in self._leaks), default=0),
             num_requests=self._members.load(group.name).num_requests,
             is_drained=self._members.is_drained(group),
             is_broken=self._members.is_broken(group),

@@ -8,16 +8,17 @@ long, raises UnavailableError. On the loop.
 import asyncio
 import contextlib
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 
 import grpc
 
 from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
-from baton.ids import ReserveNumber, StreamNumber
-from baton.proto_types import rank_timing_from_proto
+from baton.ids import StreamNumber
+from baton.proto_types import event_from_proto, rank_timing_from_proto
 from baton.results import RankTiming
-from baton.types import Lease, LeaseRef, TokenEvent
+from baton.types import Lease, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
@@ -27,8 +28,6 @@ from orchestrator.workers.messages import PrefillJob, stream_request, takeover_r
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from transport.channel import make_channel
 from transport.kv_client import KvClient
-from transport.kv_sink import ReserveSpec
-from transport.proto_types import event_from_proto
 from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
@@ -81,35 +80,15 @@ class EventStream:
         self._call.cancel()
 
 
-class WorkerClient:
-    """Calls one worker, of either role."""
+class WorkerClient(KvClient):
+    """Calls one worker, of either role; the lease verbs are for generation groups."""
 
     def __init__(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        super().__init__(channel, timeout_s=VERB_TIMEOUT_S, errors=partial(_worker_errors, endpoint))
         self._endpoint = endpoint
         self._prefill = PrefillRankStub(channel)
         self._generation = GenerationGroupStub(channel)
-        self._leases = KvClient(channel, timeout_s=VERB_TIMEOUT_S)
         self._streams = SharedStreams(channel)
-
-    async def reserve(self, spec: ReserveSpec, layout_fingerprint: str) -> Lease:
-        """Lease a slot. Raises ResourceExhaustedError when none is free."""
-        with _worker_errors(self._endpoint):
-            return await self._leases.reserve(spec, layout_fingerprint)
-
-    async def renew(self, lease: Lease) -> None:
-        """Extend the lease by another ttl."""
-        with _worker_errors(self._endpoint):
-            await self._leases.renew(lease.ref, lease.ttl_s)
-
-    async def abort(self, ref: LeaseRef) -> None:
-        """End the lease and free its slot, if the lease still holds it; idempotent."""
-        with _worker_errors(self._endpoint):
-            await self._leases.abort(ref)
-
-    async def abort_reserve(self, number: ReserveNumber) -> None:
-        """Undo the Reserve of that number, whether it was granted, is being granted, or is still on its way."""
-        with _worker_errors(self._endpoint):
-            await self._leases.abort_reserve(number)
 
     def stream(
         self, record: RequestRecord, number: StreamNumber, config: OrchestratorConfig, lease: Lease | None
@@ -120,8 +99,7 @@ class WorkerClient:
         return EventStream(self._streams.open(request), self._endpoint)
 
     def take_over(self, record: RequestRecord, number: StreamNumber) -> EventStream:
-        """Open a stream that the group has kept, and continue it; reading it raises NotFoundError when the group has
-        not."""
+        """Open a stream that the group has kept; reading it raises NotFoundError when the group has not."""
         return EventStream(self._streams.open(takeover_request(record, number)), self._endpoint)
 
     async def close(self) -> None:
@@ -131,7 +109,7 @@ class WorkerClient:
     async def cancel(self, number: StreamNumber) -> None:
         """End the stream of that number; idempotent."""
         request = generate_pb2.CancelRequest(number=number)
-        with _worker_errors(self._endpoint):
+        with self._errors():
             await self._generation.Cancel(request, timeout=VERB_TIMEOUT_S)
 
     async def run(self, job: PrefillJob) -> RankReport:
@@ -140,7 +118,7 @@ class WorkerClient:
         Returns when the chunk is computed, passed on, pushed and, on the last rank, stored. Raises StalePrefixError
         when the blocks behind which the chain begins are not cached.
         """
-        with _worker_errors(self._endpoint):
+        with self._errors():
             report = await self._prefill.Run(job.message)
         return RankReport(
             rank_timing_from_proto(report.timing), tuple(report.stored_blocks), tuple(report.evicted_blocks)
@@ -148,19 +126,19 @@ class WorkerClient:
 
     async def generation_status(self, timeout_s: float) -> GenerationStatus:
         """Return what this generation group holds and does now."""
-        with _worker_errors(self._endpoint):
+        with self._errors():
             return await self._generation.GetStatus(generate_pb2.GenerationStatusRequest(), timeout=timeout_s)
 
     async def prefix_blocks(self, *, is_prefill: bool) -> list[str]:
         """Return the names of the blocks in the prefix store of this worker's node, the least recently used first."""
         ask = self._prefill.ListPrefixBlocks if is_prefill else self._generation.ListPrefixBlocks
-        with _worker_errors(self._endpoint):
+        with self._errors():
             reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
 
     async def prefill_status(self, timeout_s: float) -> PrefillStatus:
         """Return what this prefill rank holds and does now."""
-        with _worker_errors(self._endpoint):
+        with self._errors():
             return await self._prefill.GetStatus(prefill_pb2.PrefillStatusRequest(), timeout=timeout_s)
 
 
@@ -168,7 +146,7 @@ class WorkerClient:
 class _Connection:
     channel: grpc.aio.Channel
     client: WorkerClient
-    num_users: int = field(default=0)
+    num_users: int = 0
 
 
 class Clients:
@@ -200,8 +178,7 @@ class Clients:
 
 @contextlib.contextmanager
 def _worker_errors(endpoint: str) -> Iterator[None]:
-    """Translate the errors of a call to a worker: a call that it cancelled or left unanswered raises
-    UnavailableError."""
+    """Translate a call's errors: one that the worker cancelled or left unanswered raises UnavailableError."""
     try:
         with translate_rpc_errors():
             yield

@@ -33,8 +33,7 @@ class PrefillJob:
 
     @cached_property
     def message(self) -> prefill_pb2.PrefillJob:
-        """Return the message that every rank is sent, made once, from the record as it is then. Raises
-        InvalidArgumentError when it is too large to send."""
+        """Return the message to every rank, made once. Raises InvalidArgumentError when it is too large."""
         record, chain = self.record, self.chain
         job = prefill_pb2.PrefillJob(
             epoch=self.group.epoch,

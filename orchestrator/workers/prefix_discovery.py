@@ -27,8 +27,7 @@ class PrefixStores:
         """Tasks that ask for a store's blocks, by store; kept when done, so that each store is asked once."""
 
     def look(self) -> None:
-        """Ask the stores that are new in the view, in tasks, and forget those that are gone. To be called for every
-        request."""
+        """Ask stores that are new in the view, in tasks, and forget those that are gone; for every request."""
         groups = [group for group in self._members.view.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
@@ -45,8 +44,7 @@ class PrefixStores:
         await asyncio.gather(*self._asked.values(), return_exceptions=True)
 
     async def _ask(self, group: Group) -> None:
-        """Add a store's blocks to the index, asking this group; any group that shares the store would give the same
-        answer."""
+        """Add a store's blocks to the index, asking this group of those that share the store."""
         is_prefill = isinstance(group, PrefillGroup)
         try:
             with self._clients.use(group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint) as worker:

@@ -1,9 +1,8 @@
 """Multiplexes all streams of one generation group over one gRPC call, which is open while there are any.
 
-Used by `orchestrator.workers.client`. One message has what a step of the group made for all streams. Each stream has
-its part of it in a queue of its own, so none waits for another's reader. A queue is bounded by its request: an event
-for each token that it asked for. When the call breaks, all its streams fail, as each would have with a call of its own;
-the next stream opens another call. On the loop.
+Used by `orchestrator.workers.client`. Each stream has its part of a message in a queue of its own, bounded by its
+request's tokens, so none waits for another's reader. When the call breaks, all its streams fail, as each would have
+with a call of its own; the next stream opens another call. On the loop.
 """
 
 import asyncio
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_COMMAND_BYTES = MAX_MESSAGE_BYTES - 2**16
-"""Largest message, in bytes, that tells a worker about a request. For a message above its own limit, gRPC ends the
-whole call, here with the streams of many requests."""
+"""Largest message, in bytes, about a request: above its limit gRPC ends the call, and with it all streams in it."""
 
 
 class StreamPart:
@@ -46,10 +44,7 @@ class StreamPart:
         self._waiter: asyncio.Future[None] | None = None
 
     async def read(self) -> pb.TokenEvent | None:
-        """Return the next event, or None after the last; raise the error with which the stream ended.
-
-        To be called by one task at a time.
-        """
+        """Return the next event, or None after the last; raise the stream's error. For one task at a time."""
         while not self._events:
             if self._error is not None:
                 raise self._error
@@ -70,7 +65,8 @@ class StreamPart:
         if event.HasField("event"):
             self._events.append(event.event)
         if event.HasField("end"):
-            self.end(_error_of(event.end))
+            end = event.end
+            self.end(error_of_name(end.error, end.text, end.retry_after_s or None) if end.error else None)
         else:
             self._wake()
 
@@ -87,11 +83,12 @@ class StreamPart:
 class _SharedCall:
     """One gRPC call, from its first stream to its last."""
 
-    def __init__(self, stub: "GenerationGroupAsyncStub") -> None:
+    def __init__(self, stub: "GenerationGroupAsyncStub", on_end: "Callable[[_SharedCall], None]") -> None:
         self.parts: dict[int, StreamPart] = {}
         self.is_over = False
         self._commands: asyncio.Queue[pb.StreamCommand | None] = asyncio.Queue()
         self._reading = asyncio.create_task(self._read(stub))
+        self._reading.add_done_callback(lambda _: on_end(self))
 
     def open(self, number: int, command: pb.StreamCommand) -> StreamPart:
         part = self.parts[number] = StreamPart(number, self.leave)
@@ -101,9 +98,6 @@ class _SharedCall:
     def leave(self, number: int) -> None:
         self._commands.put_nowait(pb.StreamCommand(leave=number))
         self._forget(number)
-
-    def on_end(self, told: "Callable[[_SharedCall], None]") -> None:
-        self._reading.add_done_callback(lambda _: told(self))
 
     async def close(self) -> None:
         self._reading.cancel()
@@ -176,9 +170,8 @@ class SharedStreams:
             refused.end(error)
             return refused
         if self._latest is None or self._latest.is_over:
-            self._latest = _SharedCall(self._stub)
+            self._latest = _SharedCall(self._stub, self._calls.discard)
             self._calls.add(self._latest)
-            self._latest.on_end(self._calls.discard)
         return self._latest.open(request.number, command)
 
     async def close(self) -> None:
@@ -193,7 +186,3 @@ def check_size(request_id: str, num_bytes: int) -> None:
             f"request {request_id} takes {num_bytes} bytes between the orchestrator and its workers, over the limit "
             f"of {MAX_COMMAND_BYTES}: send a shorter prompt, or fewer outputs"
         )
-
-
-def _error_of(end: pb.StreamEnd) -> BatonError | None:
-    return error_of_name(end.error, end.text, end.retry_after_s or None) if end.error else None

@@ -48,7 +48,7 @@ async def test_a_closed_stream_is_cancelled_everywhere(running: Relay) -> None:
     async with aclosing(running.server.controller.generate(LONG)) as events:
         assert isinstance(await anext(events), Started)
         assert isinstance(await anext(events), TokenEvent)
-    assert (await running.server.controller.state()).num_running == 0
+    assert (await running.server.controller.overview.state()).num_running == 0
 
 
 async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(running: Relay) -> None:
@@ -56,7 +56,7 @@ async def test_a_request_that_is_closed_before_its_task_begins_leaves_the_queue(
     events = controller.generate(LONG)
     await anext(events)  # Started is there without waiting for the task
     await events.aclose()
-    assert (await controller.state()).num_running == 0
+    assert (await controller.overview.state()).num_running == 0
 
 
 async def test_a_passed_deadline_is_the_end(running: Relay) -> None:

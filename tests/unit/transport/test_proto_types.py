@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from baton import proto_types as clients
 from baton.errors import InvalidArgumentError, VersionMismatchError
 from baton.ids import RequestId, SlotId, Stamp
 from baton.sampling_params import SamplingParams
@@ -74,17 +75,17 @@ def test_lease_of_no_slot_is_refused() -> None:
 @settings(deadline=None)
 @given(sampled)
 def test_sampled_token_round_trips(token: SampledToken) -> None:
-    assert convert.sampled_from_proto(convert.sampled_to_proto(token)) == token
+    assert clients.sampled_from_proto(clients.sampled_to_proto(token)) == token
 
 
 @settings(deadline=None)
 @given(params)
 def test_sampling_params_round_trip(given_params: SamplingParams) -> None:
-    assert convert.params_from_proto(convert.params_to_proto(given_params)) == given_params
+    assert clients.params_from_proto(clients.params_to_proto(given_params)) == given_params
 
 
 def test_unset_optional_params_take_their_defaults() -> None:
-    assert convert.params_from_proto(common_pb2.SamplingParams(max_tokens=4)) == SamplingParams(max_tokens=4)
+    assert clients.params_from_proto(common_pb2.SamplingParams(max_tokens=4)) == SamplingParams(max_tokens=4)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +100,7 @@ def test_unset_optional_params_take_their_defaults() -> None:
 )
 def test_bad_params_are_refused_by_name(message: common_pb2.SamplingParams, field: str) -> None:
     with pytest.raises(InvalidArgumentError, match=field):
-        convert.params_from_proto(message)
+        clients.params_from_proto(message)
 
 
 @settings(deadline=None)
@@ -117,11 +118,11 @@ def test_event_round_trips(event: TokenEvent) -> None:
 
 @pytest.mark.parametrize("finish", [None, *FinishReason])
 def test_finish_reason_round_trips(finish: FinishReason | None) -> None:
-    assert convert.finish_from_proto(convert.finish_to_proto(finish)) is finish
+    assert clients.finish_from_proto(clients.finish_to_proto(finish)) is finish
 
 
 def test_every_finish_reason_of_the_wire_is_known_here() -> None:
-    known = {convert.finish_to_proto(finish) for finish in (None, *FinishReason)}
+    known = {clients.finish_to_proto(finish) for finish in (None, *FinishReason)}
     assert known == set(generate_pb2.FinishReason.values())
 
 

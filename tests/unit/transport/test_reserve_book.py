@@ -120,13 +120,13 @@ async def test_numbers_are_forgotten_in_time(receiver: Receiver) -> None:
         await receiver.reserve()
     receiver.clock.advance(2)
     await receiver.reserve(ReserveNumber(8))
-    assert len(receiver.book) == 1
+    assert len(receiver.book._known) == 1
 
 
 async def test_no_more_than_so_many_are_remembered(receiver: Receiver) -> None:
     for number in range(1, MAX_REMEMBERED + 100):
         receiver.abort(ReserveNumber(number))
-    assert len(receiver.book) == MAX_REMEMBERED
+    assert len(receiver.book._known) == MAX_REMEMBERED
     await receiver.reserve(ReserveNumber(1))
     with pytest.raises(LeaseError):
         await receiver.reserve(ReserveNumber(MAX_REMEMBERED + 99))

@@ -9,10 +9,10 @@ import pytest
 from baton import __version__, errors
 from baton.channel_options import USER_AGENT
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, StaleStampError, UnavailableError
-from baton.status import MAX_TEXT_CHARS, STATUS_OF
+from baton.status import MAX_TEXT_CHARS, STATUS_OF, encode_error
 from tests.support.wire.rpc import STREAM, UPLOAD, Context, Service, call_unary, connected
 from transport.channel import bind, make_channel, make_server
-from transport.status import VERSIONED, SentStatus, abort_with, from_rpc_error, translate_rpc_errors
+from transport.status import VERSIONED, SentStatus, from_rpc_error, translate_rpc_errors
 
 
 def all_errors(base: type[BatonError] = BatonError) -> set[type[BatonError]]:
@@ -126,7 +126,7 @@ async def test_bug_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture
 async def test_servicer_may_abort_by_itself(caplog: pytest.LogCaptureFixture) -> None:
     class Aborting(Service):
         async def unary(self, request: bytes, context: Context) -> bytes:
-            await abort_with(context, StaleStampError("mine"))
+            await context.abort(*encode_error(StaleStampError("mine")))
 
     async with connected(Aborting()) as channel:
         with pytest.raises(StaleStampError, match="mine"), translate_rpc_errors():

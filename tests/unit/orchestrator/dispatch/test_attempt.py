@@ -3,6 +3,7 @@ jobs are in the book of their group for as long as ranks have them.
 """
 
 import asyncio
+import itertools
 import math
 import random
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +19,7 @@ from baton.proto_types import timings_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import TokenEvent
 from baton.v1 import common_pb2, kv_pb2, kv_pb2_grpc
-from orchestrator.dispatch.attempt import Dispatcher, JobNumbers
+from orchestrator.dispatch.attempt import Dispatcher
 from orchestrator.membership.members import Members
 from orchestrator.membership.prefill_book import Pending
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -276,9 +277,9 @@ async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
 
 def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:
     clock = ManualClock(start_s=100)
-    numbers = JobNumbers(clock)
-    issued = [numbers.issue() for _ in range(3)]
+    first = Dispatcher(Members(), Clients(), linear_planner(), clock, OrchestratorConfig())
+    issued = list(itertools.islice(first._numbers, 3))
     clock.advance(1)
-    issued.append(JobNumbers(clock).issue())
+    issued.append(next(Dispatcher(Members(), Clients(), linear_planner(), clock, OrchestratorConfig())._numbers))
     assert issued == sorted(set(issued))
     assert 0 < issued[0] < 2**63

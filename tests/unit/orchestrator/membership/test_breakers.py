@@ -27,39 +27,39 @@ def fail(breakers: Breakers, count: int) -> None:
 
 def test_failures_in_a_row_open_a_breaker(breakers: Breakers) -> None:
     fail(breakers, 2)
-    assert breakers.admits(LIFE)
+    assert breakers.of(LIFE).admits
     fail(breakers, 1)
-    assert (breakers.admits(LIFE), breakers.state(LIFE)) == (False, BreakerState.OPEN)
-    assert breakers.admits("another life")
+    assert (breakers.of(LIFE).admits, breakers.of(LIFE).state) == (False, BreakerState.OPEN)
+    assert breakers.of("another life").admits
 
 
 def test_a_success_in_between_starts_the_count_anew(breakers: Breakers) -> None:
     fail(breakers, 2)
-    breakers.succeeded(LIFE, is_probe=False)
+    breakers.of(LIFE).succeeded(is_probe=False)
     fail(breakers, 2)
-    assert breakers.admits(LIFE)
+    assert breakers.of(LIFE).admits
 
 
 def test_after_its_pause_one_attempt_is_let_through(breakers: Breakers, clock: ManualClock) -> None:
     fail(breakers, 3)
-    assert breakers.left_s(LIFE) == 1.0
+    assert breakers.of(LIFE).left_s == 1.0
     clock.advance(0.9)
-    assert not breakers.admits(LIFE)
+    assert not breakers.of(LIFE).admits
     clock.advance(0.1)
-    assert (breakers.admits(LIFE), breakers.left_s(LIFE)) == (True, 0.0)
-    assert breakers.began(LIFE)
-    assert (breakers.admits(LIFE), breakers.began(LIFE)) == (False, False)
+    assert (breakers.of(LIFE).admits, breakers.of(LIFE).left_s) == (True, 0.0)
+    assert breakers.of(LIFE).began()
+    assert (breakers.of(LIFE).admits, breakers.of(LIFE).began()) == (False, False)
 
 
 def test_a_probe_that_goes_well_closes_it_and_forgets(breakers: Breakers, clock: ManualClock) -> None:
     fail(breakers, 3)
     clock.advance(1.0)
-    breakers.succeeded(LIFE, is_probe=breakers.began(LIFE))
-    assert breakers.state(LIFE) is BreakerState.CLOSED
+    breakers.of(LIFE).succeeded(is_probe=breakers.of(LIFE).began())
+    assert breakers.of(LIFE).state is BreakerState.CLOSED
     fail(breakers, 2)
-    assert breakers.admits(LIFE)
+    assert breakers.of(LIFE).admits
     fail(breakers, 1)
-    assert breakers.left_s(LIFE) == 1.0
+    assert breakers.of(LIFE).left_s == 1.0
 
 
 def test_a_probe_that_fails_makes_the_next_pause_twice_as_long_up_to_a_bound(
@@ -68,9 +68,9 @@ def test_a_probe_that_fails_makes_the_next_pause_twice_as_long_up_to_a_bound(
     fail(breakers, 3)
     pauses = []
     for _ in range(5):
-        pauses.append(breakers.left_s(LIFE))
+        pauses.append(breakers.of(LIFE).left_s)
         clock.advance(pauses[-1])
-        assert breakers.began(LIFE)
+        assert breakers.of(LIFE).began()
         fail(breakers, 1)
     assert pauses == [1.0, 2.0, 4.0, 4.0, 4.0]
 
@@ -79,29 +79,29 @@ def test_a_probe_that_has_not_failed_for_a_pause_closes_it_on_parole(breakers: B
     """A long stream keeps nobody out; what fails then opens it at once, for twice as long."""
     fail(breakers, 3)
     clock.advance(1.0)
-    assert breakers.began(LIFE)
+    assert breakers.of(LIFE).began()
     clock.advance(1.0)
-    assert breakers.state(LIFE) is BreakerState.CLOSED
+    assert breakers.of(LIFE).state is BreakerState.CLOSED
     fail(breakers, 1)
-    assert breakers.left_s(LIFE) == 2.0
+    assert breakers.of(LIFE).left_s == 2.0
 
 
 def test_what_began_before_the_pause_changes_nothing_in_it(breakers: Breakers, clock: ManualClock) -> None:
     fail(breakers, 3)
     clock.advance(0.5)
     fail(breakers, 7)
-    breakers.succeeded(LIFE, is_probe=False)
-    assert (breakers.state(LIFE), breakers.left_s(LIFE)) == (BreakerState.OPEN, 0.5)
+    breakers.of(LIFE).succeeded(is_probe=False)
+    assert (breakers.of(LIFE).state, breakers.of(LIFE).left_s) == (BreakerState.OPEN, 0.5)
     clock.advance(0.5)
-    assert breakers.began(LIFE)
-    breakers.succeeded(LIFE, is_probe=False)
-    assert breakers.state(LIFE) is BreakerState.PROBING
+    assert breakers.of(LIFE).began()
+    breakers.of(LIFE).succeeded(is_probe=False)
+    assert breakers.of(LIFE).state is BreakerState.PROBING
 
 
 def test_breakers_of_lives_that_are_over_are_forgotten(breakers: Breakers) -> None:
     fail(breakers, 3)
     breakers.keep({"another life"})
-    assert (len(breakers), breakers.admits(LIFE)) == (0, True)
+    assert (len(breakers), breakers.of(LIFE).admits) == (0, True)
 
 
 def test_pauses_never_overflow() -> None:

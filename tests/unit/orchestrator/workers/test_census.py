@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator
+from typing import cast
 
 import pytest
 
 from baton.clock import SystemClock
+from baton.cluster_state import GenerationStatus
+from baton.errors import UnavailableError
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks
 from orchestrator.workers.client import Clients, WorkerClient
+from tests.support.manual_clock import ManualClock
 
 
 def test_what_is_unknown_for_long_is_leaked() -> None:
@@ -42,14 +46,6 @@ def test_old_observations_do_not_count() -> None:
     assert excess.num_leaked == 4
 
 
-def test_a_gap_in_answers_starts_anew() -> None:
-    excess = Excess()
-    excess.observe(0.0, 1)
-    excess.forget()
-    excess.observe(10.0, 1)
-    assert excess.num_leaked == 0
-
-
 def test_requests_that_hold_nothing_yet_are_no_negative_leak() -> None:
     excess = Excess()
     excess.observe(0.0, -3)
@@ -70,11 +66,32 @@ def test_leased_slots_are_leaked_after_their_ttl_and_others_before() -> None:
     assert watched(Leaks(30.0), 3, 1, over_s=LEAK_S) == 2
 
 
-def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
-    leaks = Leaks(1.0)
-    assert watched(leaks, 1, 0, over_s=LEAK_S) == 1
-    leaks.forget()
-    assert leaks.num_leaked == 0
+class LeakyClients(Clients):
+    """Connections to a worker with one slot of no known request, which answers while `answers` is True."""
+
+    answers = True
+
+    @contextlib.contextmanager
+    def use(self, endpoint: str) -> Iterator[WorkerClient]:
+        yield cast(WorkerClient, self)
+
+    async def generation_status(self, timeout_s: float) -> GenerationStatus:
+        if not self.answers:
+            raise UnavailableError("it is away")
+        return GenerationStatus(num_slots=1)
+
+
+async def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
+    members, clients, clock = Members(), LeakyClients(), ManualClock()
+    members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 1, 100),)))
+    census = Census(members, clients, clock)
+    counts = []
+    for answers in (True, True, False, True, True):
+        clients.answers = answers
+        await census.ask()
+        counts.append(census.groups()[0].num_leaked)
+        clock.advance(LEAK_S)
+    assert counts == [0, 1, 0, 0, 1]
 
 
 async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question() -> None:
