@@ -119,8 +119,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def GetStatus(
         self, request: generate_pb2.GenerationStatusRequest, context: Context
     ) -> generate_pb2.GenerationStatus:
-        """Answer a heartbeat. Raises UnavailableError when the engine has failed or is closed, so that the worker is
-        replaced."""
+        """Answer a heartbeat. Raises UnavailableError when the engine failed or is closed: replace the worker."""
         status, traits = self.engine.status(), self.engine.residency.traits
         kept = [generate_pb2.KeptStream(request_id=name, num_slots=held) for name, held in self._streams.kept()]
         return generate_pb2.GenerationStatus(

@@ -21,10 +21,8 @@ Channel = TypeVar("Channel", bound=Closable)
 
 
 class ChannelCache(Generic[Channel]):
-    """Open channels by endpoint. More than `most` stay open only while more are in use.
-
-    Of idle channels, the least recently used is closed first.
-    """
+    """Open channels by endpoint. More than `most` stay open only while more are in use. Of idle channels, the least
+    recently used is closed first."""
 
     def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
         self._make = make

@@ -95,8 +95,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and report it. When the call ends, in any way, job and push have ended or soon
-        will."""
+        """Run a job on this rank and report it. However the call ends, job and push have ended or soon will."""
         with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)

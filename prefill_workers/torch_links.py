@@ -67,10 +67,8 @@ class Meeting:
 
 
 def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have met.
-
-    Raises LinkBrokenError when they have not met within the meeting's timeout.
-    """
+    """Join an epoch and return its links. Blocks until all ranks have met. Raises LinkBrokenError when they have not
+    met within the meeting's timeout."""
     try:
         group = make_group(meeting) if meeting.num_ranks > 1 else None
     except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
@@ -98,8 +96,7 @@ _Worker = Callable[[Rank, _Group], None]
 
 
 class TorchLinks:
-    """Implements `prefill_workers.links.Links` over gloo. The link threads own the process group: the last one drops
-    it."""
+    """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process group."""
 
     def __init__(self, meeting: Meeting, group: _Group | None, handler: LinkHandler) -> None:
         self._epoch = meeting.epoch
@@ -128,8 +125,7 @@ class TorchLinks:
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, tell all peers and return at once; may be called again, from any
-        thread."""
+        """Drop messages that are not being sent yet, tell all peers and return at once; any thread, idempotent."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()

@@ -21,8 +21,7 @@ class StreamBook:
     forgets."""
 
     def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
-        """`max_waiting`: choices that may wait for a slot, not counting those for which one of `num_free()` slots is
-        free."""
+        """`max_waiting`: choices that may wait beside those for which one of `num_free()` slots is free."""
         self._max_waiting = max_waiting
         self._num_free = num_free
         self._condition = threading.Condition()

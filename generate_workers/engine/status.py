@@ -30,8 +30,7 @@ class StepStats:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
-        step."""
+        """Return the bytes that the device's memory had to deliver; over its bandwidth, the least time of the step."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 

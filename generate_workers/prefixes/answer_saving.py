@@ -180,8 +180,7 @@ class AnswerSaver:
         return room.filled(blocks.names)
 
     def _sink(self, filled: Filled, block_tokens: int) -> None:
-        """Copy stored blocks to disk, if the store has one. Blocks evicted there are not reported: a lookup finds them
-        gone."""
+        """Copy stored blocks to disk. Evicted blocks are not reported: a lookup finds them gone."""
         try:
             self._store.sink(filled.stored, TokenRange(0, len(filled.stored) * block_tokens), block_tokens)
         except (BatonError, OSError) as error:

@@ -27,8 +27,7 @@ class GroupPrefixes:
         self.saver = AnswerSaver(slots, self.store)
 
     async def close(self) -> None:
-        """Wait for running loads and give up what is being saved, then let go of the store's folders. Call once, after
-        the engine has ended."""
+        """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
         await self.loader.close()
         await asyncio.to_thread(self.saver.close)
         await asyncio.to_thread(self._node.close)

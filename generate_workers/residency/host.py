@@ -30,8 +30,7 @@ _NUM_AREAS = 2
 
 
 class HostRow(Row):
-    """A Row with home memory for all layers, and on the device an area for two, in which layer l has number l modulo
-    2."""
+    """A Row with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
 
     def __init__(self, kv: PagedKv, area: Area) -> None:
         super().__init__([kv], [area])

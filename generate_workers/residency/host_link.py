@@ -21,11 +21,9 @@ CopyTensor = Callable[[Tensor, Tensor], None]
 
 
 def copy_tensor(to: Tensor, source: Tensor) -> None:
-    """Copy a tensor, and return when the copy is done.
-
-    On the CPU on one core and without the GIL: torch would take the cores that compute. On CUDA in the default stream,
-    behind the kernels that still read what is overwritten: correct, but not concurrent with them.
-    """
+    """Copy a tensor, and return when the copy is done. On the CPU on one core and without the GIL: torch would take the
+    cores that compute. On CUDA in the default stream, behind the kernels that still read what is overwritten: correct,
+    but not concurrent with them."""
     if to.device.type == source.device.type == "cpu":
         np.copyto(np.asarray(byte_view(to)), np.asarray(byte_view(source)))
     else:

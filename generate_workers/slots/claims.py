@@ -64,8 +64,7 @@ class Claims:
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it is not
-        committed."""
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -130,8 +129,7 @@ class Claims:
                 self.changed = True
 
     def complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
-        """Commit a lease whose bytes are all in, with its choices' first tokens. Idempotent for the same tokens; others
-        raise LeaseError."""
+        """Commit a lease whose bytes are all in. Idempotent for the same first tokens; others raise LeaseError."""
         slot = self.slots[claim.ref.slot]
         if claim.num_cached < claim.num_tokens:
             raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")

@@ -187,8 +187,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot that has become a row, as the engine needs it. The SlotTable owns its memory; the row uses it until
-    `release`."""
+    """A slot that has become a row. Its memory is the SlotTable's; the row uses it until `release`."""
 
     ref: LeaseRef
     row: RowKv
@@ -242,8 +241,7 @@ class SlotLedger:
     num_device_bytes: int
     """Bytes of KV on the device; the same bytes as at home where home is the device."""
     kv: KvLedger
-    """Bytes at home that are promised to the slots in each state, whether committed yet or not, and bytes free by the
-    memory's own count."""
+    """Bytes at home promised to slots by state, committed or not, and bytes free by the memory's own count."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:

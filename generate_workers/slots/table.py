@@ -94,11 +94,9 @@ class SlotTable:
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Complete the lease with each choice's first token, once every byte is in; return the bytes of its tokens.
-
         Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
         IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise LeaseError.
-        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
-        """
+        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self._clock.now_s() + wait_s
@@ -158,9 +156,8 @@ class SlotTable:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it waits for its
-        commit. Raises LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has
-        ended."""
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit. Raises
+        LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has ended."""
         with self._changing():
             return self._claims.activate(ref)
 

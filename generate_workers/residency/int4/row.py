@@ -71,8 +71,7 @@ class Int4Row(Row):
 
 
 class PackedRows:
-    """The packed layers of a step's rows: cached KV is unpacked into the areas, new KV is packed home. Holds addresses:
-    the rows must outlive it."""
+    """The packed layers of a step's rows. Holds addresses of cached and new KV: the rows must outlive it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
         """`rows`: each with its new tokens, whose memory is committed. May be empty."""

@@ -98,8 +98,7 @@ class H2oRow(SelectiveRow):
 
 
 class H2oStep(SelectiveStep[H2oRow]):
-    """A step in which rows of one new token weigh keys as they choose; queries of longer spans are projected once
-    more."""
+    """A step whose rows of one new token weigh keys as they choose; longer spans' queries are projected once more."""
 
     def __init__(self, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
@@ -162,14 +161,12 @@ class H2oResidency(RowResidency[H2oRow]):
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens within home memory. A pushed prompt is weighed once, not for every copy; raises ModelError when
-        it is of no tokens of the model."""
+        """Copy tokens at home. A pushed prompt is weighed once; raises ModelError for KV of no tokens of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
     def _begin(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
-        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens of the
-        model."""
+        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)

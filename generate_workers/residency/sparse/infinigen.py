@@ -149,8 +149,7 @@ class InfinigenResidency(RowResidency[InfinigenRow]):
     traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space
-        cannot be had."""
+        """Raise what is in OUT_OF_MEMORY, or OSError, without the address space. `prepared` must be for `decoder`."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))
         native.load("key_selection")  # builds it now, not when the first KV is pushed

@@ -135,8 +135,7 @@ class SelectiveStep(ABC, RowStep[R]):
 
     @abstractmethod
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the choosing rows' picks in a layer that is not whole, their own tokens included. Called once a
-        layer."""
+        """Return the choosing rows' picks, own tokens included, in a layer that is not whole. Called once a layer."""
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Bring the picked keys and values, of `num_bytes` in the model's dtype, to where the spans have them. Return
