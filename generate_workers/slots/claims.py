@@ -74,7 +74,7 @@ class Claims:
         slots, lease.held = (self.slots[ref.slot], *lease.held), ()
         seats = []
         for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
-            slot.advance(SlotMove.ACTIVATE)
+            slot.move(SlotMove.ACTIVATE)
             assert slot.claim is not None
             num_cached = lease.num_cached if slot is slots[0] else 0
             seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
@@ -149,7 +149,7 @@ class Claims:
         self._commit(claim)
 
     def _commit(self, claim: Claim) -> None:
-        self.slots[claim.ref.slot].advance(SlotMove.COMMIT)
+        self.slots[claim.ref.slot].move(SlotMove.COMMIT)
         self.touch(claim)
         self.changed = True
 
