@@ -18,9 +18,9 @@ from baton import __version__
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import RequestId, StreamNumber
+from baton.ids import StreamNumber
 from baton.prefix_blocks import BlockNaming
-from baton.proto_types import scalars
+from baton.proto_types import read, scalars
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -37,7 +37,7 @@ from generate_workers.streams.shared_reader import SharedReader
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace
-from modeling.prefix_store.store import Filled, PrefixStore
+from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -150,17 +150,10 @@ class GenerationServer:
     """An engine, its slots, and the server that both services are on. Make one with `start`, on the loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: GenerationServicer, slots: SlotTable, port: int) -> None:
-        self.engine = servicer.engine
-        self.slots = slots
-        self.port = port
-        self._server = server
-        self._servicer = servicer
-
-    @property
-    def prefixes(self) -> PrefixStore | None:
+        self.engine, self.slots, self.port = servicer.engine, slots, port
+        self.prefixes = servicer.prefixes.store if servicer.prefixes is not None else None
         """The node's prefix store, if this group uses one."""
-        prefixes = self._servicer.prefixes
-        return prefixes.store if prefixes is not None else None
+        self._server, self._servicer = server, servicer
 
     @classmethod
     async def start(
@@ -268,14 +261,8 @@ def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest
     """Convert a stream request to the engine's type. Raises InvalidArgumentError for a sampling field out of range."""
     if not message.request_id:
         raise InvalidArgumentError("request_id is empty: name the request")
-    history = history_from_proto(message.history)
-    return GenerationRequest(
-        request_id=RequestId(message.request_id),
-        prompt_ids=history.prompt_ids,
-        output_ids=history.output_ids,
-        params=history.params,
-        lease_ref=lease_ref_from_proto(message.lease) if message.HasField("lease") else None,
-    )
+    lease_ref = lease_ref_from_proto(message.lease) if message.HasField("lease") else None
+    return read(GenerationRequest, message, lease_ref=lease_ref, **history_from_proto(message.history)._asdict())
 
 
 def _naming_from_proto(message: generate_pb2.BlockNaming) -> BlockNaming:

@@ -16,8 +16,8 @@ import grpc
 from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
-from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
-from baton.proto_types import scalars
+from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
+from baton.proto_types import read, scalars
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
@@ -255,33 +255,20 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
         raise InvalidArgumentError(f"timeout_s = {message.timeout_s} is out of range: give the ranks time to meet")
     if not message.store.rpartition(":")[2].isdigit():
         raise InvalidArgumentError(f"store = {message.store!r} is no address: use host:port")
-    return Meeting(
-        epoch=Epoch(message.epoch),
-        rank=Rank(message.rank),
-        num_ranks=message.num_ranks,
-        store=message.store,
-        host=host,
-        timeout_s=message.timeout_s,
-    )
+    return read(Meeting, message, host=host)
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
     """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names. Raises
     InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together."""
-    history = history_from_proto(message.history)
-    return Job(
+    return read(
+        Job,
+        message,
         number=JobId(message.job),
-        epoch=Epoch(message.epoch),
-        request_id=RequestId(message.request_id),
-        attempt=message.attempt,
         ranks=tuple(Rank(rank) for rank in message.ranks),
         chunks=tuple(range_from_proto(chunk) for chunk in message.chunks),
-        prompt_ids=history.prompt_ids,
-        output_ids=history.output_ids,
-        params=history.params,
         prefix=prefix,
-        due_s=message.due_s,
-        layer_s=message.layer_s,
+        **history_from_proto(message.history)._asdict(),
     )
 
 
