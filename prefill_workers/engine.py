@@ -205,13 +205,7 @@ class PrefillEngine:
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
             life = EpochLife(
-                epoch,
-                rank,
-                num_ranks,
-                lock=self._changed,
-                clock=self._clock,
-                floor_s=self._floor_s,
-                tally=self._tally,
+                epoch, rank, num_ranks, lock=self._changed, clock=self._clock, floor_s=self._floor_s, tally=self._tally
             )
             self._life = life
             return life

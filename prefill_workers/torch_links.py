@@ -15,6 +15,7 @@ The process group is an object of its own for each epoch, not torch's default gr
 outlives them, in the supervisor. The interface is chosen explicitly.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -130,7 +131,9 @@ class TorchLinks:
             if not self._closed.is_set():
                 self._closed.set()
                 for queue in self._queues.values():
-                    _drain(queue)
+                    with contextlib.suppress(Empty):
+                        while True:
+                            queue.get_nowait()
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
@@ -188,14 +191,6 @@ def _send(group: _Group, target: Rank, header: LinkHeader, payload: memoryview |
     parts = [memoryview(bytearray(header.pack()))] + ([payload] if payload is not None else [])
     for part in parts:
         group.send([torch.frombuffer(part, dtype=torch.uint8)], target, _TAG).wait(_FOREVER)
-
-
-def _drain(queue: "SimpleQueue[_Message | None]") -> None:
-    while True:
-        try:
-            queue.get_nowait()
-        except Empty:
-            return
 
 
 def _one_line(error: Exception) -> str:

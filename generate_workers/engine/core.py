@@ -53,6 +53,8 @@ class GenerationEngine:
     ) -> None:
         """`batcher` is the engine's own from now on. `reclaim` is called when memory is short: it releases slots that
         hooks have taken over, and returns whether there were any."""
+        self.residency: Residency = slots.memory.residency
+        """Policy that keeps the rows' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -71,11 +73,6 @@ class GenerationEngine:
         self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
-
-    @property
-    def residency(self) -> Residency:
-        """The policy that keeps the rows' KV. Any thread may read its traits."""
-        return self._slots.memory.residency
 
     def start(self) -> None:
         """Start the engine's thread. Call once."""
@@ -119,8 +116,14 @@ class GenerationEngine:
     def status(self) -> EngineStatus:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
-        return EngineStatus.of(
-            self._slots, self._book, self._running, num_steps=self._num_steps, last_step=self._last_step
+        return EngineStatus(
+            ledger=self._slots.ledger(),
+            num_streams=len(self._book.streams()),
+            num_rows=len(self._running.rows),
+            num_steps=self._num_steps,
+            num_preemptions=self._running.num_preemptions,
+            num_preempted=len(self._running.waiting),
+            last_step=self._last_step,
         )
 
     def step(self) -> None:

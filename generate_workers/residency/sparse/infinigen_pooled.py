@@ -281,12 +281,7 @@ class PooledResidency(RowResidency[PooledRow]):
     traits = POLICIES["infinigen"]
 
     def __init__(
-        self,
-        shape: KvShape,
-        make_memory: MakeMemory,
-        prepared: PreparedSelection,
-        decoder: Decoder,
-        size: PoolSize,
+        self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
         """`prepared` must be for `decoder`; its first and latest keys are never evicted. Raises ConfigError for a
         `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address space."""
