@@ -68,7 +68,7 @@ class HitterIndex:
         the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
         if len(k_SGH) >= self._num_prompt:
-            num_heavy, num_recent = self._budget.at_next(self._num_prompt, len(k_SGH))
+            num_heavy, num_recent = self._budget.of(self._num_prompt)
             self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
         return positions_GK
 
@@ -150,14 +150,12 @@ class H2oResidency(RowResidency[H2oRow]):
 
     traits = POLICIES["h2o"]
 
-    def __init__(
-        self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget | None = None
-    ) -> None:
-        """`budget`: None for the default. Raises ConfigError for models whose pushed prompts cannot be run again, and
-        what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
+        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
+        OSError, when the slots' address space cannot be had."""
         self._pushed = PushedPrompts(decoder)
         self._decoder = decoder
-        rows = [H2oRow(shape, make_memory, budget or HeavyBudget()) for _ in range(shape.num_slots)]
+        rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
