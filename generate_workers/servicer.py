@@ -30,13 +30,14 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.status import StepStats
-from generate_workers.prefixes.group import GroupPrefixes
+from generate_workers.prefixes.answer_saving import AnswerSaver
+from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
-from modeling.prefix_store.node import DiskPlace
+from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
@@ -49,6 +50,26 @@ _MESSAGE_BYTES = 2**20
 """Most bytes of a message with the events of many streams, unless a single event is larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
 """Most bytes of a single event: it has to fit into one message here and on its way to the client."""
+
+
+class GroupPrefixes:
+    """A group's use of its node's prefix store, which prefill ranks use as well: leases begin with blocks from it, and
+    answers are stored in it."""
+
+    def __init__(
+        self, folder: Path, slots: SlotTable, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
+    ) -> None:
+        """Raise ConfigError when a folder cannot be made."""
+        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk)
+        self.store = self._node.blocks
+        self.loader = PrefixLoader(slots, self.store)
+        self.saver = AnswerSaver(slots, self.store)
+
+    async def close(self) -> None:
+        """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
+        await self.loader.close()
+        await asyncio.to_thread(self.saver.close)
+        await asyncio.to_thread(self._node.close)
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):

@@ -94,7 +94,7 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
         super().__init__(rows, prepared, decoder)
         self.num_link_bytes = 0  # those of longer spans are counted as they are unpacked
         self._of_one = PackedRows(form, self.choosing)
-        self._of_more = PackedRows(form, [(row, span.tokens) for row, span in self._longer])
+        self._of_more = PackedRows(form, [(row, span.tokens) for _, row, span in self.longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
         """Views of the choosing rows' own keys in the layer that runs, `[G, H]` each."""
 

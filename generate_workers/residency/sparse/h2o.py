@@ -103,23 +103,17 @@ class H2oStep(SelectiveStep[H2oRow]):
     def __init__(self, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
-        self._longer: list[tuple[H2oRow, TokenRange, Tensor, Step]] = []
-        """Longer spans, each with its tokens' places in the step and the Step that projects them."""
-        first = 0
-        for row, tokens in rows:
-            if len(tokens) != 1:
-                positions = decoder.weights.positions.lookup(torch.arange(tokens.start, tokens.end))
-                at_T = torch.arange(first, first + len(tokens))
-                self._longer.append((row, tokens, at_T, Step(positions, spans=())))
-            first += len(tokens)
+        ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
+        self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
+        """Steps that project the longer spans' queries."""
         self._queries: list[Tensor] = []
         """Queries of the longer spans in the layer that runs; empty in a layer that is whole."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Project the longer spans' queries. Their keys are in place at the layer's end."""
         self._queries = [
-            self._decoder.project(layer, hidden_TD[at_T], step)
-            for _, _, at_T, step in self._longer
+            self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
+            for (at, _, span), step in zip(self.longer, self._steps, strict=True)
             if layer >= NUM_WHOLE_LAYERS
         ]
 
@@ -136,8 +130,8 @@ class H2oStep(SelectiveStep[H2oRow]):
 
     def end(self, layer: int) -> None:
         """Let the longer spans' queries weigh all keys."""
-        for (row, tokens, _, _), q_TNH in zip(self._longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
-            row.weigh(layer, q_TNH, tokens)
+        for (_, row, span), q_TNH in zip(self.longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
+            row.weigh(layer, q_TNH, span.tokens)
 
     def settle(self) -> None:
         """Record how many tokens have weighed, once all layers have run."""

@@ -88,7 +88,6 @@ class ScoringStep(SelectiveStep[S]):
 
     def __init__(self, rows: Sequence[tuple[S, TokenRange]], prepared: PreparedSelection, decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
-        self._longer = [(row, span) for (row, tokens), span in zip(rows, self.spans, strict=True) if len(tokens) != 1]
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
@@ -114,7 +113,7 @@ class ScoringStep(SelectiveStep[S]):
 
     def end(self, layer: int) -> None:
         """Make the partial keys of the longer spans' new tokens."""
-        for row, span in self._longer:
+        for _, row, span in self.longer:
             row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
