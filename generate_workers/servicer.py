@@ -194,10 +194,8 @@ class GenerationServer:
         """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
         answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
-        this one included, share the machine's memory.
-
-        Raises ConfigError when it cannot listen there or make that folder, and for memory that cannot be had.
-        """
+        this one included, share the machine's memory. Raises ConfigError when it cannot listen there or make that
+        folder, and for memory that cannot be had."""
         memory = make_memory(decoder, config, num_engines)
         server = make_server()
         bound = bind(server, host, port)

@@ -62,13 +62,11 @@ class EngineStatus:
 
 
 class PrefillEngine:
-    """One rank of a prefill group.
-
-    All public methods may be called from any thread; only `start_epoch` and `close` block. `watchdog_floor_s` is the
-    least number of seconds without a sign of life, from a peer that owes one, after which the epoch is ended, and
-    without work in a turn, after which this engine is said to hang. More than `max_jobs` jobs in flight are refused;
-    each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory for the jobs' KV.
-    """
+    """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
+    block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
+    which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
+    jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory
+    for the jobs' KV."""
 
     def __init__(
         self,

@@ -82,15 +82,11 @@ class Job:
 
 
 class KvOutlet(Protocol):
-    """The port through which a rank's own KV leaves while the chain still runs.
-
-    Called on the engine's thread; no method may block. `num_present` is the number of first tokens whose KV the slot
-    has already: no rank need push them.
-
+    """The port through which a rank's own KV leaves while the chain still runs. Called on the engine's thread; no
+    method may block. `num_present` is the number of first tokens whose KV the slot has already: no rank need push them.
     After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
     computation and its last message, both. No call follows an `abort`. An exception from any method except `abort`
-    fails the job with that exception.
-    """
+    fails the job with that exception."""
 
     @property
     def num_present(self) -> int: ...

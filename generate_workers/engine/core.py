@@ -95,12 +95,10 @@ class GenerationEngine:
 
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
         """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a
-        finish reason; `hook` is called when rows of the stream end.
-
-        Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
-        LeaseExpiredError for a lease that has ended, ResourceExhaustedError when too many requests wait for a slot,
-        UnavailableError when the engine is closed. Then nothing is opened, and the caller still owns the lease.
-        """
+        finish reason; `hook` is called when rows of the stream end. Any thread; does not block. Raises
+        InvalidArgumentError for a field out of its limits, StaleStampError or LeaseExpiredError for a lease that has
+        ended, ResourceExhaustedError when too many requests wait for a slot, UnavailableError when the engine is
+        closed. Then nothing is opened, and the caller still owns the lease."""
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
