@@ -166,8 +166,7 @@ class PrefillEngine:
             return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the epoch and both threads; wait up to `timeout_s` seconds for peers to close their links too. Blocks.
-        May be called again."""
+        """End the epoch and both threads; wait at most `timeout_s` for peers to close theirs. Blocks. Idempotent."""
         with self._changed:
             self._closing = True
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))

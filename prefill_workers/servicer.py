@@ -82,8 +82,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     the node's prefix store, if it keeps one."""
 
     def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
-        self._engine, self._host = engine, host
-        self.prefixes = prefixes
+        self.engine, self.prefixes = engine, prefixes
+        self._host = host
         self._channels = ChannelCache(make_channel)
         self._blocks = BlockThreads()
 
@@ -91,12 +91,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
         meeting = meeting_from_proto(request, self._host)
         connect = partial(connect_torch_links, meeting)
-        await asyncio.to_thread(self._engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
+        await asyncio.to_thread(self.engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
         """Run a job on this rank and report it. However the call ends, job and push have ended or soon will."""
-        with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
+        with self.engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)
 
@@ -106,7 +106,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        session = open_push(channel, self._engine.decoder.layout, lease)
+        session = open_push(channel, self.engine.decoder.layout, lease)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
@@ -134,8 +134,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
             store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held)
         return prefill_pb2.PrefillStatus(
-            **scalars(prefill_pb2.PrefillStatus, self._engine.status()),
-            layout_fingerprint=self._engine.decoder.layout.fingerprint,
+            **scalars(prefill_pb2.PrefillStatus, self.engine.status()),
+            layout_fingerprint=self.engine.decoder.layout.fingerprint,
             version=__version__,
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=store,
@@ -155,19 +155,19 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
         """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
-        computed = asyncio.wrap_future(self._engine.submit(job, outlet))
+        computed = asyncio.wrap_future(self.engine.submit(job, outlet))
         pushed = asyncio.create_task(session.result())
         for each in (computed, pushed):
             each.add_done_callback(_retrieve)
         try:
             await asyncio.wait((computed, pushed), return_when=asyncio.FIRST_EXCEPTION)
             if pushed.done() and (error := pushed.exception()) is not None:
-                self._engine.cancel(job.number, _as_baton(error))
+                self.engine.cancel(job.number, _as_baton(error))
             return await computed
         finally:
             pushed.cancel()
             if not computed.done():
-                self._engine.cancel(job.number)
+                self.engine.cancel(job.number)
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
         """Return the job's cached blocks, mapped for as long as the job or its push needs them. Raises StalePrefixError
@@ -180,7 +180,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
         """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""
-        if self.prefixes is None or not request.keep_blocks or self._engine.rank != job.ranks[-1]:
+        if self.prefixes is None or not request.keep_blocks or self.engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
         start = len(request.prefix_blocks) * block_tokens
@@ -194,14 +194,9 @@ class PrefillServer:
     """A prefill engine and the gRPC server of its service. Make one with `start`, on the loop."""
 
     def __init__(
-        self,
-        server: grpc.aio.Server,
-        engine: PrefillEngine,
-        servicer: PrefillRankServicer,
-        port: int,
-        store: NodeStore | None = None,
+        self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int, store: NodeStore | None = None
     ) -> None:
-        self.engine, self.port = engine, port
+        self.engine, self.port = servicer.engine, port
         self.prefixes = servicer.prefixes
         """The node's prefix store; None if this rank keeps no prefixes."""
         self._server, self._servicer, self._store = server, servicer, store
@@ -232,7 +227,7 @@ class PrefillServer:
         servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return cls(server, engine, servicer, bound, store)
+        return cls(server, servicer, bound, store)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""

@@ -68,8 +68,7 @@ class Meeting:
 
 
 def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have met. Raises LinkBrokenError when they have not
-    met within the meeting's timeout."""
+    """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout."""
     try:
         group = make_group(meeting) if meeting.num_ranks > 1 else None
     except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come

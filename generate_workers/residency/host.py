@@ -24,11 +24,10 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import Area, MakeMemory, PagedKv, Row
+from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import SequenceSpan
-from modeling.kv.buffers import BufferSpan, byte_view
+from modeling.kv.buffers import byte_view
 
 _NUM_AREAS = 2
 Copies = Sequence[tuple[Tensor, Tensor]]
@@ -82,21 +81,12 @@ class HostLink:
             self._num_bytes_fetched += source.nbytes
 
 
-class HostRow(Row):
+class HostRow(AreaRow):
     """A Row with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
 
     def __init__(self, kv: PagedKv, area: Area) -> None:
         super().__init__([kv], [area])
         self.home, self.area = kv, area
-
-    def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
-        super().commit(tokens)
-        self.area.commit(tokens)
-
-    def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the area."""
-        return BufferSpan(self.area.buffer, tokens)
 
 
 class HostStep(RowStep[HostRow]):

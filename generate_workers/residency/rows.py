@@ -177,3 +177,18 @@ class Row:
         """End the claim, if there is one."""
         for part in self._parts:
             part.release()
+
+
+class AreaRow(Row):
+    """A Row whose steps run over an area on the device."""
+
+    area: Area
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
+        super().commit(tokens)
+        self.area.commit(tokens)
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return a span over the area."""
+        return BufferSpan(self.area.buffer, tokens)

@@ -53,9 +53,8 @@ class SlotTable:
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
         """Lease a free slot, with memory for its tokens and some growth, and hold one for each further choice. The
-        caller copies the first `num_present_tokens` by a writer of its own, then calls `complete_locally` if no rank
-        pushes. Raises ResourceExhaustedError when too few slots or too little memory is free, InvalidArgumentError for
-        a field out of range."""
+        caller writes the first `num_present_tokens`, then calls `complete_locally` if no rank pushes. Raises
+        ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
         owner, num_tokens = (request.request_id, request.attempt), request.num_tokens

@@ -94,7 +94,6 @@ class PoolLimit:
     """COUNTER: a counter that reaches this makes all of its list's counters half of what they are."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError that names the first field that is out of range."""
         if self.num_first < 0:
             raise ConfigError(f"num_first = {self.num_first} is out of range: use 0 or more")
         if self.num_last < 1:
