@@ -104,7 +104,7 @@ class Claims:
         slot = self.find(ref)
         if slot is not None and slot.claim is not None:
             return slot.claim
-        if self._has_expired(ref):
+        if 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp:
             raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
         raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
 
@@ -152,9 +152,6 @@ class Claims:
         self.slots[claim.ref.slot].move(SlotMove.COMMIT)
         self.touch(claim)
         self.changed = True
-
-    def _has_expired(self, ref: LeaseRef) -> bool:
-        return 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp
 
     def _kept(self) -> str:
         is_owing = self.num_owed or self.owed != KvBytes()

@@ -34,7 +34,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
-from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
@@ -130,4 +129,3 @@ class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
         form, most, basis = Int4Format(shape.layout), shape.max_slot_tokens, prepared.basis
         rows = [ScoredInt4Row(form, make_memory, most, basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenInt4Step(form, rows, prepared, decoder))
-        native.load("key_selection")  # builds it now, not when the first KV is pushed

@@ -30,7 +30,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
-from modeling.kernels import native
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -151,4 +150,3 @@ class InfinigenResidency(RowResidency[InfinigenRow]):
         """Raise what is in OUT_OF_MEMORY, or OSError, without the address space. `prepared` must be for `decoder`."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))
-        native.load("key_selection")  # builds it now, not when the first KV is pushed

@@ -44,7 +44,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
-from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
@@ -291,8 +290,6 @@ class PooledResidency(RowResidency[PooledRow]):
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
         rows = [PooledRow(shape, make_memory, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
         super().__init__(rows, lambda rows: PooledStep(rows, prepared, decoder, pools))
-        for kernel in ("key_selection", "pool_notes"):
-            native.load(kernel)  # builds it now, not when the first KV is pushed
 
 
 def _range(numbers: Integers) -> TokenRange:
