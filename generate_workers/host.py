@@ -18,8 +18,7 @@ from text.tokenizer import Tokenizer
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationServer:
-    """Load the model and return the engine's server, which accepts calls. Raises ModelError or ConfigError, in one
-    line."""
+    """Load the model and return the engine's server, accepting calls. Raises ModelError or ConfigError, one line."""
     decoder = await asyncio.to_thread(load, place)
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     server = await GenerationServer.start(

@@ -18,9 +18,9 @@ from baton import __version__
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
-from baton.ids import RequestId, StreamNumber
+from baton.ids import StreamNumber
 from baton.prefix_blocks import BlockNaming
-from baton.proto_types import scalars
+from baton.proto_types import read, scalars
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -30,14 +30,15 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.engine.status import StepStats
-from generate_workers.prefixes.group import GroupPrefixes
+from generate_workers.prefixes.answer_saving import AnswerSaver
+from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.slots.table import SlotTable
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
-from modeling.prefix_store.node import DiskPlace
-from modeling.prefix_store.store import Filled, PrefixStore
+from modeling.prefix_store.node import DiskPlace, NodeStore
+from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -49,6 +50,26 @@ _MESSAGE_BYTES = 2**20
 """Most bytes of a message with the events of many streams, unless a single event is larger."""
 _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
 """Most bytes of a single event: it has to fit into one message here and on its way to the client."""
+
+
+class GroupPrefixes:
+    """A group's use of its node's prefix store, which prefill ranks use as well: leases begin with blocks from it, and
+    answers are stored in it."""
+
+    def __init__(
+        self, folder: Path, slots: SlotTable, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
+    ) -> None:
+        """Raise ConfigError when a folder cannot be made."""
+        self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk)
+        self.store = self._node.blocks
+        self.loader = PrefixLoader(slots, self.store)
+        self.saver = AnswerSaver(slots, self.store)
+
+    async def close(self) -> None:
+        """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
+        await self.loader.close()
+        await asyncio.to_thread(self.saver.close)
+        await asyncio.to_thread(self._node.close)
 
 
 class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
@@ -119,8 +140,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
     async def GetStatus(
         self, request: generate_pb2.GenerationStatusRequest, context: Context
     ) -> generate_pb2.GenerationStatus:
-        """Answer a heartbeat. Raises UnavailableError when the engine has failed or is closed, so that the worker is
-        replaced."""
+        """Answer a heartbeat. Raises UnavailableError when the engine failed or is closed: replace the worker."""
         status, traits = self.engine.status(), self.engine.residency.traits
         kept = [generate_pb2.KeptStream(request_id=name, num_slots=held) for name, held in self._streams.kept()]
         return generate_pb2.GenerationStatus(
@@ -151,17 +171,10 @@ class GenerationServer:
     """An engine, its slots, and the server that both services are on. Make one with `start`, on the loop."""
 
     def __init__(self, server: grpc.aio.Server, servicer: GenerationServicer, slots: SlotTable, port: int) -> None:
-        self.engine = servicer.engine
-        self.slots = slots
-        self.port = port
-        self._server = server
-        self._servicer = servicer
-
-    @property
-    def prefixes(self) -> PrefixStore | None:
+        self.engine, self.slots, self.port = servicer.engine, slots, port
+        self.prefixes = servicer.prefixes.store if servicer.prefixes is not None else None
         """The node's prefix store, if this group uses one."""
-        prefixes = self._servicer.prefixes
-        return prefixes.store if prefixes is not None else None
+        self._server, self._servicer = server, servicer
 
     @classmethod
     async def start(
@@ -181,10 +194,8 @@ class GenerationServer:
         """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
         answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
-        this one included, share the machine's memory.
-
-        Raises ConfigError when it cannot listen there or make that folder, and for memory that cannot be had.
-        """
+        this one included, share the machine's memory. Raises ConfigError when it cannot listen there or make that
+        folder, and for memory that cannot be had."""
         memory = make_memory(decoder, config, num_engines)
         server = make_server()
         bound = bind(server, host, port)
@@ -269,14 +280,8 @@ def request_from_proto(message: generate_pb2.StreamRequest) -> GenerationRequest
     """Convert a stream request to the engine's type. Raises InvalidArgumentError for a sampling field out of range."""
     if not message.request_id:
         raise InvalidArgumentError("request_id is empty: name the request")
-    history = history_from_proto(message.history)
-    return GenerationRequest(
-        request_id=RequestId(message.request_id),
-        prompt_ids=history.prompt_ids,
-        output_ids=history.output_ids,
-        params=history.params,
-        lease_ref=lease_ref_from_proto(message.lease) if message.HasField("lease") else None,
-    )
+    lease_ref = lease_ref_from_proto(message.lease) if message.HasField("lease") else None
+    return read(GenerationRequest, message, lease_ref=lease_ref, **history_from_proto(message.history)._asdict())
 
 
 def _naming_from_proto(message: generate_pb2.BlockNaming) -> BlockNaming:

@@ -14,8 +14,7 @@ Result = TypeVar("Result")
 
 
 _MAX_SINKING = 64
-"""Largest number of prompts that may wait to be copied to disk; a prompt beyond it gets there when it is stored
-again."""
+"""Largest number of prompts that may wait for the disk; others get there when they are stored again."""
 
 
 class BlockThreads:
@@ -28,17 +27,12 @@ class BlockThreads:
         self._evicted: list[str] = []
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a thread; return what it returns, or raise what it raises.
-
-        Cancelling the call does not stop work that has begun.
-        """
+        """Run `work` on a thread and return its result. Cancelling the call does not stop work that has begun."""
         return await asyncio.get_running_loop().run_in_executor(self._jobs, work)
 
     def sink(self, work: Callable[[], list[str]]) -> None:
-        """Queue `work` for the disk thread, or drop it when too much is queued already. Does not wait.
-
-        `work` returns the names of the blocks that were evicted to make room, and raises nothing.
-        """
+        """Queue `work` for the disk thread, or drop it when too much is queued already. Does not wait. `work` returns
+        the names of the blocks that were evicted to make room, and raises nothing."""
         if self._num_sinking < _MAX_SINKING:
             self._num_sinking += 1
             asyncio.get_running_loop().run_in_executor(self._sinks, work).add_done_callback(self._end)

@@ -41,11 +41,8 @@ _OVERHEAD_TOKENS = 32
 
 
 class ChainJob:
-    """One job on one rank.
-
-    The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the job. Owned by the
-    engine's thread, except `relay` (thread-safe), and `fail` and the properties (under the engine's lock).
-    """
+    """One job on one rank. The engine calls `turn` while `runnable`; once `over`, it settles `future` and forgets the
+    job. Owned by the engine's thread, except `relay` (thread-safe), and `fail` and the properties (under its lock)."""
 
     def __init__(
         self, job: Job, outlet: KvOutlet, relay: Relay, *, own_kv: KvBuffer, decoder: Decoder, clock: Clock
@@ -70,10 +67,8 @@ class ChainJob:
 
     @property
     def expected_turn_s(self) -> float:
-        """Return how long one turn on this rank or an earlier one may take, in seconds.
-
-        Scales this rank's slowest turn by the largest chunk, because work grows with the chunk.
-        """
+        """Return how long one turn on this rank or an earlier one may take, in seconds. Scales this rank's slowest turn
+        by the largest chunk, because work grows with the chunk."""
         own = len(self.relay.own)
         largest = max([own, *(len(chunk) for chunk in self.job.chunks if chunk.end <= self.relay.own.start)])
         return self.slowest_turn_s * (largest + _OVERHEAD_TOKENS) / (own + _OVERHEAD_TOKENS)

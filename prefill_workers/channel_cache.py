@@ -21,10 +21,7 @@ Channel = TypeVar("Channel", bound=Closable)
 
 
 class ChannelCache(Generic[Channel]):
-    """Open channels by endpoint. More than `most` stay open only while more are in use.
-
-    Of idle channels, the least recently used is closed first.
-    """
+    """Open channels by endpoint, at most `most` or as many as are in use. Closes the least recently used idle ones."""
 
     def __init__(self, make: Callable[[str], Channel], most: int = 64) -> None:
         self._make = make

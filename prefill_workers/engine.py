@@ -62,13 +62,11 @@ class EngineStatus:
 
 
 class PrefillEngine:
-    """One rank of a prefill group.
-
-    All public methods may be called from any thread; only `start_epoch` and `close` block. `watchdog_floor_s` is the
-    least number of seconds without a sign of life, from a peer that owes one, after which the epoch is ended, and
-    without work in a turn, after which this engine is said to hang. More than `max_jobs` jobs in flight are refused;
-    each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory for the jobs' KV.
-    """
+    """One rank of a prefill group. All public methods may be called from any thread; only `start_epoch` and `close`
+    block. `watchdog_floor_s` is the least number of seconds without a sign of life, from a peer that owes one, after
+    which the epoch is ended, and without work in a turn, after which this engine is said to hang. More than `max_jobs`
+    jobs in flight are refused; each job has a slot's lease, so slots bound them first. `make_buffer` makes the memory
+    for the jobs' KV."""
 
     def __init__(
         self,
@@ -97,11 +95,9 @@ class PrefillEngine:
         self._watcher.start()
 
     def start_epoch(self, epoch: Epoch, rank: Rank, num_ranks: int, connect: ConnectLinks) -> None:
-        """End the present epoch and join the next, as `rank` of `num_ranks`. Blocks until all ranks have met.
-
-        Raises EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and
-        any error of `connect`; no epoch lives then.
-        """
+        """End the present epoch and join the next, as `rank` of `num_ranks`. Blocks until all ranks have met. Raises
+        EpochEndedError for an epoch that is not above the last, UnavailableError while closing or hanging, and any
+        error of `connect`; no epoch lives then."""
         with self._starting:
             life = self._begin_life(epoch, rank, num_ranks)
             try:
@@ -119,10 +115,8 @@ class PrefillEngine:
     @contextmanager
     def expect(self, epoch: Epoch, number: JobId) -> Iterator[None]:
         """Return a context in which a job is announced: it will be submitted, however long its caller prepares it.
-
         Inside it, messages that other ranks send for this job wait, and these ranks are told to keep waiting. Does
-        nothing for another epoch than the present.
-        """
+        nothing for another epoch than the present."""
         with self._changed:
             life = self._life if self._life is not None and self._life.epoch == epoch else None
             if life is not None:
@@ -134,13 +128,10 @@ class PrefillEngine:
                 life.withdraw(number)
 
     def submit(self, job: Job, outlet: KvOutlet) -> Future[JobReport]:
-        """Take a job and return its future.
-
-        The future resolves, on the engine's thread, when the job is computed, pushed to `outlet` and passed on, or with
-        a BatonError. It cannot be cancelled: call `cancel` instead. Raises at once, without calling `outlet`:
-        EpochEndedError, JobAbortedError (the job was given up before it came), InvalidArgumentError,
-        ResourceExhaustedError.
-        """
+        """Take a job and return its future. The future resolves, on the engine's thread, when the job is computed,
+        pushed to `outlet` and passed on, or with a BatonError. It cannot be cancelled: call `cancel` instead. Raises at
+        once, without calling `outlet`: EpochEndedError, JobAbortedError (the job was given up before it came),
+        InvalidArgumentError, ResourceExhaustedError."""
         self._check_tokens(job)
         with self._changed:
             life = self._life
@@ -155,11 +146,8 @@ class PrefillEngine:
             return chain_job.future
 
     def cancel(self, number: JobId, error: BatonError | None = None) -> None:
-        """Give a job up, so that its future soon fails with `error`, unless it is over.
-
-        `error` is RequestCancelledError by default. The ranks behind this one are told in band. A number that is not in
-        flight is ignored.
-        """
+        """Give a job up, so that its future soon fails with `error`, by default RequestCancelledError, unless it is
+        over. The ranks behind are told in band. A number that is not in flight is ignored."""
         with self._changed:
             job = self._life.sequencer.get(number) if self._life is not None else None
             if job is not None:
@@ -178,10 +166,7 @@ class PrefillEngine:
             return EngineStatus(life.epoch, error, num_jobs, tally.progress, tally.num_jobs_done, self._stall)
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """End the epoch and both threads; wait up to `timeout_s` seconds for peers to close their links too.
-
-        Blocks. May be called again.
-        """
+        """End the epoch and both threads; wait at most `timeout_s` for peers to close theirs. Blocks. Idempotent."""
         with self._changed:
             self._closing = True
             self.end_epoch(UnavailableError("this prefill rank is leaving: use another"))
@@ -217,13 +202,7 @@ class PrefillEngine:
             if self._closing:
                 raise UnavailableError("this prefill rank is leaving: use another")
             life = EpochLife(
-                epoch,
-                rank,
-                num_ranks,
-                lock=self._changed,
-                clock=self._clock,
-                floor_s=self._floor_s,
-                tally=self._tally,
+                epoch, rank, num_ranks, lock=self._changed, clock=self._clock, floor_s=self._floor_s, tally=self._tally
             )
             self._life = life
             return life
@@ -260,8 +239,7 @@ class PrefillEngine:
                 self._turns.end()
 
     def _step(self) -> bool:
-        """Settle the jobs that are over, give one job a turn, or wait for a change. Return False once closed with no
-        job left."""
+        """Settle jobs that are over, give one a turn, or wait for a change. Return False when closed, without jobs."""
         with self._changed:
             life = self._life
             patience_s = life.patience_s() if life is not None else None

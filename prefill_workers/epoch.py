@@ -82,10 +82,8 @@ class EpochLife:
         """Time since when a peer has been overdue, on the clock's now_s; None while no peer is."""
 
     def open(self, links: Links) -> None:
-        """Begin to serve jobs over `links`, now that all ranks have met.
-
-        When the epoch has ended in the meantime, closes the links and raises the epoch's error.
-        """
+        """Begin to serve jobs over `links`, now that all ranks have met. When the epoch has ended in the meantime,
+        closes the links and raises the epoch's error."""
         with self._changed:
             self.links = links
             if self.error is not None:
@@ -116,11 +114,8 @@ class EpochLife:
                 del self._announced[number]
 
     def admit(self, job: Job) -> None:
-        """Check that this rank can serve `job`.
-
-        Raises EpochEndedError, InvalidArgumentError, or, for a job that was given up before it came, JobAbortedError;
-        the ranks behind are told of such a job.
-        """
+        """Check that this rank can serve `job`. Raises EpochEndedError, InvalidArgumentError, or, for a job that was
+        given up before it came, JobAbortedError; the ranks behind are told of such a job."""
         number = job.number
         if self.error is not None:
             raise EpochEndedError(f"epoch {self.epoch} has ended ({self.error}): wait for the next") from self.error
@@ -137,18 +132,15 @@ class EpochLife:
             raise JobAbortedError(f"job {number} is no longer served by rank {self.rank}: make it a new attempt")
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-        """Send a message through the links, for relays, and have the watchdog watch it. Drops it once the epoch has
-        ended."""
+        """Send a relay's message, watched by the watchdog, through the links; drop it once the epoch has ended."""
         with self._changed:
             if self.error is None and self.links is not None:
                 self._watchdog.sending(target)
                 self.links.send(target, header, payload)
 
     def patience_s(self) -> float | None:
-        """Return the seconds until a peer may be overdue; None when no peer owes a sign of life.
-
-        Ends the epoch with LinkStalledError when a peer has been overdue for a while already.
-        """
+        """Return the seconds until a peer may be overdue; None when no peer owes a sign of life. Ends the epoch with
+        LinkStalledError when a peer has been overdue for a while already."""
         if self.error is not None:
             return None
         jobs = [job for job in self.sequencer.jobs if job.error is None]
@@ -175,11 +167,9 @@ class EpochLife:
         return 0.0
 
     def tell_waiting(self, has_worked: bool) -> None:
-        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting.
-
-        While this rank works (`has_worked`), tells the ranks behind, for each of its jobs. For each announced job,
-        tells all ranks: the rank before may have sent KV that waits here, and the rank behind waits already.
-        """
+        """Send ALIVE to the ranks that may wait for this one, so that they keep waiting. While this rank works
+        (`has_worked`), tells the ranks behind, for each of its jobs. For each announced job, tells all ranks: the rank
+        before may have sent KV that waits here, and the rank behind waits already."""
         with self._changed:
             ranks = (Rank(number) for number in range(self.num_ranks) if number != self.rank)
             idle = [rank for rank in ranks if self._watchdog.is_idle(rank)]
@@ -191,8 +181,7 @@ class EpochLife:
                     self.send(rank, LinkHeader.bare(self.epoch, number, LinkStatus.ALIVE), None)
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
-        """Return where in its job's memory a payload belongs; None to drop it. Blocks while its job is not known
-        yet."""
+        """Return where in its job's memory a payload belongs; None to drop it. Blocks until its job is known."""
         with self._changed:
             self._heard(source)
             self._await_job(header.job)
@@ -206,8 +195,7 @@ class EpochLife:
                 return None
 
     def received(self, source: Rank, header: LinkHeader) -> None:
-        """Pass a received message on to its job, as KV, abort or sign of life; an unknown job's abort buries its
-        number."""
+        """Pass a message on to its job, as KV, abort or sign of life; an abort of an unknown job buries its number."""
         with self._changed:
             self._heard(source)
             job = self._job_of(header)
@@ -242,13 +230,10 @@ class EpochLife:
         self._changed.notify_all()
 
     def _await_job(self, number: JobId) -> None:
-        """Wait until the job is known, or bury a job that no call has announced in time.
-
-        An announced job is waited for until it is submitted, its call ends, or the epoch ends: dropping its message
-        would fail the attempt, and blame the group for a slow disk. Other messages of the same source wait too. No rank
-        takes this for silence: this rank sends ALIVE, and the source shows that it lives by receiving that
-        (`tell_waiting`).
-        """
+        """Wait until the job is known, or bury a job that no call has announced in time. An announced job is waited for
+        until it is submitted, its call ends, or the epoch ends: dropping its message would fail the attempt, and blame
+        the group for a slow disk. Other messages of the same source wait too. No rank takes this for silence: this rank
+        sends ALIVE, and the source shows that it lives by receiving that (`tell_waiting`)."""
         while not self._changed.wait_for(lambda: self._is_known(number) or self.error is not None, self._floor_s / 2):
             if number not in self._announced:
                 self.sequencer.bury(number)
@@ -258,7 +243,6 @@ class EpochLife:
         return self.sequencer.get(number) is not None or self.sequencer.is_buried(number)
 
     def _job_of(self, header: LinkHeader) -> ChainJob | None:
-        """Return the present job that a message is for; None when the job is unknown, was given up, or is of another
-        epoch."""
+        """Return the job that a message is for; None when it is unknown, given up, or of another epoch."""
         job = self.sequencer.get(header.job) if header.epoch == self.epoch else None
         return job if job is not None and job.error is None else None

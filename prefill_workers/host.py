@@ -17,11 +17,7 @@ async def start_rank(place: WorkerPlace, config: PrefillConfig) -> PrefillServer
     """Load the model, start the rank's server and return it, serving. Raises ModelError or ConfigError, one line."""
     decoder = await asyncio.to_thread(load, place)
     server = await PrefillServer.start(
-        decoder,
-        clock=SystemClock(),
-        host=place.host,
-        watchdog_floor_s=config.watchdog_floor_s,
-        **prefix_options(place),
+        decoder, clock=SystemClock(), host=place.host, watchdog_floor_s=config.watchdog_floor_s, **prefix_options(place)
     )
     await asyncio.to_thread(sweep_node, place)
     return server

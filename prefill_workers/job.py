@@ -21,11 +21,9 @@ from modeling.kv.buffers import KvBuffer
 
 @dataclass(frozen=True)
 class Job:
-    """One attempt at prefilling one request. All of its ranks get an equal Job.
-
-    `ranks[i]` computes `chunks[i]`. The chunks are consecutive and end with the prompt, which is `prompt_ids` followed
-    by `output_ids`; tokens before the first chunk are cached, in `prefix`. Raises InvalidArgumentError otherwise.
-    """
+    """One attempt at prefilling one request. All of its ranks get an equal Job. `ranks[i]` computes `chunks[i]`. The
+    chunks are consecutive and end with the prompt, which is `prompt_ids` followed by `output_ids`; tokens before the
+    first chunk are cached, in `prefix`. Raises InvalidArgumentError otherwise."""
 
     number: JobId
     epoch: Epoch
@@ -43,8 +41,7 @@ class Job:
     """Consecutive pieces of cached KV that together have at least the tokens [0, chunks[0].start). Never written; all
     ranks of a node read them from the same memory. Empty when no prefix is cached."""
     due_s: float = 0.0
-    """Unix seconds. Of two runnable jobs, the rank serves the one due earlier; of equals, the one with the lower
-    number."""
+    """Unix seconds. A rank serves the runnable job due first, and of equals the one with the lower number."""
     layer_s: float = 0.0
     """Predicted seconds of the longest layer on any of the job's ranks; 0 when unknown."""
 
@@ -70,8 +67,7 @@ class Job:
 
     @cached_property
     def cached_pieces(self) -> list[tuple[KvBuffer, TokenRange]]:
-        """Return the cached tokens as they lie in memory: pairs of a piece of `prefix` and the tokens of it that are
-        used."""
+        """Return the cached tokens as they lie in memory: pairs of a piece of `prefix` and its tokens that are used."""
         pieces = [piece for piece in self.prefix if piece.tokens.start < self.cached.end]
         return [(piece, TokenRange(piece.tokens.start, min(piece.tokens.end, self.cached.end))) for piece in pieces]
 
@@ -86,15 +82,11 @@ class Job:
 
 
 class KvOutlet(Protocol):
-    """The port through which a rank's own KV leaves while the chain still runs.
-
-    Called on the engine's thread; no method may block. `num_present` is the number of first tokens whose KV the slot
-    has already: no rank need push them.
-
+    """The port through which a rank's own KV leaves while the chain still runs. Called on the engine's thread; no
+    method may block. `num_present` is the number of first tokens whose KV the slot has already: no rank need push them.
     After any number of `push` and `received` comes one `finish`, one `abort`, or, when the job fails between its last
     computation and its last message, both. No call follows an `abort`. An exception from any method except `abort`
-    fails the job with that exception.
-    """
+    fails the job with that exception."""
 
     @property
     def num_present(self) -> int: ...
@@ -104,15 +96,12 @@ class KvOutlet(Protocol):
         ...
 
     def received(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Take, on a chain's last rank, rows that earlier ranks computed and push by themselves.
-
-        `data` holds the rows of `tokens` in `layer`. It is valid only until this call returns.
-        """
+        """Take, on a chain's last rank, rows that earlier ranks computed and push by themselves. `data` holds the rows
+        of `tokens` in `layer`. It is valid only until this call returns."""
         ...
 
     def finish(self, firsts: tuple[SampledToken, ...]) -> None:
-        """Complete the job: all layers were pushed. `firsts` has each choice's next token on the last rank; empty
-        elsewhere."""
+        """Complete the job: all layers were pushed. `firsts`: each choice's next token on the last rank, else empty."""
         ...
 
     def abort(self, error: BaseException) -> None:
@@ -140,5 +129,4 @@ class JobReport:
     num_messages_sent: int
     """Number of messages in which `num_bytes_sent` were sent."""
     send_s: float
-    """Seconds in which these messages were on their way, each counted from when the link was free for it to its
-    arrival."""
+    """Seconds in which these messages were on their way, each from when the link was free for it to its arrival."""

@@ -74,15 +74,12 @@ class LinkHeader:
 
 
 class LinkHandler(Protocol):
-    """Handles a rank's messages. Called on link threads: one call at a time per link, several links at the same
-    time."""
+    """Handles a rank's messages, on link threads: one call at a time per link, several links at the same time."""
 
     def place_for(self, source: Rank, header: LinkHeader) -> memoryview | None:
-        """Return writable memory of `header.num_bytes` bytes for the payload, or None to drop the payload.
-
-        Called once for every message with a payload, before the payload is received; the memory must stay valid. May
-        block, which holds up all messages of `source`, but not beyond the end of the epoch.
-        """
+        """Return writable memory of `header.num_bytes` bytes for the payload, or None to drop the payload. Called once
+        for every message with a payload, before the payload is received; the memory must stay valid. May block, which
+        holds up all messages of `source`, but not beyond the end of the epoch."""
         ...
 
     def received(self, source: Rank, header: LinkHeader) -> None:
@@ -103,27 +100,19 @@ class Links(Protocol):
     """One rank's links to all other ranks of its group, for one epoch."""
 
     def send(self, target: Rank, header: LinkHeader, payload: memoryview | None) -> None:
-        """Enqueue one message and return at once. Thread-safe.
-
-        `payload` must have `header.num_bytes` bytes, or be None for a bare header, and must not change until the
-        handler's `sent`. Messages to one target leave in the order of the calls. After `close`, or on a broken link,
-        the message is dropped.
-        """
+        """Enqueue one message and return at once. Thread-safe. `payload` must have `header.num_bytes` bytes, or be None
+        for a bare header, and must not change until the handler's `sent`. Messages to one target leave in the order of
+        the calls. After `close`, or on a broken link, the message is dropped."""
         ...
 
     def close(self) -> None:
         """Drop messages that are not being sent yet, tell all peers and return at once; peers see their links broken.
-
-        The handler may still be called for a message that was under way, for no other. May be called again, from any
-        thread.
-        """
+        The handler is still called for a message under way, for no other. Any thread, idempotent."""
         ...
 
     def wait_closed(self, timeout_s: float) -> bool:
-        """Wait, after `close`, until all link threads have ended, and return whether they have.
-
-        They end when all peers have closed their links too, or are dead; a stopped peer holds them until it is killed.
-        """
+        """Wait, after `close`, until all link threads have ended, and return whether they have. They end when all peers
+        have closed their links too, or are dead; a stopped peer holds them until it is killed."""
         ...
 
 

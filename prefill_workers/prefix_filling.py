@@ -36,10 +36,8 @@ class PrefixFilling:
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
     def take(self) -> None:
-        """Take room in the store for as many of the blocks as fit. Blocks for some milliseconds.
-
-        Must be called before the first `write`. For a job without `write`, `finish` takes the room.
-        """
+        """Take room in the store for as many of the blocks as fit. Blocks for some milliseconds. Must be called before
+        the first `write`. For a job without `write`, `finish` takes the room."""
         room = self._taken()
         with self._lock:
             if not self._over:
@@ -55,16 +53,13 @@ class PrefixFilling:
             self._copy(room, layer, tokens, data)
 
     def hold(self, layer: int, tokens: TokenRange, data: memoryview) -> None:
-        """Keep a view of the rows of `tokens` in `layer`, for `finish` to copy into their blocks; `data` must never
-        change."""
+        """Keep a view of the rows of `tokens` in `layer`, whose `data` must never change, for `finish` to copy."""
         self._held.append((layer, tokens, data))
 
     def finish(self) -> Filled:
-        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted.
-
-        To be called when all layers of all tokens have come. Returns an empty Filled after a `drop`, and when there is
-        no room or the store fails. Blocks for as long as copying takes.
-        """
+        """Copy the held rows, seal the blocks, and return the names of blocks stored and evicted. To be called when all
+        layers of all tokens have come. Returns an empty Filled after a `drop`, and when there is no room or the store
+        fails. Blocks for as long as copying takes."""
         with self._lock:
             if self._over:
                 return Filled()
@@ -84,10 +79,8 @@ class PrefixFilling:
             room.drop()
 
     def sink(self, stored: Sequence[str]) -> list[str]:
-        """Copy to disk the blocks that `finish` stored, and return the names of blocks evicted to make room.
-
-        Does nothing where the node keeps no blocks on disk. Blocks for as long as copying takes.
-        """
+        """Copy to disk the blocks that `finish` stored, and return the names of blocks evicted to make room. Does
+        nothing where the node keeps no blocks on disk. Blocks for as long as copying takes."""
         try:
             return self._store.sink(stored, self._tokens(len(stored)), self._block_tokens)
         except (BatonError, OSError) as error:

@@ -42,11 +42,8 @@ SendMessage = Callable[[Rank, LinkHeader, memoryview | None], None]
 
 
 class Relay:
-    """One job's KV on one rank, on its way along the chain.
-
-    Owns the counters and `earlier_kv`; `own_kv` is shared with ChainJob. Thread-safe: `lock` is the engine's,
-    re-entrant, and `send` may take it.
-    """
+    """One job's KV on one rank, on its way along the chain. Owns the counters and `earlier_kv`; `own_kv` is shared with
+    ChainJob. Thread-safe: `lock` is the engine's, re-entrant, and `send` may take it."""
 
     def __init__(
         self,
@@ -70,8 +67,7 @@ class Relay:
         self.num_sent = 0
         """Number of messages in which `num_bytes_sent` were sent."""
         self.send_s = 0.0
-        """Seconds in which these messages were on their way, each counted from when the link was free for it to its
-        arrival."""
+        """Seconds in which these messages were on their way, each from when the link was free to its arrival."""
         self._job, self._clock, self._lock, self._send = job, clock, lock, send
         self._own_kv, self._earlier_kv = own_kv, earlier_kv
         self._num_layers = own_kv.layout.num_layers
@@ -107,10 +103,8 @@ class Relay:
         return self._arrived_s[layer] if self.source is not None else float("-inf")
 
     def place(self, source: Rank, header: LinkHeader) -> memoryview:
-        """Return the memory into which the payload of `header` is to be written.
-
-        Raises ChainError when the piece is not expected now, and when there is no memory for it.
-        """
+        """Return the memory into which the payload of `header` is to be written. Raises ChainError when the piece is
+        not expected now, and when there is no memory for it."""
         expected = self._header(self._num_received, header.tokens)
         is_due = header == expected and header.tokens in self._missing and not self.has_received(self._num_layers - 1)
         if source != self.source or not is_due:

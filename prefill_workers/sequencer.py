@@ -44,8 +44,7 @@ class Sequencer:
         return self._jobs.get(number)
 
     def bury(self, number: JobId) -> None:
-        """Forget the job, whether it is present or not, and remember its number, among the latest few thousand, as not
-        served."""
+        """Forget the job, present or not, and remember its number, among the latest few thousand, as not served."""
         self._jobs.pop(number, None)
         self._buried[number] = None
         if len(self._buried) > _MAX_REMEMBERED:

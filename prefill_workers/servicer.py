@@ -16,8 +16,8 @@ import grpc
 from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
-from baton.ids import MAX_EPOCH, Epoch, JobId, Rank, RequestId
-from baton.proto_types import scalars
+from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
+from baton.proto_types import read, scalars
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
@@ -82,8 +82,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     the node's prefix store, if it keeps one."""
 
     def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
-        self._engine, self._host = engine, host
-        self.prefixes = prefixes
+        self.engine, self.prefixes = engine, prefixes
+        self._host = host
         self._channels = ChannelCache(make_channel)
         self._blocks = BlockThreads()
 
@@ -91,13 +91,12 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         """Join the next epoch. Answers once all ranks have met; other calls are served meanwhile."""
         meeting = meeting_from_proto(request, self._host)
         connect = partial(connect_torch_links, meeting)
-        await asyncio.to_thread(self._engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
+        await asyncio.to_thread(self.engine.start_epoch, meeting.epoch, meeting.rank, meeting.num_ranks, connect)
         return prefill_pb2.StartEpochReply()
 
     async def Run(self, request: prefill_pb2.PrefillJob, context: Context) -> prefill_pb2.PrefillReport:
-        """Run a job on this rank and report it. When the call ends, in any way, job and push have ended or soon
-        will."""
-        with self._engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
+        """Run a job on this rank and report it. However the call ends, job and push have ended or soon will."""
+        with self.engine.expect(Epoch(request.epoch), JobId(request.job)):  # first: other ranks may send already
             async with self._channels.use(request.lease.endpoint) as channel:
                 return await self._run(request, channel)
 
@@ -107,7 +106,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         lease = lease_from_proto(request.lease)
         if lease.num_tokens != job.chunks[-1].end:
             raise InvalidArgumentError(f"lease.num_tokens = {lease.num_tokens}: the prompt has {job.chunks[-1].end}")
-        session = open_push(channel, self._engine.decoder.layout, lease)
+        session = open_push(channel, self.engine.decoder.layout, lease)
         outlet = PushOutlet(session, lease.num_present_tokens, filling)
         filled = Filled()
         try:
@@ -135,8 +134,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
             store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held)
         return prefill_pb2.PrefillStatus(
-            **scalars(prefill_pb2.PrefillStatus, self._engine.status()),
-            layout_fingerprint=self._engine.decoder.layout.fingerprint,
+            **scalars(prefill_pb2.PrefillStatus, self.engine.status()),
+            layout_fingerprint=self.engine.decoder.layout.fingerprint,
             version=__version__,
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=store,
@@ -156,19 +155,19 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
         """Run the job on the engine and return its report; give the job up when its push fails or the call ends."""
-        computed = asyncio.wrap_future(self._engine.submit(job, outlet))
+        computed = asyncio.wrap_future(self.engine.submit(job, outlet))
         pushed = asyncio.create_task(session.result())
         for each in (computed, pushed):
             each.add_done_callback(_retrieve)
         try:
             await asyncio.wait((computed, pushed), return_when=asyncio.FIRST_EXCEPTION)
             if pushed.done() and (error := pushed.exception()) is not None:
-                self._engine.cancel(job.number, _as_baton(error))
+                self.engine.cancel(job.number, _as_baton(error))
             return await computed
         finally:
             pushed.cancel()
             if not computed.done():
-                self._engine.cancel(job.number)
+                self.engine.cancel(job.number)
 
     async def _open_prefix(self, request: prefill_pb2.PrefillJob) -> tuple[KvBuffer, ...]:
         """Return the job's cached blocks, mapped for as long as the job or its push needs them. Raises StalePrefixError
@@ -181,7 +180,7 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
 
     def _filling(self, request: prefill_pb2.PrefillJob, job: Job) -> PrefixFilling | None:
         """Return where the job's blocks are stored; None on other ranks than the last, and where none is to be kept."""
-        if self.prefixes is None or not request.keep_blocks or self._engine.rank != job.ranks[-1]:
+        if self.prefixes is None or not request.keep_blocks or self.engine.rank != job.ranks[-1]:
             return None
         block_tokens = _block_tokens(request)
         start = len(request.prefix_blocks) * block_tokens
@@ -195,14 +194,9 @@ class PrefillServer:
     """A prefill engine and the gRPC server of its service. Make one with `start`, on the loop."""
 
     def __init__(
-        self,
-        server: grpc.aio.Server,
-        engine: PrefillEngine,
-        servicer: PrefillRankServicer,
-        port: int,
-        store: NodeStore | None = None,
+        self, server: grpc.aio.Server, servicer: PrefillRankServicer, port: int, store: NodeStore | None = None
     ) -> None:
-        self.engine, self.port = engine, port
+        self.engine, self.port = servicer.engine, port
         self.prefixes = servicer.prefixes
         """The node's prefix store; None if this rank keeps no prefixes."""
         self._server, self._servicer, self._store = server, servicer, store
@@ -233,7 +227,7 @@ class PrefillServer:
         servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return cls(server, engine, servicer, bound, store)
+        return cls(server, servicer, bound, store)
 
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new calls, give running ones `grace_s` seconds, then end them and the engine. Idempotent."""
@@ -256,33 +250,20 @@ def meeting_from_proto(message: prefill_pb2.StartEpochRequest, host: str) -> Mee
         raise InvalidArgumentError(f"timeout_s = {message.timeout_s} is out of range: give the ranks time to meet")
     if not message.store.rpartition(":")[2].isdigit():
         raise InvalidArgumentError(f"store = {message.store!r} is no address: use host:port")
-    return Meeting(
-        epoch=Epoch(message.epoch),
-        rank=Rank(message.rank),
-        num_ranks=message.num_ranks,
-        store=message.store,
-        host=host,
-        timeout_s=message.timeout_s,
-    )
+    return read(Meeting, message, host=host)
 
 
 def job_from_proto(message: prefill_pb2.PrefillJob, prefix: tuple[KvBuffer, ...] = ()) -> Job:
     """Return the job that a message describes, which begins behind `prefix`, the blocks that the message names. Raises
     InvalidArgumentError for ranks, chunks, a prompt and a prefix that do not fit together."""
-    history = history_from_proto(message.history)
-    return Job(
+    return read(
+        Job,
+        message,
         number=JobId(message.job),
-        epoch=Epoch(message.epoch),
-        request_id=RequestId(message.request_id),
-        attempt=message.attempt,
         ranks=tuple(Rank(rank) for rank in message.ranks),
         chunks=tuple(range_from_proto(chunk) for chunk in message.chunks),
-        prompt_ids=history.prompt_ids,
-        output_ids=history.output_ids,
-        params=history.params,
         prefix=prefix,
-        due_s=message.due_s,
-        layer_s=message.layer_s,
+        **history_from_proto(message.history)._asdict(),
     )
 
 

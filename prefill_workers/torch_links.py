@@ -15,6 +15,7 @@ The process group is an object of its own for each epoch, not torch's default gr
 outlives them, in the supervisor. The interface is chosen explicitly.
 """
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -67,10 +68,7 @@ class Meeting:
 
 
 def connect_torch_links(meeting: Meeting, handler: LinkHandler) -> "TorchLinks":
-    """Join an epoch and return its links. Blocks until all ranks have met.
-
-    Raises LinkBrokenError when they have not met within the meeting's timeout.
-    """
+    """Join an epoch and return its links. Blocks until all ranks have met; raises LinkBrokenError on a timeout."""
     try:
         group = make_group(meeting) if meeting.num_ranks > 1 else None
     except RuntimeError as error:  # torch's error for a store that is gone, and for peers that do not come
@@ -98,8 +96,7 @@ _Worker = Callable[[Rank, _Group], None]
 
 
 class TorchLinks:
-    """Implements `prefill_workers.links.Links` over gloo. The link threads own the process group: the last one drops
-    it."""
+    """Implements `prefill_workers.links.Links` over gloo. The last link thread drops the process group."""
 
     def __init__(self, meeting: Meeting, group: _Group | None, handler: LinkHandler) -> None:
         self._epoch = meeting.epoch
@@ -128,13 +125,14 @@ class TorchLinks:
                 self._queues[target].put((header, payload))
 
     def close(self) -> None:
-        """Drop messages that are not being sent yet, tell all peers and return at once; may be called again, from any
-        thread."""
+        """Drop messages that are not being sent yet, tell all peers and return at once; any thread, idempotent."""
         with self._queueing:
             if not self._closed.is_set():
                 self._closed.set()
                 for queue in self._queues.values():
-                    _drain(queue)
+                    with contextlib.suppress(Empty):
+                        while True:
+                            queue.get_nowait()
                     queue.put(None)
 
     def wait_closed(self, timeout_s: float) -> bool:
@@ -192,14 +190,6 @@ def _send(group: _Group, target: Rank, header: LinkHeader, payload: memoryview |
     parts = [memoryview(bytearray(header.pack()))] + ([payload] if payload is not None else [])
     for part in parts:
         group.send([torch.frombuffer(part, dtype=torch.uint8)], target, _TAG).wait(_FOREVER)
-
-
-def _drain(queue: "SimpleQueue[_Message | None]") -> None:
-    while True:
-        try:
-            queue.get_nowait()
-        except Empty:
-            return
 
 
 def _one_line(error: Exception) -> str:

@@ -36,25 +36,20 @@ _WORK = 0.01
 
 
 def limit_s(floor_s: float, turn_s: float) -> float:
-    """Return how many seconds without a sign of life or work are too many, where a turn is expected to take
-    `turn_s`."""
+    """Return the limit of seconds without a sign of life or work, where a turn is expected to take `turn_s`."""
     return max(floor_s, EXPECTED_TURNS * turn_s)
 
 
 def cpu_clock(thread: threading.Thread) -> Callable[[], float]:
-    """Return a function that reads the seconds of processor time that a thread has used.
-
-    Call this function, and the one that it returns, only while the thread lives.
-    """
+    """Return a function that reads the seconds of processor time that a thread has used. Call this function, and the
+    one that it returns, only while the thread lives."""
     assert thread.ident is not None, "a thread that has not begun"
     return partial(time.clock_gettime, time.pthread_getcpuclockid(thread.ident))
 
 
 class TurnWatch:
-    """Times one engine's turns. Owned by the engine, whose lock guards it; pure, with both clocks passed in.
-
-    `floor_s` is the shortest limit, in seconds. `cpu_s` reads the processor time that the engine's thread has used.
-    """
+    """Times one engine's turns. Owned by the engine, whose lock guards it; pure, with both clocks passed in. `floor_s`
+    is the shortest limit, in seconds. `cpu_s` reads the processor time that the engine's thread has used."""
 
     def __init__(self, clock: Clock, cpu_s: Callable[[], float], floor_s: float) -> None:
         self.stall = ""
@@ -80,10 +75,8 @@ class TurnWatch:
         self._name = self.stall = ""
 
     def look(self) -> bool:
-        """Update `stall`, and return whether the engine has worked since the last look, as far as is known.
-
-        To be called every `period_s` seconds.
-        """
+        """Update `stall`, and return whether the engine has worked since the last look, as far as is known. To be
+        called every `period_s` seconds."""
         has_begun, self._has_begun = self._has_begun, bool(self._name)
         if self._name:
             self._count()

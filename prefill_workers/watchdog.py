@@ -57,12 +57,9 @@ class Watchdog:
         return not self._unsent[peer]
 
     def first_due(self, waits: Iterable[tuple[Rank, float]], turn_s: float) -> Due | None:
-        """Return the first deadline of the peers that owe a sign of life; None when no peer does.
-
-        These are the peers with unsent messages and the peers in `waits`. `waits` has pairs of a peer and the time
-        since when a job waits for it, on the clock's now_s. The limit is a few times `turn_s`, the longest turn to be
-        expected in seconds, and at least the floor.
-        """
+        """Return the first deadline of the peers that owe a sign of life: those with unsent messages, and those in
+        `waits`, each with the time, on the clock's now_s, since when a job waits for it. The limit is a few times
+        `turn_s`, the longest expected turn, and at least the floor."""
         most_s = limit_s(self._floor_s, turn_s)
         owing = [(peer, 0.0) for peer, count in self._unsent.items() if count]
         dues = (

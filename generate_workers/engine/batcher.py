@@ -59,9 +59,8 @@ class Batcher(Protocol):
     """Decides what each step runs. Owned by the engine's thread; knows no tensors, no memory, no text."""
 
     def plan(self, rows: Mapping[SlotId, Progress]) -> StepPlan:
-        """Return what to run next of the batch's rows, which are in the order in which they joined. Every span begins
-        at its row's `num_cached`; while any row has tokens to run, some span does. May be asked again, with fewer rows,
-        before a plan is run."""
+        """Return what to run next of the rows, given as they joined. A span begins at its row's `num_cached`; while any
+        row has tokens to run, some span does. May be asked again, with fewer rows, before a plan is run."""
         ...
 
     def took(self, plan: StepPlan, seconds: float) -> None:

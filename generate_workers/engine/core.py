@@ -53,6 +53,8 @@ class GenerationEngine:
     ) -> None:
         """`batcher` is the engine's own from now on. `reclaim` is called when memory is short: it releases slots that
         hooks have taken over, and returns whether there were any."""
+        self.residency: Residency = slots.memory.residency
+        """Policy that keeps the rows' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
         self._decoder = decoder
         self._tokenizer = tokenizer
@@ -71,11 +73,6 @@ class GenerationEngine:
         self._last_step: StepStats | None = None
 
         self._thread = threading.Thread(target=self._run, name="generate-engine", daemon=True)
-
-    @property
-    def residency(self) -> Residency:
-        """The policy that keeps the rows' KV. Any thread may read its traits."""
-        return self._slots.memory.residency
 
     def start(self) -> None:
         """Start the engine's thread. Call once."""
@@ -98,12 +95,10 @@ class GenerationEngine:
 
     def submit(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None = None) -> Ticket:
         """Open a stream. From then on `on_event` is called on the engine's thread, the last time for each choice with a
-        finish reason; `hook` is called when rows of the stream end.
-
-        Any thread; does not block. Raises InvalidArgumentError for a field out of its limits, StaleStampError or
-        LeaseExpiredError for a lease that has ended, ResourceExhaustedError when too many requests wait for a slot,
-        UnavailableError when the engine is closed. Then nothing is opened, and the caller still owns the lease.
-        """
+        finish reason; `hook` is called when rows of the stream end. Any thread; does not block. Raises
+        InvalidArgumentError for a field out of its limits, StaleStampError or LeaseExpiredError for a lease that has
+        ended, ResourceExhaustedError when too many requests wait for a slot, UnavailableError when the engine is
+        closed. Then nothing is opened, and the caller still owns the lease."""
         request.check(self._decoder.config.vocab_size, self._max_tokens, self._slots.num_slots)
         self._slots.memory.check(request.num_tokens, request.capacity_tokens, request.params.n)
         if request.lease_ref is not None:
@@ -119,8 +114,14 @@ class GenerationEngine:
     def status(self) -> EngineStatus:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
-        return EngineStatus.of(
-            self._slots, self._book, self._running, num_steps=self._num_steps, last_step=self._last_step
+        return EngineStatus(
+            ledger=self._slots.ledger(),
+            num_streams=len(self._book.streams()),
+            num_rows=len(self._running.rows),
+            num_steps=self._num_steps,
+            num_preemptions=self._running.num_preemptions,
+            num_preempted=len(self._running.waiting),
+            last_step=self._last_step,
         )
 
     def step(self) -> None:

@@ -25,8 +25,7 @@ class DecodeFirst:
     def __init__(
         self, max_prefill_tokens: int, bound: StepBound | None = None, work: PrefillWork | None = None
     ) -> None:
-        """`bound` and `work` limit a step's prefill by predicted time. Without a bound only `max_prefill_tokens`
-        counts."""
+        """`bound` and `work` limit prefill by predicted time; without a bound only `max_prefill_tokens` does."""
         assert max_prefill_tokens >= 1
         self._max_prefill_tokens = max_prefill_tokens
         self._bound = bound or StepBound(math.inf)

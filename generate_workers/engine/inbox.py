@@ -17,12 +17,10 @@ from text.stop_strings import StopStrings
 
 
 class StreamBook:
-    """The open streams, and the requests to open or end streams. Thread-safe; only the engine takes, seats and
-    forgets."""
+    """The open streams, and requests to open or end some. Thread-safe; only the engine takes, seats and forgets."""
 
     def __init__(self, max_waiting: int, num_free: Callable[[], int]) -> None:
-        """`max_waiting`: choices that may wait for a slot, not counting those for which one of `num_free()` slots is
-        free."""
+        """`max_waiting`: choices that may wait beside those for which one of `num_free()` slots is free."""
         self._max_waiting = max_waiting
         self._num_free = num_free
         self._condition = threading.Condition()

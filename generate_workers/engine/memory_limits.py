@@ -16,14 +16,12 @@ from generate_workers.slots.memory import KvMemory, MemoryLimits
 from modeling.forward.decoder import Decoder
 
 _SHARE = 0.5
-"""Part of the free memory that KV of all engines takes at most if nothing is configured: weights and other processes
-need memory too."""
+"""Largest part of the free memory for KV of all engines by default: weights and other processes need some too."""
 
 
 def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) -> KvMemory:
-    """Make a group's KV memory as configured; `num_engines`, this one included, share the machine's memory. Raises
-    ConfigError for an unknown policy and for memory that cannot be had, ModelError for a policy that lacks the file of
-    `baton prepare`."""
+    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. Raises ConfigError for
+    an unknown policy or memory that cannot be had, ModelError when the file of `baton prepare` is missing."""
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
@@ -35,8 +33,7 @@ def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) ->
 def memory_limits(
     config: EngineConfig, residency: Residency, num_weight_bytes: int, num_engines: int = 1
 ) -> MemoryLimits:
-    """Return the limits of KV. Raises ConfigError when the device's memory does not hold the weights, or one token's KV
-    does not fit."""
+    """Return the limits of KV. Raises ConfigError when weights, or one token's KV, exceed the device's memory."""
     kv_bytes = config.kv_memory_bytes
     if not kv_bytes:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots

@@ -75,9 +75,8 @@ class RunningRows:
         self._unseat([row])
 
     def resume(self) -> bool:
-        """Resume preempted rows while there is room, the oldest first; return whether none is left waiting. Raises
-        ResourceExhaustedError for the oldest when the device has less memory than configured and no row runs that would
-        give some back."""
+        """Resume preempted rows while there is room, the oldest first; return whether none waits any more. Raises
+        ResourceExhaustedError for the oldest when no row runs that would give it memory."""
         if not self.waiting:
             return True
         while self.waiting:
@@ -94,9 +93,8 @@ class RunningRows:
         return not self.waiting
 
     def plan(self, reclaim: Callable[[], bool]) -> StepPlan:
-        """Return what to run next, with memory promised to every row in it. When memory is short, calls `reclaim`,
-        which releases slots that ended rows still hold and returns whether there were any; then preempts the youngest
-        rows."""
+        """Return what to run next, with memory promised to all its rows. When memory is short, calls `reclaim`, which
+        releases slots of ended rows and returns whether there were any; then preempts the youngest rows."""
         self.is_stalled = False
         while True:
             plan = self.batcher.plan(self.rows)
@@ -112,8 +110,7 @@ class RunningRows:
             self._preempt(youngest)
 
     def _without_memory(self, plan: StepPlan) -> Row | None:
-        """Promise the plan's rows their memory, and return the oldest that cannot grow, else None. New leases leave
-        free what that row needs."""
+        """Promise the plan's rows their memory; return the oldest that cannot grow. New leases leave its need free."""
         ends = {span.slot: span.tokens.end for span in plan.spans}
         for row in sorted((self.rows[slot] for slot in ends), key=_AGE):
             if (missing := self.slots.extend(row.slot, ends[row.slot])) is not None:

@@ -83,12 +83,10 @@ class GenerationRequest:
 
 
 class RowEndHook(Protocol):
-    """What becomes of one stream's rows that have their last token. Called on the engine's thread; must neither block
-    nor raise."""
+    """Handles one stream's rows that have their last token. On the engine's thread; must neither block nor raise."""
 
     def take_row(self, row: "Row") -> bool:
-        """Take over the slot of an ended row, to release it at any later time (`SlotTable.release`); return False to
-        have the engine free it at once."""
+        """Take over an ended row's slot, to release it later (`SlotTable.release`); return False to free it at once."""
         ...
 
     def stream_ended(self) -> None:
@@ -131,8 +129,7 @@ class Stream:
 
 
 class Row:
-    """A choice that holds a slot. Its sampler and text are rebuilt from history, so a resumed stream goes on
-    exactly."""
+    """A choice that holds a slot. Its sampler and text are rebuilt from history, so that a resumed stream goes on."""
 
     def __init__(self, stream: Stream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig) -> None:
         request = stream.request
@@ -191,9 +188,7 @@ class Row:
 
     def accept(self, token: SampledToken, unix_ns: int) -> TokenEvent:
         """Take the next output token; return its event, which carries the finish reason if the choice ends with it.
-
-        Raises InvalidArgumentError for a token that the model does not have.
-        """
+        Raises InvalidArgumentError for a token that the model does not have."""
         if not 0 <= token.token_id < self._vocab_size:
             raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
         index = self.sampler.position

@@ -31,11 +31,9 @@ _GAIN = 0.2
 _MOST_OVER = 2.0
 """Largest factor over the predicted seconds that counts: a longer step was perhaps held up by something else."""
 _LEAST_SHARE = 0.05
-"""Least part of the first prefilling step's time that is counted as prefill, because a rate of zero cannot be
-scaled."""
+"""Least part of the first prefilling step's time that counts as prefill: a rate of zero could not be scaled."""
 _MOST_MIXED = 32
-"""Steps with both decoding and prefill after which one step only decodes: mixed steps do not tell how their time
-divides."""
+"""Number of mixed steps, whose time cannot be divided between the two, after which one step only decodes."""
 
 
 @dataclass(frozen=True)
@@ -123,9 +121,8 @@ class StepBound:
         return (self._max_stretch - 1) * decode_s / self._rate_s
 
     def is_to_decode_alone(self, decoding: Decoding) -> bool:
-        """Return whether the next step should prefill nothing, so that decoding stays known while there is always
-        something to prefill: after many mixed steps, and at the first step with more rows than have ever decoded alone.
-        Never True twice in a row."""
+        """Return whether the next step should only decode, so that decoding stays known: after many mixed steps, and
+        with more rows than ever decoded alone. Never True twice in a row."""
         if not self._num_mixed or not decoding.num_rows or not self._decoded or self._max_stretch == math.inf:
             return False
         is_unseen = decoding.num_rows > max(self._decoded)

@@ -51,12 +51,8 @@ class StepRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], sampled: list[Row]) -> list[SampledToken]:
-        """Run one forward over the plan's spans, then sample once for the rows `sampled`. Return their tokens in that
-        order.
-
-        `sampled` holds the plan's rows that reach their last token, each followed by its followers, in the plan's
-        order.
-        """
+        """Run one forward over the plan's spans, then sample once for the rows `sampled`, and return their tokens in
+        that order. They are the plan's rows that reach their last token, each followed by its followers."""
         self._num_link_bytes = self._residency.num_link_bytes
         token_ids: list[int] = []
         starts: dict[SlotId, int] = {}

@@ -23,7 +23,7 @@ from baton.types import LeaseRef, TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.slots.access import SlotReader
 from generate_workers.slots.table import SlotTable
-from modeling.prefix_store.store import Filled, PrefixStore, Room
+from modeling.prefix_store.store import Filled, PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -131,8 +131,7 @@ class AnswerSaver:
         self._sinker.shutdown(cancel_futures=True)
 
     def _release(self, answer: _Answer, filled: Filled) -> None:
-        """Release an answer's slot, unless another thread has given it up, and report what was stored of its stream if
-        that was the stream's last slot."""
+        """Release an answer's slot, unless it was given up; report what was stored if it was the stream's last slot."""
         stream = answer.stream
         with self._lock:
             saving = self._held.pop(answer, None)
@@ -165,23 +164,25 @@ class AnswerSaver:
             self._sinker.submit(self._sink, filled, answer.stream.naming.block_tokens)
 
     def _copy(self, answer: _Answer) -> Filled:
-        answer.reader.check()
-        naming, layout = answer.stream.naming, self._store.layout
+        naming, layout, reader = answer.stream.naming, self._store.layout, answer.reader
+        reader.check()
         blocks = PromptBlocks.of(answer.token_ids, naming.block_tokens, layout.fingerprint, naming.salt)
         if not blocks.names:
             return Filled()
         tokens = TokenRange(0, len(blocks.names) * naming.block_tokens)
         room = self._store.take(blocks.names, tokens, naming.block_tokens)
         try:
-            self._fill(room, answer.reader)
+            for writer in room.writers:
+                for layer in range(layout.num_layers):
+                    writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
+                self.num_bytes_stored += len(writer.tokens) * layout.token_bytes
             room.seal()
         finally:
             room.drop()
         return room.filled(blocks.names)
 
     def _sink(self, filled: Filled, block_tokens: int) -> None:
-        """Copy stored blocks to disk, if the store has one. Blocks evicted there are not reported: a lookup finds them
-        gone."""
+        """Copy stored blocks to disk. Evicted blocks are not reported: a lookup finds them gone."""
         try:
             self._store.sink(filled.stored, TokenRange(0, len(filled.stored) * block_tokens), block_tokens)
         except (BatonError, OSError) as error:
@@ -190,9 +191,3 @@ class AnswerSaver:
             logger.exception("an answer is not kept on disk")
         finally:
             self._may_sink.release()
-
-    def _fill(self, room: Room, reader: SlotReader) -> None:
-        for writer in room.writers:
-            for layer in range(self._store.layout.num_layers):
-                writer.write(layer, writer.tokens, reader.export(layer, writer.tokens))
-            self.num_bytes_stored += len(writer.tokens) * self._store.layout.token_bytes

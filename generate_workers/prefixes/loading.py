@@ -22,8 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 _NUM_THREADS = 2
-"""Threads that copy blocks, and as many that open them. More would only share the bandwidth of memory, which the
-engine's steps use too, or that of the disk."""
+"""Threads that copy blocks, and as many that open them; more would share the same bandwidth of memory or disk."""
 
 
 class PrefixLoader:
@@ -42,11 +41,9 @@ class PrefixLoader:
 
     async def reserve(self, request: ReserveSpec) -> Lease:
         """Open the longest leading run of the request's blocks, lease a slot, and begin to copy them; return the lease.
-
         The lease says how many tokens are present. A lease for local prefill is committed when its blocks are in.
         Raises what `SlotTable.reserve` raises, without reading a disk when there is no room (such a request is repeated
-        until there is), and InvalidArgumentError for a bad block name.
-        """
+        until there is), and InvalidArgumentError for a bad block name."""
         self._slots.check_room(request)
         found = await self._open(request)
         lease = self._slots.reserve(request, len(found.blocks) * request.block_tokens)
@@ -65,16 +62,14 @@ class PrefixLoader:
         self._copying.shutdown()
 
     async def _open(self, request: ReserveSpec) -> Leading:
-        """Open the request's leading blocks on a thread; return at once when it names none, without waiting for a
-        disk."""
+        """Open the request's leading blocks on a thread; return at once, without a thread, when it names none."""
         if not request.prefix_blocks:
             return Leading((), 0)
         opening = partial(self._store.open_leading, request.prefix_blocks, request.block_tokens)
         return await asyncio.get_running_loop().run_in_executor(self._opening, opening)
 
     async def _load(self, lease: Lease, blocks: tuple[KvBuffer, ...], completes: bool) -> None:
-        """Copy blocks into the lease's slot, then commit it if `completes`. Aborts the lease when a copy fails, because
-        no rank pushes those tokens."""
+        """Copy blocks into the lease's slot, and commit if `completes`. Aborts the lease when a copy fails."""
         try:
             if blocks:
                 await asyncio.get_running_loop().run_in_executor(self._copying, self._copy, lease, blocks)

@@ -8,43 +8,85 @@ odd layers. Only layer 0's fetch is not hidden behind computing.
     engine:  begin 0 | layer 0 | end 0 | begin 1 | layer 1 | end 1 | begin 2 ...
     link:    fetch 0 | fetch 1 ------- |         | fetch 2 ------- |
 
-A step fetches L x rows x tokens x row bytes, the tokens being those cached before it, and stores the new ones.
+A step fetches L x rows x tokens x row bytes, the tokens being those cached before it, and stores the new ones. Every
+copy goes through a HostLink, which counts it. Fetches run on the link's own thread, in the order in which they were
+asked for, while the engine's thread computes; no other thread touches memory of a copy until it is done. Where the
+device is the CPU, the link is memory bandwidth.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from baton.types import TokenRange
-from generate_workers.residency.host_link import HostLink
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import Area, MakeMemory, PagedKv, Row
+from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
-from modeling.forward.decoder import SequenceSpan
-from modeling.kv.buffers import BufferSpan
+from modeling.kv.buffers import byte_view
 
 _NUM_AREAS = 2
+Copies = Sequence[tuple[Tensor, Tensor]]
+"""Pairs `(to, from)`, contiguous and of equal shape and dtype."""
+CopyTensor = Callable[[Tensor, Tensor], None]
+"""Copies `(to, from)`, and returns when the copy is done."""
 
 
-class HostRow(Row):
-    """A Row with home memory for all layers, and on the device an area for two, in which layer l has number l modulo
-    2."""
+def copy_tensor(to: Tensor, source: Tensor) -> None:
+    """Copy a tensor, and return when the copy is done. On the CPU on one core and without the GIL: torch would take the
+    cores that compute. On CUDA in the default stream, behind the kernels that still read what is overwritten: correct,
+    but not concurrent with them."""
+    if to.device.type == source.device.type == "cpu":
+        np.copyto(np.asarray(byte_view(to)), np.asarray(byte_view(source)))
+    else:
+        to.copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+
+
+class HostLink:
+    """Copies in one direction at a time, first come, first served. One thread calls `fetch` and `store`."""
+
+    def __init__(self, copy: CopyTensor = copy_tensor) -> None:
+        """`copy` is the function that copies one tensor."""
+        self._copy = copy
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-link")
+        self._num_bytes_fetched = self._num_bytes_stored = 0  # each counted by one thread
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of finished copies, in both directions."""
+        return self._num_bytes_fetched + self._num_bytes_stored
+
+    def fetch(self, copies: Copies) -> "Future[None]":
+        """Begin to copy from home to the device. The future is done when all is copied, and raises what went wrong."""
+        return self._thread.submit(self._fetch, copies)
+
+    def store(self, copies: Copies) -> None:
+        """Copy from the device home, and return when that is done."""
+        for to, source in copies:
+            self._copy(to, source)
+            self._num_bytes_stored += source.nbytes
+
+    def close(self) -> None:
+        """Wait for the copies that were asked for, and end the thread. Idempotent."""
+        self._thread.shutdown()
+
+    def _fetch(self, copies: Copies) -> None:
+        for to, source in copies:
+            self._copy(to, source)
+            self._num_bytes_fetched += source.nbytes
+
+
+class HostRow(AreaRow):
+    """A Row with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
 
     def __init__(self, kv: PagedKv, area: Area) -> None:
         super().__init__([kv], [area])
         self.home, self.area = kv, area
-
-    def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
-        super().commit(tokens)
-        self.area.commit(tokens)
-
-    def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the area."""
-        return BufferSpan(self.area.buffer, tokens)
 
 
 class HostStep(RowStep[HostRow]):

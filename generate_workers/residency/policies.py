@@ -12,8 +12,7 @@ import torch
 from baton.errors import ConfigError
 from baton.types import KvLayout
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.host import HostResidency
-from generate_workers.residency.host_link import HostLink
+from generate_workers.residency.host import HostLink, HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.port import KvShape, Residency

@@ -56,8 +56,7 @@ class KvShape:
     max_slot_tokens: int
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
-        """Return the bytes that attention to all tokens reads for rows with these new tokens, each key and value
-        once."""
+        """Return the bytes that attention reads for rows with these new tokens, each key and value once."""
         seen = [(tokens.end, len(tokens)) for tokens in rows]
         counts = {window: self.windows.count(window) for window in set(self.windows)}
         num_rows = 0
@@ -122,8 +121,7 @@ class Residency(Protocol):
 
     @property
     def num_link_bytes(self) -> int:
-        """Return the bytes copied between host and device so far; where a CPU is both, those that attention read from
-        home."""
+        """Return the bytes copied between host and device so far; on a CPU those that attention read from home."""
         ...
 
     def bytes_for(self, num_tokens: int) -> KvBytes:

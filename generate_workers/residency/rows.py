@@ -105,8 +105,7 @@ class Row:
     """A RowKv of parts. Its KV lies at home as it is, unless a subclass says otherwise."""
 
     def __init__(self, home: Sequence[PagedKv], device: Sequence[Part]) -> None:
-        """`home`: memories that together hold all layers, in their order. `device`: what a step needs on the device. A
-        part may be both."""
+        """`home`: memories that together hold all layers, in order. `device`: what a step needs there. May overlap."""
         self._home, self._device = home, device
         self._parts: Sequence[Part] = [*home, *(part for part in device if part not in home)]
         self._homes = [(kv, layer) for kv in home for layer in range(kv.layout.num_layers)]
@@ -178,3 +177,18 @@ class Row:
         """End the claim, if there is one."""
         for part in self._parts:
             part.release()
+
+
+class AreaRow(Row):
+    """A Row whose steps run over an area on the device."""
+
+    area: Area
+
+    def commit(self, tokens: TokenRange) -> None:
+        """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
+        super().commit(tokens)
+        self.area.commit(tokens)
+
+    def span(self, tokens: TokenRange) -> SequenceSpan:
+        """Return a span over the area."""
+        return BufferSpan(self.area.buffer, tokens)

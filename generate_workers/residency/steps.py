@@ -80,8 +80,7 @@ class RowResidency(Generic[R]):
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[RowStep[R]]:
-        """Commit the new tokens, and yield the step. When the forward fails, rows are not brought up to date: they have
-        ended."""
+        """Commit the new tokens, and yield the step. Rows of a failed forward are not brought up to date: they end."""
         chosen = [(self._rows[slot], tokens) for slot, tokens in rows]
         for row, tokens in chosen:
             row.commit(tokens)

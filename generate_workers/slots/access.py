@@ -20,11 +20,9 @@ class SlotWriter:
     put: Callable[[Claim, int, TokenRange, memoryview], bool]
 
     def write(self, layer: int, tokens: TokenRange, data: memoryview) -> bool:
-        """Copy a piece into place and renew the lease. Return False when the same piece is there already.
-
-        Raises StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a range outside the lease
-        or partly present; then nothing is changed. `data` is exactly the range's bytes and is not kept.
-        """
+        """Copy a piece into place and renew the lease. Return False when the same piece is there already. Raises
+        StaleStampError or LeaseExpiredError when the lease has ended, RangeError for a range outside the lease or
+        partly present; then nothing is changed. `data` is exactly the range's bytes and is not kept."""
         return self.put(self.claim, layer, tokens, data)
 
 
@@ -42,10 +40,8 @@ class SlotReader:
         self._check(self._claim.ref)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the KV of `tokens`, which no writer may change any more. The view is valid until `close`.
-
-        Raises StaleStampError when the row has been released.
-        """
+        """Return the KV of `tokens`, which no writer may change any more. The view is valid until `close`. Raises
+        StaleStampError when the row has been released."""
         assert self._is_inside
         self.check()
         return self._claim.memory.row.export(layer, tokens)

@@ -64,8 +64,7 @@ class Claims:
         return [Seat(claim.ref, claim.memory.row, None) for claim in claims]
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it is not
-        committed."""
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit."""
         slot = self.find(ref)
         if slot is not None and slot.state is not SlotState.COMMITTED:
             if slot.state is SlotState.LEASED:
@@ -75,7 +74,7 @@ class Claims:
         slots, lease.held = (self.slots[ref.slot], *lease.held), ()
         seats = []
         for slot, first in zip(slots, lease.firsts or [None] * len(slots), strict=True):
-            slot.advance(SlotMove.ACTIVATE)
+            slot.move(SlotMove.ACTIVATE)
             assert slot.claim is not None
             num_cached = lease.num_cached if slot is slots[0] else 0
             seats.append(Seat(slot.claim.ref, slot.claim.memory.row, first, num_cached))
@@ -105,7 +104,7 @@ class Claims:
         slot = self.find(ref)
         if slot is not None and slot.claim is not None:
             return slot.claim
-        if self._has_expired(ref):
+        if 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp:
             raise LeaseExpiredError(f"lease of slot {ref.slot} was not renewed in time: reserve a slot again")
         raise StaleStampError(f"stamp {ref.stamp} of slot {ref.slot} is stale: the slot was freed or leased anew")
 
@@ -130,8 +129,7 @@ class Claims:
                 self.changed = True
 
     def complete(self, claim: Claim, firsts: tuple[SampledToken, ...]) -> None:
-        """Commit a lease whose bytes are all in, with its choices' first tokens. Idempotent for the same tokens; others
-        raise LeaseError."""
+        """Commit a lease whose bytes are all in. Idempotent for the same first tokens; others raise LeaseError."""
         slot = self.slots[claim.ref.slot]
         if claim.num_cached < claim.num_tokens:
             raise LeaseError(f"slot {slot.number} is prefilled by its own stream: push and commit nothing there")
@@ -151,12 +149,9 @@ class Claims:
         self._commit(claim)
 
     def _commit(self, claim: Claim) -> None:
-        self.slots[claim.ref.slot].advance(SlotMove.COMMIT)
+        self.slots[claim.ref.slot].move(SlotMove.COMMIT)
         self.touch(claim)
         self.changed = True
-
-    def _has_expired(self, ref: LeaseRef) -> bool:
-        return 0 <= ref.slot < len(self.slots) and self.slots[ref.slot].last_expired == ref.stamp
 
     def _kept(self) -> str:
         is_owing = self.num_owed or self.owed != KvBytes()

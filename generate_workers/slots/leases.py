@@ -11,17 +11,16 @@ Plain values without a lock: `slots.table.SlotTable` owns them and guards them w
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Self
 
 from baton.ids import SlotId, Stamp
-from baton.types import Lease, LeaseRef, SampledToken
+from baton.types import LeaseRef, SampledToken
 from generate_workers.residency.port import KvBytes, RowKv
-from generate_workers.slots.loop_waiter import LoopWaiter
 from generate_workers.slots.memory import KvMemory, Promise
 from transport.coverage import Coverage
-from transport.kv_sink import ReserveSpec
 
 
 class SlotState(Enum):
@@ -101,25 +100,13 @@ class Claim:
     """Slots of the lease's further choices until they become rows; they end with this claim."""
     expired: bool = False
     """Whether the claim ended because it was not renewed in time."""
-    waiters: list[LoopWaiter] = field(default_factory=list)
-    """Commits that wait for bytes: woken when all bytes are in, and when the claim ends."""
-
-    def lease(self, request: ReserveSpec, endpoint: str, num_present_tokens: int) -> Lease:
-        """Return the lease that the caller of Reserve gets for this claim."""
-        return Lease(
-            ref=self.ref,
-            request_id=request.request_id,
-            attempt=request.attempt,
-            num_tokens=request.num_tokens,
-            endpoint=endpoint,
-            ttl_s=request.ttl_s,
-            num_present_tokens=num_present_tokens,
-        )
+    waiters: list[Future[None]] = field(default_factory=list)
+    """Commits that wait for bytes: done, and dropped, when all bytes are in and when the claim ends."""
 
     def wake_all(self) -> None:
         """Wake all commits that wait for this claim."""
-        for waiter in self.waiters:
-            waiter.wake()
+        while self.waiters:
+            self.waiters.pop().set_result(None)
 
 
 class Slot:
@@ -141,13 +128,9 @@ class Slot:
 
     def begin(self, claim: Claim, move: SlotMove) -> None:
         """Start a claim on a free slot: FREE -> LEASED, HELD or ACTIVE."""
-        self._move(move)
+        self.move(move)
         self.claim = claim
         self.last_expired = None
-
-    def advance(self, move: SlotMove) -> None:
-        """Move a claimed slot on by COMMIT or ACTIVATE."""
-        self._move(move)
 
     def end(self, *, expired: bool = False) -> None:
         """End the claim: refuse its stamp from now on, and free its memory once no writer or reader is inside."""
@@ -159,9 +142,9 @@ class Slot:
         for slot in claim.held:
             slot.end()
         if self.num_inside:
-            self._move(SlotMove.QUARANTINE)
+            self.move(SlotMove.QUARANTINE)
         else:
-            self._move(SlotMove.FREE)
+            self.move(SlotMove.FREE)
             self._drop()
 
     def leave(self) -> bool:
@@ -170,7 +153,7 @@ class Slot:
         self.num_inside -= 1
         if self.state is not SlotState.QUARANTINED or self.num_inside:
             return False
-        self._move(SlotMove.EMPTY)
+        self.move(SlotMove.EMPTY)
         self._drop()
         return True
 
@@ -179,7 +162,8 @@ class Slot:
         self._memory.give_back(self.claim.memory)
         self.claim = None
 
-    def _move(self, move: SlotMove) -> None:
+    def move(self, move: SlotMove) -> None:
+        """Enter the state that the transition table has for this move; claims call it for COMMIT and ACTIVATE."""
         target = TRANSITIONS.get((self.state, move))
         assert target is not None, f"slot {self.number} cannot {move.value} while {self.state.value}"
         self.state = target
@@ -187,8 +171,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Seat:
-    """A slot that has become a row, as the engine needs it. The SlotTable owns its memory; the row uses it until
-    `release`."""
+    """A slot that has become a row. Its memory is the SlotTable's; the row uses it until `release`."""
 
     ref: LeaseRef
     row: RowKv
@@ -242,8 +225,7 @@ class SlotLedger:
     num_device_bytes: int
     """Bytes of KV on the device; the same bytes as at home where home is the device."""
     kv: KvLedger
-    """Bytes at home that are promised to the slots in each state, whether committed yet or not, and bytes free by the
-    memory's own count."""
+    """Bytes at home promised to slots by state, committed or not, and bytes free by the memory's own count."""
 
     @classmethod
     def of(cls, slots: Sequence[Slot], memory: KvMemory) -> Self:

@@ -64,8 +64,7 @@ class KvMemory:
         return self.limits.kv_bytes - self.promised.home
 
     def need(self, num_tokens: int, capacity_tokens: int, num_choices: int = 1) -> KvBytes:
-        """Return the bytes that `num_choices` new rows of `num_tokens` tokens are promised at first, growth
-        included."""
+        """Return the bytes that `num_choices` new rows of `num_tokens` tokens are promised at first, with growth."""
         return self.residency.bytes_for(self._first_tokens(num_tokens, capacity_tokens)) * num_choices
 
     def check(self, num_tokens: int, capacity_tokens: int, num_choices: int) -> None:

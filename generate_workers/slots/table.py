@@ -6,20 +6,21 @@ answers out on theirs, and release what they have copied. One lock guards the bo
 that and for one piece's copy, never while waiting.
 """
 
+import asyncio
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from baton.clock import Clock
 from baton.errors import IncompletePushError
 from baton.ids import SlotId
-from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
+from baton.types import Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.access import SlotReader, SlotWriter
 from generate_workers.slots.claims import Claims
 from generate_workers.slots.leases import Claim, Seat, SlotLedger, SlotState
-from generate_workers.slots.loop_waiter import LoopWaiter
 from generate_workers.slots.memory import KvMemory
 from transport.coverage import Added
 from transport.kv_sink import ReserveSpec
@@ -37,38 +38,27 @@ class SlotTable:
         self.on_abandon: Callable[[LeaseRef], None] = _ignore
         """Called by `abort`, without the lock, when the lease has become rows, which are to leave, or has ended. Set
         once, by the engine. Must neither block nor raise."""
-        self._memory = memory
-        self._layout = memory.shape.layout
+        self.memory = memory
+        """KV memory of all slots; changed only under the table's lock."""
+        self.layout = memory.shape.layout
+        """Layout in which the slots store KV."""
+        self.num_slots = memory.shape.num_slots
         self._endpoint = endpoint
         self._clock = clock
         self._lock = threading.Lock()
         self._claims = Claims(memory, clock)
         self._slots = self._claims.slots
 
-    @property
-    def layout(self) -> KvLayout:
-        """Layout in which the slots store KV."""
-        return self._layout
-
-    @property
-    def memory(self) -> KvMemory:
-        """The KV memory of all slots; changed only under the table's lock."""
-        return self._memory
-
-    @property
-    def num_slots(self) -> int:
-        return len(self._slots)
-
     # On the loop: the KvSink.
 
     def reserve(self, request: ReserveSpec, num_present_tokens: int = 0) -> Lease:
         """Lease a free slot, with memory for its tokens and some growth, and hold one for each further choice. The
-        caller copies the first `num_present_tokens` by a writer of its own, then calls `complete_locally` if no rank
-        pushes. Raises ResourceExhaustedError when too few slots or too little memory is free, InvalidArgumentError for
-        a field out of range."""
+        caller writes the first `num_present_tokens`, then calls `complete_locally` if no rank pushes. Raises
+        ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
-        return claim.lease(request, self._endpoint, num_present_tokens)
+        owner, num_tokens = (request.request_id, request.attempt), request.num_tokens
+        return Lease(claim.ref, *owner, num_tokens, self._endpoint, request.ttl_s, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
         """Raise the error that `reserve` would raise now, if any."""
@@ -94,11 +84,9 @@ class SlotTable:
 
     async def commit(self, ref: LeaseRef, firsts: Sequence[SampledToken], wait_s: float = math.inf) -> int:
         """Complete the lease with each choice's first token, once every byte is in; return the bytes of its tokens.
-
         Waits for missing bytes at most `wait_s` seconds and at most until the lease expires, then raises
         IncompletePushError that names the first missing range. Idempotent for the same tokens; others raise LeaseError.
-        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing.
-        """
+        A lease that was aborted meanwhile raises StaleStampError. A cancelled wait changes nothing."""
         with self._changing():
             claim = self._claims.present(ref)
         give_up_s = self._clock.now_s() + wait_s
@@ -113,7 +101,7 @@ class SlotTable:
             await self._wait(claim, left_s)
         with self._changing():
             self._claims.complete(self._claims.present(ref), tuple(firsts))
-        return claim.num_tokens * self._layout.token_bytes
+        return claim.num_tokens * self.layout.token_bytes
 
     def complete_locally(self, ref: LeaseRef) -> None:
         """Commit a lease whose copied blocks are all in; its row computes the rest. Any thread. Raises StaleStampError
@@ -148,9 +136,9 @@ class SlotTable:
         if num_tokens <= claim.memory.num_tokens:
             return None
         with self._lock:
-            if self._memory.extend(claim.memory, num_tokens):
+            if self.memory.extend(claim.memory, num_tokens):
                 return None
-        return self._memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
+        return self.memory.residency.bytes_for(num_tokens) - claim.memory.num_bytes
 
     def owe(self, num_slots: int, num_bytes: KvBytes) -> None:
         """Reserve slots and memory for rows that wait to resume or to grow: new leases leave that much free."""
@@ -158,9 +146,8 @@ class SlotTable:
             self._claims.num_owed, self._claims.owed = num_slots, num_bytes
 
     def activate(self, ref: LeaseRef) -> list[Seat] | None:
-        """Turn a committed lease into rows, one per choice; only the first has the KV. None while it waits for its
-        commit. Raises LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has
-        ended."""
+        """Turn a committed lease into rows, one per choice; only the first has the KV. None before the commit. Raises
+        LeaseError when it has its rows already, StaleStampError or LeaseExpiredError when it has ended."""
         with self._changing():
             return self._claims.activate(ref)
 
@@ -196,7 +183,7 @@ class SlotTable:
     def ledger(self) -> SlotLedger:
         """Return a snapshot of what is held now. Any thread."""
         with self._lock:
-            return SlotLedger.of(self._slots, self._memory)
+            return SlotLedger.of(self._slots, self.memory)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
@@ -215,7 +202,7 @@ class SlotTable:
     def _write(self, claim: Claim, layer: int, tokens: TokenRange, data: memoryview) -> bool:
         with self._changing():
             self._claims.present(claim.ref)
-            assert data.nbytes == len(tokens) * self._layout.row_bytes
+            assert data.nbytes == len(tokens) * self.layout.row_bytes
             is_new = claim.coverage.add(layer, tokens) is Added.NEW
             if is_new:
                 try:
@@ -242,16 +229,17 @@ class SlotTable:
 
     async def _wait(self, claim: Claim, timeout_s: float) -> None:
         """Wait until every byte is in, the claim has ended, or the time is up."""
-        waiter = LoopWaiter()
+        waiter = Future[None]()
         with self._lock:
-            claim.waiters.append(waiter)
             if claim.coverage.complete or self._claims.find(claim.ref) is None:
-                waiter.wake()
-        try:
-            await waiter.wait(timeout_s)
+                return
+            claim.waiters.append(waiter)
+        try:  # `asyncio.wait` cancels no future, so that waking a waiter cannot fail
+            await asyncio.wait([asyncio.wrap_future(waiter)], timeout=None if timeout_s == math.inf else timeout_s)
         finally:
             with self._lock:
-                claim.waiters.remove(waiter)
+                if not waiter.done():
+                    claim.waiters.remove(waiter)
 
 
 def _ignore(*_what: object) -> None:

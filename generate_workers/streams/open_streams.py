@@ -172,8 +172,7 @@ class OpenStreams:
             self.forget(stream)
 
     def _deliver(self, stream: OpenStream, message: TokenEvent | Filled) -> None:
-        """Hand over a message; any thread. A step's events share one wake-up of the loop, which takes a system
-        call."""
+        """Hand over a message; any thread. A step's events share one wake-up of the loop, which is a system call."""
         self._delivered.append((stream, message))
         if not self._wake_due:
             self._wake_due = True

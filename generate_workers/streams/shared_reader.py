@@ -70,8 +70,7 @@ class SharedReader(Generic[T]):
         self._changed.set()
 
     async def batches(self) -> AsyncGenerator[list[T], None]:
-        """Yield messages of what has come since the last batch; return when all streams have ended and no more will be
-        added."""
+        """Yield messages of what came since the last batch; return when all streams ended and no more will be added."""
         while self._reading or self._refused or not self._is_complete:
             if batch := self._read():
                 yield batch

@@ -59,8 +59,7 @@ class Int4Format:
         return self.plain.head_dim // 2 + 4 * (self.plain.head_dim // self.group)
 
     def packed(self, num_layers: int) -> KvLayout:
-        """Return the layout that memory for packed KV is requested with, in elements of two bytes, whatever they
-        mean."""
+        """Return the layout for memory of packed KV, in elements of two bytes, whatever these mean."""
         return replace(self.plain, num_layers=num_layers, head_dim=self.head_bytes // 2, dtype="float16")
 
     def pack(self, x_T2GH: Tensor, to_T2GW: Tensor) -> None:
@@ -76,8 +75,7 @@ class Int4Format:
         torch.ops.baton.pack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_rows(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor) -> None:
-        """Unpack `num_tokens_B` tokens of each row from the addresses `from_B` to the addresses `to_B`. On all
-        threads."""
+        """Unpack `num_tokens_B` tokens of each row from addresses `from_B` to addresses `to_B`. On all threads."""
         torch.ops.baton.unpack_kv(from_B, to_B, *self._sizes(num_tokens_B))
 
     def unpack_picked(self, from_B: Tensor, to_B: Tensor, num_tokens_B: Tensor, picks: Picks) -> int:

@@ -34,7 +34,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
-from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
@@ -94,7 +93,7 @@ class InfinigenInt4Step(ScoringStep[ScoredInt4Row]):
         super().__init__(rows, prepared, decoder)
         self.num_link_bytes = 0  # those of longer spans are counted as they are unpacked
         self._of_one = PackedRows(form, self.choosing)
-        self._of_more = PackedRows(form, [(row, span.tokens) for row, span in self._longer])
+        self._of_more = PackedRows(form, [(row, span.tokens) for _, row, span in self.longer])
         self._own_keys = [row.area.buffer.data[0, tokens.start, 0] for row, tokens in self.choosing]
         """Views of the choosing rows' own keys in the layer that runs, `[G, H]` each."""
 
@@ -130,4 +129,3 @@ class InfinigenInt4Residency(RowResidency[ScoredInt4Row]):
         form, most, basis = Int4Format(shape.layout), shape.max_slot_tokens, prepared.basis
         rows = [ScoredInt4Row(form, make_memory, most, basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenInt4Step(form, rows, prepared, decoder))
-        native.load("key_selection")  # builds it now, not when the first KV is pushed

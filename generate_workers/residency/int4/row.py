@@ -15,14 +15,13 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.residency.int4.format import Int4Format
-from generate_workers.residency.rows import Area, MakeMemory, PagedKv, Part, Row
-from modeling.forward.decoder import SequenceSpan
+from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv, Part
 from modeling.forward.selection import Picks
-from modeling.kv.buffers import BufferSpan, KvBuffer
+from modeling.kv.buffers import KvBuffer
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
-class Int4Row(Row):
+class Int4Row(AreaRow):
     """A Row with whole layers and packed ones at home, and on the device an area for one layer."""
 
     def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, index: Part | None = None) -> None:
@@ -60,19 +59,9 @@ class Int4Row(Row):
         self._form.unpack(self.kv(layer, tokens), plain.span(0, tokens))
         return plain
 
-    def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens` at home, and for all tokens up to them in the area."""
-        super().commit(tokens)
-        self.area.commit(tokens)
-
-    def span(self, tokens: TokenRange) -> SequenceSpan:
-        """Return a span over the area."""
-        return BufferSpan(self.area.buffer, tokens)
-
 
 class PackedRows:
-    """The packed layers of a step's rows: cached KV is unpacked into the areas, new KV is packed home. Holds addresses:
-    the rows must outlive it."""
+    """The packed layers of a step's rows. Holds addresses of cached and new KV: the rows must outlive it."""
 
     def __init__(self, form: Int4Format, rows: Sequence[tuple[Int4Row, TokenRange]]) -> None:
         """`rows`: each with its new tokens, whose memory is committed. May be empty."""

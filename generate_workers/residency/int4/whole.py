@@ -57,8 +57,7 @@ class Int4Step(RowStep[Int4Row]):
 
 
 class Int4Residency(RowResidency[Int4Row]):
-    """A Residency that keeps all KV in 4 bits but for the whole layers: at home some 28 % of what bf16 takes, on the
-    device one layer."""
+    """A Residency that keeps KV in 4 bits but for whole layers: at home some 28 % of bf16, on the device one layer."""
 
     traits = POLICIES["int4"]
 

@@ -68,7 +68,7 @@ class HitterIndex:
         the next step may not keep. Returns the positions that were weighed, `[G, K]`."""
         positions_GK = self.hitters[layer].take(q_TNH, k_SGH)
         if len(k_SGH) >= self._num_prompt:
-            num_heavy, num_recent = self._budget.at_next(self._num_prompt, len(k_SGH))
+            num_heavy, num_recent = self._budget.of(self._num_prompt)
             self.hitters[layer].drop(num_heavy, num_recent - 1)  # the next token is one of the latest
         return positions_GK
 
@@ -98,29 +98,22 @@ class H2oRow(SelectiveRow):
 
 
 class H2oStep(SelectiveStep[H2oRow]):
-    """A step in which rows of one new token weigh keys as they choose; queries of longer spans are projected once
-    more."""
+    """A step whose rows of one new token weigh keys as they choose; longer spans' queries are projected once more."""
 
     def __init__(self, rows: Sequence[tuple[H2oRow, TokenRange]], decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
         self._decoder = decoder
-        self._longer: list[tuple[H2oRow, TokenRange, Tensor, Step]] = []
-        """Longer spans, each with its tokens' places in the step and the Step that projects them."""
-        first = 0
-        for row, tokens in rows:
-            if len(tokens) != 1:
-                positions = decoder.weights.positions.lookup(torch.arange(tokens.start, tokens.end))
-                at_T = torch.arange(first, first + len(tokens))
-                self._longer.append((row, tokens, at_T, Step(positions, spans=())))
-            first += len(tokens)
+        ranges = [torch.arange(span.tokens.start, span.tokens.end) for *_, span in self.longer]
+        self._steps = [Step(decoder.weights.positions.lookup(each), spans=()) for each in ranges]
+        """Steps that project the longer spans' queries."""
         self._queries: list[Tensor] = []
         """Queries of the longer spans in the layer that runs; empty in a layer that is whole."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Project the longer spans' queries. Their keys are in place at the layer's end."""
         self._queries = [
-            self._decoder.project(layer, hidden_TD[at_T], step)
-            for _, _, at_T, step in self._longer
+            self._decoder.project(layer, hidden_TD[at : at + len(span.tokens)], step)
+            for (at, _, span), step in zip(self.longer, self._steps, strict=True)
             if layer >= NUM_WHOLE_LAYERS
         ]
 
@@ -137,8 +130,8 @@ class H2oStep(SelectiveStep[H2oRow]):
 
     def end(self, layer: int) -> None:
         """Let the longer spans' queries weigh all keys."""
-        for (row, tokens, _, _), q_TNH in zip(self._longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
-            row.weigh(layer, q_TNH, tokens)
+        for (_, row, span), q_TNH in zip(self.longer, self._queries, strict=layer >= NUM_WHOLE_LAYERS):
+            row.weigh(layer, q_TNH, span.tokens)
 
     def settle(self) -> None:
         """Record how many tokens have weighed, once all layers have run."""
@@ -151,25 +144,21 @@ class H2oResidency(RowResidency[H2oRow]):
 
     traits = POLICIES["h2o"]
 
-    def __init__(
-        self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget | None = None
-    ) -> None:
-        """`budget`: None for the default. Raises ConfigError for models whose pushed prompts cannot be run again, and
-        what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be had."""
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, decoder: Decoder, budget: HeavyBudget) -> None:
+        """Raise ConfigError for models whose pushed prompts cannot be run again, and what is in OUT_OF_MEMORY, or
+        OSError, when the slots' address space cannot be had."""
         self._pushed = PushedPrompts(decoder)
         self._decoder = decoder
-        rows = [H2oRow(shape, make_memory, budget or HeavyBudget()) for _ in range(shape.num_slots)]
+        rows = [H2oRow(shape, make_memory, budget) for _ in range(shape.num_slots)]
         super().__init__(rows, self._begin)
 
     def copy(self, source: SlotId, target: SlotId, num_tokens: int) -> None:
-        """Copy tokens within home memory. A pushed prompt is weighed once, not for every copy; raises ModelError when
-        it is of no tokens of the model."""
+        """Copy tokens at home. A pushed prompt is weighed once; raises ModelError for KV of no tokens of the model."""
         self._weigh_pushed(self._rows[source], num_tokens)
         super().copy(source, target, num_tokens)
 
     def _begin(self, rows: Sequence[tuple[H2oRow, TokenRange]]) -> H2oStep:
-        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens of the
-        model."""
+        """Make a step, after weighing pushed prompts. Raises RowError for a row whose pushed KV is of no tokens."""
         for row, tokens in rows:
             try:
                 self._weigh_pushed(row, tokens.start)

@@ -10,7 +10,6 @@ G kv heads, J query heads of a kv head, H head dim, K keys that are kept, T toke
 """
 
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -21,24 +20,15 @@ _BLOCK = 64
 """Queries whose weights are held at once."""
 
 
-class PartOf(Enum):
-    """The number of tokens of which a budget is a share."""
-
-    PROMPT = "prompt"
-    """The tokens that a row began with, as in the published code: the budget never grows."""
-    PRESENT = "present"
-    """All tokens so far, the new one included."""
-
-
 @dataclass(frozen=True)
 class HeavyBudget:
-    """How many keys a step attends to. Raises ConfigError when a field is out of its limits."""
+    """How many keys a step attends to, as shares of the prompt, as in the published code: the budget never grows.
+    Raises ConfigError when a field is out of its limits."""
 
-    heavy_share: float = 0.1
+    heavy_share: float
     """Share of keys with the largest sums."""
-    recent_share: float = 0.1
+    recent_share: float
     """Share of the latest keys, the new token's own included; at least that one key."""
-    part_of: PartOf = PartOf.PROMPT
 
     def __post_init__(self) -> None:
         if not 0 <= self.heavy_share <= 1:
@@ -51,10 +41,9 @@ class HeavyBudget:
         """Return a budget of `share` of the prompt, one half heavy and one half recent, as the paper has it."""
         return cls(share / 2, share / 2)
 
-    def at_next(self, num_prompt: int, num_tokens: int) -> tuple[int, int]:
-        """Return `(heavy, recent)` numbers of keys for the step that brings token number `num_tokens`."""
-        whole = num_prompt if self.part_of is PartOf.PROMPT else num_tokens + 1
-        return int(self.heavy_share * whole), max(int(self.recent_share * whole), 1)
+    def of(self, num_prompt: int) -> tuple[int, int]:
+        """Return `(heavy, recent)` numbers of keys for the steps behind a prompt of `num_prompt` tokens."""
+        return int(self.heavy_share * num_prompt), max(int(self.recent_share * num_prompt), 1)
 
 
 class HeavyHitters:

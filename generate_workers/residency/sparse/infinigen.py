@@ -30,7 +30,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, Step
 from modeling.forward.selection import PartialKeys, PartialRows, Picks, select_keys
-from modeling.kernels import native
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
 
@@ -88,7 +87,6 @@ class ScoringStep(SelectiveStep[S]):
 
     def __init__(self, rows: Sequence[tuple[S, TokenRange]], prepared: PreparedSelection, decoder: Decoder) -> None:
         super().__init__(decoder.layout, rows)
-        self._longer = [(row, span) for (row, tokens), span in zip(rows, self.spans, strict=True) if len(tokens) != 1]
         self._prepared = prepared
         self._decoder = decoder
         self._layers = range(NUM_WHOLE_LAYERS, decoder.layout.num_layers)
@@ -114,7 +112,7 @@ class ScoringStep(SelectiveStep[S]):
 
     def end(self, layer: int) -> None:
         """Make the partial keys of the longer spans' new tokens."""
-        for row, span in self._longer:
+        for _, row, span in self.longer:
             row.take_in(layer, span.tokens, span.own(layer))
 
     def append_keys(self, layer: int, k_BGH: Tensor) -> None:
@@ -149,8 +147,6 @@ class InfinigenResidency(RowResidency[InfinigenRow]):
     traits = POLICIES["infinigen"]
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder) -> None:
-        """`prepared` must be for `decoder`. Raises what is in OUT_OF_MEMORY, or OSError, when the slots' address space
-        cannot be had."""
+        """Raise what is in OUT_OF_MEMORY, or OSError, without the address space. `prepared` must be for `decoder`."""
         rows = [InfinigenRow(shape, make_memory, prepared.basis) for _ in range(shape.num_slots)]
         super().__init__(rows, lambda rows: InfinigenStep(rows, prepared, decoder))
-        native.load("key_selection")  # builds it now, not when the first KV is pushed

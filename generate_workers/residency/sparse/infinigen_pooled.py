@@ -44,7 +44,6 @@ from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.decoder import Decoder, SequenceSpan
 from modeling.forward.selection import Picks
-from modeling.kernels import native
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS, Basis
 from modeling.sparse.selection_file import PreparedSelection
@@ -82,8 +81,7 @@ class PooledRow(InfinigenRow):
         return super().num_bytes + KvBytes(home=self._pools.row_bytes if self._can_overflow else 0)
 
     def bytes_for(self, num_tokens: int) -> KvBytes:
-        """Return the bytes that so many tokens take once all have come; layers that choose take no more than the
-        limit."""
+        """Return the bytes of so many tokens; layers that choose take no more than the limit."""
         whole, num_places = self.whole.bytes_for(num_tokens), min(num_tokens, self._num_places)
         home = whole + self.others.bytes_for(num_places) + self._pools.row_bytes
         return KvBytes(home, whole + self.partial.bytes_for(num_places))
@@ -120,8 +118,7 @@ class PooledRow(InfinigenRow):
         return super().export(layer, tokens)
 
     def commit(self, tokens: TokenRange) -> None:
-        """Commit memory for `tokens`, which a step is about to write. A step's own token that has no place of its own
-        yet uses the last place."""
+        """Commit memory for a step's new `tokens`; one that has no place of its own yet uses the last place."""
         self.whole.memory.commit(tokens)
         start, end = self.num_kept(tokens.start), self.num_kept(tokens.end)
         if len(tokens) == 1 or self._has_begun:
@@ -155,9 +152,8 @@ class PooledRow(InfinigenRow):
                 self.keep(part.start, slice(at, at + 1))
 
     def keep(self, position: int, layers: slice = slice(None), victims_LG: Integers | None = None) -> None:
-        """Keep a step's own token, whose partial keys are made; in a full pool K, V and partial keys move to the places
-        that the pool says. `layers`: those that choose, counted from the first of them. `victims_LG`: places to evict,
-        where they were found already."""
+        """Keep a step's own token, whose partial keys are made, moving K, V and partial keys as a full pool says.
+        `layers`: counted from the first that chooses. `victims_LG`: places to evict, if found already."""
         if not self._can_overflow:
             return
         limit = self._pools.limit
@@ -284,24 +280,16 @@ class PooledResidency(RowResidency[PooledRow]):
     traits = POLICIES["infinigen"]
 
     def __init__(
-        self,
-        shape: KvShape,
-        make_memory: MakeMemory,
-        prepared: PreparedSelection,
-        decoder: Decoder,
-        size: PoolSize,
+        self, shape: KvShape, make_memory: MakeMemory, prepared: PreparedSelection, decoder: Decoder, size: PoolSize
     ) -> None:
         """`prepared` must be for `decoder`; its first and latest keys are never evicted. Raises ConfigError for a
-        `size` that has no room for these; what is in OUT_OF_MEMORY, or OSError, when the slots' address space cannot be
-        had."""
+        `size` without room for these; what is in OUT_OF_MEMORY, or OSError, without the address space."""
         layout, selection = shape.layout, prepared.selection
         assert shape.max_slot_tokens <= MAX_TOKENS, "no model takes so many"
         limit = PoolLimit(size.num_tokens, size.eviction, selection.num_first, selection.num_last)
         pools = KvPools(shape.num_slots, layout.num_layers - NUM_WHOLE_LAYERS, layout.num_kv_heads, limit)
         rows = [PooledRow(shape, make_memory, prepared.basis, pools, slot) for slot in range(shape.num_slots)]
         super().__init__(rows, lambda rows: PooledStep(rows, prepared, decoder, pools))
-        for kernel in ("key_selection", "pool_notes"):
-            native.load(kernel)  # builds it now, not when the first KV is pushed
 
 
 def _range(numbers: Integers) -> TokenRange:

@@ -59,8 +59,7 @@ class OracleResidency(RowResidency[SelectiveRow]):
 
 
 def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
-    """Return how close each key comes to the best key of some head of its kv head, `[G, S]`: 0 at a head's best, less
-    below."""
+    """Return how close each key comes to the best key of some head of its kv head, `[G, S]`, at most 0."""
     num_kv_heads, head_dim = k_SGH.shape[1:]
     q_GJH = q_NH.float().view(num_kv_heads, -1, head_dim) * head_dim**-0.5
     scores_GJS = q_GJH @ k_SGH.float().permute(1, 2, 0)
@@ -69,8 +68,7 @@ def true_scores(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
 
 
 def best_keys(scores_GS: Tensor, selection: Selection) -> list[Tensor]:
-    """Return each kv head's keys, ascending: as many as the selection says, the earlier of equal ones, with the first
-    and the last keys."""
+    """Return each kv head's keys, ascending: the best, of equals the earlier, with the first and the last keys."""
     num_keys = scores_GS.shape[-1]
     mean = (scores_GS > -selection.alpha).sum(-1).double().mean()
     num_picks = max(min(math.ceil(mean), selection.most_by_score(num_keys)), 1)

@@ -60,8 +60,7 @@ _ALL = slice(None)
 
 
 class Eviction(Enum):
-    """Which token a new one evicts. Of equal tokens that is the one that the running step scores least; where keys were
-    not scored, the earliest."""
+    """Which token a new one evicts; of equals the one that the step scores least, or without scores the earliest."""
 
     COUNTER = "counter"
     """The token that was picked least often: the paper's choice, because it keeps no list."""
@@ -95,7 +94,6 @@ class PoolLimit:
     """COUNTER: a counter that reaches this makes all of its list's counters half of what they are."""
 
     def __post_init__(self) -> None:
-        """Raise ConfigError that names the first field that is out of range."""
         if self.num_first < 0:
             raise ConfigError(f"num_first = {self.num_first} is out of range: use 0 or more")
         if self.num_last < 1:
@@ -119,8 +117,7 @@ class PoolLimit:
 
     @property
     def end_others(self) -> int:
-        """Return the end of the places [num_first, end_others) whose tokens may be evicted; the latest tokens' places
-        follow."""
+        """Return the end of [num_first, end_others), places that may be evicted; those of the latest tokens follow."""
         return self.num_places - self.num_last + 1
 
     def late_place(self, position: int) -> int:
@@ -166,12 +163,9 @@ class KvPool:
 
     def append(self, position: int, layers: slice = _ALL, victims_LG: Integers | None = None) -> Integers | None:
         """Keep the next token, which lies at place P, or at that of its number while there is room. Return None when it
-        stays there, else the places of the victims, `[L, G]`.
-
-        The caller then moves the token at `late_place` to the victim's place, and the own token to `late_place`; when
-        the pool protects no latest token but the own one, the own token to the victim's place. `victims_LG`: as
-        PoolNotes found them; None: no keys were scored.
-        """
+        stays there, else the places of the victims, `[L, G]`. The caller then moves the token at `late_place` to the
+        victim's place, and the own token to `late_place`; when the pool protects no latest token but the own one, the
+        own token to the victim's place. `victims_LG`: as PoolNotes found them; None: no keys were scored."""
         limit, orders_LGP = self.limit, self._orders_LGP[layers]
         order = np.int64(position)
         if limit.eviction is Eviction.LRU:
@@ -268,7 +262,6 @@ class PoolNotes:
         )
 
     def victims(self) -> list[Integers | None]:
-        """Return each row's victims as places, `[L, G]`, once all layers are noted; meaningless for rows that are not
-        full."""
+        """Return each row's victims as places, `[L, G]`, once all layers are noted; meaningless for rows with room."""
         victims_BLG = self._victims_BLG.numpy()
         return [each if is_heard else None for each, is_heard in zip(victims_BLG, self._is_heard, strict=True)]

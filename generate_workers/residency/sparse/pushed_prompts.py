@@ -30,8 +30,7 @@ ReadKv = Callable[[int, TokenRange], Tensor]
 
 _CHUNK_TOKENS = 512
 _FARTHEST = 0.1
-"""How far a pushed value may be from the vocabulary's, as a part of its length: in bf16 the difference is about one
-hundredth, by whatever kernel."""
+"""Largest distance of a pushed value from the vocabulary's, by its length: in bf16 about a hundredth is usual."""
 
 
 class PushedPrompts:

@@ -106,6 +106,7 @@ class SelectiveStep(ABC, RowStep[R]):
     """A StepKv whose rows of one new token attend to the keys that `choose` returns."""
 
     def __init__(self, layout: KvLayout, rows: Sequence[tuple[R, TokenRange]]) -> None:
+        super().__init__(rows, num_bytes_read=0)
         self.choosing = [(row, tokens) for row, tokens in rows if len(tokens) == 1]
         """The rows of one new token, which choose their keys."""
         self.lengths_B = torch.tensor([tokens.end for _, tokens in self.choosing], dtype=torch.int32)
@@ -114,13 +115,15 @@ class SelectiveStep(ABC, RowStep[R]):
         *starts, self._num_tokens = accumulate((len(tokens) for _, tokens in rows), initial=0)
         self._places_B = torch.tensor([at for at, (_, tokens) in zip(starts, rows, strict=True) if len(tokens) == 1])
         """Places of the choosing rows' tokens among those of the step."""
+        placed = zip(starts, rows, self.spans, strict=True)
+        self.longer = [(at, row, span) for at, (row, tokens), span in placed if len(tokens) != 1]
+        """The other rows: the place of the first token among those of the step, the row, and its span."""
         num_whole = min(NUM_WHOLE_LAYERS, layout.num_layers)
         num_others = layout.num_layers - num_whole
-        longer = [(row, tokens) for row, tokens in rows if len(tokens) != 1]
-        num_old = sum(row.num_kept(tokens.start) for row, tokens in longer)
-        num_new = sum(len(tokens) for _, tokens in longer)
+        num_old = sum(row.num_kept(span.tokens.start) for _, row, span in self.longer)
+        num_new = sum(len(span.tokens) for *_, span in self.longer)
         num_keys = num_whole * sum(tokens.end for _, tokens in rows) + num_others * (num_old + num_new)
-        super().__init__(rows, layout.row_bytes * num_keys)
+        self.num_bytes_read = layout.row_bytes * num_keys
         self.num_link_bytes = layout.row_bytes * num_others * num_old
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
@@ -135,8 +138,7 @@ class SelectiveStep(ABC, RowStep[R]):
 
     @abstractmethod
     def choose(self, layer: int, q_BNH: Tensor) -> Picks:
-        """Return the choosing rows' picks in a layer that is not whole, their own tokens included. Called once a
-        layer."""
+        """Return the choosing rows' picks, own tokens included, in a layer that is not whole. Called once a layer."""
 
     def fetch(self, layer: int, picks: Picks, num_bytes: int) -> int:
         """Bring the picked keys and values, of `num_bytes` in the model's dtype, to where the spans have them. Return

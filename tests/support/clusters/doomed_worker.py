@@ -194,7 +194,7 @@ async def start_doomed(config: WorkerConfig) -> Server:
     servicer = PrefillRankServicer(engine, place.host)
     prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
     await server.start()
-    return PrefillServer(server, engine, servicer, port)
+    return PrefillServer(server, servicer, port)
 
 
 if __name__ == "__main__":

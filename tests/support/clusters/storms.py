@@ -92,7 +92,7 @@ class FaultySpawner:
         servicer = PrefillRankServicer(engine, HOST, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
-        return PrefillServer(server, engine, servicer, bound, store)
+        return PrefillServer(server, servicer, bound, store)
 
     async def _group(self) -> GenerationServer:
         config = EngineConfig(num_slots=NUM_SLOTS, max_slot_tokens=MAX_TOKENS, max_waiting=NUM_SLOTS)

@@ -21,7 +21,7 @@ from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
-from generate_workers.residency.host_link import CopyTensor, copy_tensor
+from generate_workers.residency.host import CopyTensor, copy_tensor
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable

@@ -12,8 +12,7 @@ from baton.errors import LeaseExpiredError, StaleStampError
 from baton.ids import RequestId
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.host import HostResidency
-from generate_workers.residency.host_link import CopyTensor, HostLink, copy_tensor
+from generate_workers.residency.host import CopyTensor, HostLink, HostResidency, copy_tensor
 from generate_workers.residency.port import KvShape, Residency
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.steps import RowResidency

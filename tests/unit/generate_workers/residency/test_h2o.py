@@ -1,6 +1,5 @@
 """H2O against lists and floats of Python: sums of all queries, who is dropped, and that nobody comes back."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from baton.types import TokenRange
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.port import KvBytes, KvShape, Residency
 from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters, PartOf
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, HeavyHitters
 from modeling.forward.rows import has_native_rows
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.engines.generation import prefilled, prompt
@@ -32,7 +31,7 @@ DECODER = random_decoder(num_layers=4)
 NUM_PROMPT, NUM_ALL = 40, 64
 IDS = prompt(NUM_ALL)
 BUDGET = HeavyBudget(0.2, 0.15)
-EVERYTHING = HeavyBudget(1.0, 1.0, PartOf.PRESENT)
+EVERYTHING = HeavyBudget(1.0, 1.0)
 
 
 class ReferenceHead:
@@ -155,19 +154,15 @@ def test_a_key_that_matters_late_is_gone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget", "num_tokens", "expected"),
+    ("budget", "expected"),
     [
-        (HeavyBudget(), 100, (10, 10)),
-        (HeavyBudget(), 500, (10, 10)),
-        (HeavyBudget(0.25, 0.001), 120, (25, 1)),
-        (HeavyBudget.halved(0.4), 500, (20, 20)),
-        (HeavyBudget(0.1, 0.2, PartOf.PRESENT), 199, (20, 40)),
+        (HeavyBudget(0.1, 0.1), (10, 10)),
+        (HeavyBudget(0.25, 0.001), (25, 1)),
+        (HeavyBudget.halved(0.4), (20, 20)),
     ],
 )
-def test_a_budget_is_a_part_of_the_prompt_or_of_what_there_is(
-    budget: HeavyBudget, num_tokens: int, expected: tuple[int, int]
-) -> None:
-    assert budget.at_next(100, num_tokens) == expected
+def test_a_budget_is_a_part_of_the_prompt(budget: HeavyBudget, expected: tuple[int, int]) -> None:
+    assert budget.of(100) == expected
 
 
 @pytest.mark.parametrize(
@@ -180,7 +175,7 @@ def test_a_budget_is_a_part_of_the_prompt_or_of_what_there_is(
 )
 def test_a_budget_out_of_its_limits_is_a_config_error(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        HeavyBudget(**changes)
+        HeavyBudget(**{"heavy_share": 0.1, "recent_share": 0.1} | changes)
 
 
 # The policy.
@@ -236,7 +231,7 @@ def reference_logits(budget: HeavyBudget) -> tuple[Tensor, list[list[ReferenceHe
                 seen = head.query(k_SH[position].tolist(), q_GJH[g].tolist())
                 outs.append((q_GJH[g] @ k_SH[seen].T / math.sqrt(layout.head_dim)).softmax(-1) @ v_SH[seen])
                 if position + 1 >= NUM_PROMPT and layer >= 2:
-                    num_heavy, num_recent = budget.at_next(NUM_PROMPT, position + 1)
+                    num_heavy, num_recent = budget.of(NUM_PROMPT)
                     head.drop(num_heavy, num_recent - 1)
             hidden_1D = DECODER.complete(layer, hidden_1D, torch.cat(outs).float().unsqueeze(0))
         found.append(DECODER.logits(hidden_1D))
@@ -244,10 +239,9 @@ def reference_logits(budget: HeavyBudget) -> tuple[Tensor, list[list[ReferenceHe
 
 
 @needs_kernel
-@pytest.mark.parametrize("budget", [BUDGET, dataclasses.replace(BUDGET, part_of=PartOf.PRESENT)])
 @pytest.mark.parametrize("way", ["pushed", "whole", "chunks", "single", "cached"])
-def test_logits_are_those_of_lists_however_the_prompt_came(way: str, budget: HeavyBudget) -> None:
-    residency = make(budget)
+def test_logits_are_those_of_lists_however_the_prompt_came(way: str) -> None:
+    residency = make()
     whole = TokenRange(0, NUM_PROMPT)
     if way == "pushed":
         push(residency, NUM_PROMPT)
@@ -258,7 +252,7 @@ def test_logits_are_those_of_lists_however_the_prompt_came(way: str, budget: Hea
         residency.open(SLOT, NUM_PROMPT, 128)
         run(residency, {"whole": [whole], "chunks": whole.split(13), "single": whole.split(1)}[way])
     got_TV = run(residency, steps(NUM_PROMPT, NUM_ALL))
-    expected_TV, heads = reference_logits(budget)
+    expected_TV, heads = reference_logits(BUDGET)
     torch.testing.assert_close(got_TV, expected_TV, atol=2e-4, rtol=2e-4)
     for layer in range(2, DECODER.layout.num_layers):
         check_same(residency._rows[SLOT].index.hitters[layer], heads[layer])

@@ -14,8 +14,7 @@ from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedErr
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, TokenRange
-from generate_workers.residency.host import HostRow
-from generate_workers.residency.host_link import HostLink, copy_tensor
+from generate_workers.residency.host import HostLink, HostRow, copy_tensor
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
 from generate_workers.residency.rows import Area, PagedKv

@@ -34,7 +34,7 @@ def test_only_an_empty_quarantine_or_a_freed_claim_leads_to_free() -> None:
 def test_a_move_that_is_not_in_the_table_is_a_bug() -> None:
     slot = claimed_slot(SlotMove.LEASE)
     with pytest.raises(AssertionError, match="cannot activate while leased"):
-        slot.advance(SlotMove.ACTIVATE)
+        slot.move(SlotMove.ACTIVATE)
     assert slot.state is SlotState.LEASED
 
 

@@ -11,7 +11,7 @@ from baton.types import FinishReason, SampledToken, TokenRange
 from generate_workers.residency.port import KvShape, RowError
 from generate_workers.residency.rows import MakeMemory
 from generate_workers.residency.sparse.h2o import H2oResidency
-from generate_workers.residency.sparse.heavy_hitters import HeavyBudget, PartOf
+from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from modeling.forward.rows import has_native_rows
 from tests.support.engines.generation import Harness, harness, prefilled, prompt, reference_ids
 from tests.support.engines.slot_tables import PoisonedMemory, push_buffer
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
 )
 DECODER = random_decoder(num_layers=4)
 OTHER_MODEL = random_decoder(num_layers=4, seed=1)
-EVERYTHING = HeavyBudget(1.0, 1.0, PartOf.PRESENT)
+EVERYTHING = HeavyBudget(1.0, 1.0)
 PARAMS = SamplingParams(max_tokens=10, ignore_eos=True)
 ERROR = "the pushed KV of position 0 is of no token of this model: check what pushes it"
 
@@ -45,7 +45,7 @@ def submit_another_models(made: Harness, params: SamplingParams) -> None:
 def test_kv_of_another_model_ends_its_stream_and_no_other(num_choices: int) -> None:
     """All others, rows that run and one that is pushed besides, go on with the tokens that they would have had."""
     with harness(decoder=DECODER, policy=h2o, num_slots=8) as made:
-        streams = {length: made.submit(prompt(length), PARAMS)[1] for length in (40, 7)}
+        streams = {length: made.submit(prompt(length), PARAMS)[1] for length in (40, 12)}
         for _ in range(5):
             made.engine.step()
         submit_another_models(made, dataclasses.replace(PARAMS, n=num_choices))
@@ -64,12 +64,12 @@ def test_kv_of_another_model_ends_its_stream_and_no_other(num_choices: int) -> N
 
 def test_every_bad_row_of_a_step_ends() -> None:
     with harness(decoder=DECODER, policy=h2o, num_slots=8) as made:
-        good = made.submit(prompt(7), PARAMS)[1]
+        good = made.submit(prompt(12), PARAMS)[1]
         submit_another_models(made, PARAMS)
         submit_another_models(made, PARAMS)
         made.run()
     assert [stream.error for stream in made.streams] == ["", f"RowError: {ERROR}", f"RowError: {ERROR}"]
-    assert good.token_ids == reference_ids(DECODER, prompt(7), PARAMS)
+    assert good.token_ids == reference_ids(DECODER, prompt(12), PARAMS)
 
 
 def test_a_step_names_the_row_that_it_cannot_begin_with() -> None:
