@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
-from baton.proto_types import params_to_proto, priority_to_proto
+from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
 from baton.types import Priority
 from baton.v1 import orchestrator_pb2
@@ -60,7 +60,7 @@ def make_request(
         seeded=params is not None or "seed" in options,
         model=model,
         echo=echo,
-        priority=priority_to_proto(_priority(priority)),
+        priority=orchestrator_pb2.Priority.ValueType(_priority(priority)),
         exact=exact,
     )
     try:

@@ -17,7 +17,7 @@ from baton.errors import (
     UnavailableError,
     VersionMismatchError,
 )
-from baton.proto_types import event_from_proto, timings_from_proto, usage_from_proto
+from baton.proto_types import event_from_proto, read, timings_from_proto
 from baton.results import Choice, Completion, Timings, Usage
 from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
@@ -232,7 +232,7 @@ class StreamState:
                 f"{self._server.target} finished a request whose choices have not all ended: run one version of Baton "
                 "on all sides"
             )
-        self.usage, self.timings = usage_from_proto(message.usage), timings_from_proto(message.timings)
+        self.usage, self.timings = read(Usage, message.usage), timings_from_proto(message.timings)
 
     def _accept_end(self) -> None:
         if self.usage is None:
