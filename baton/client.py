@@ -87,8 +87,8 @@ class _BaseClient(ABC, Generic[StreamT]):
         urgent one can be. `metadata` is sent as gRPC metadata. With `exact`, only groups that attend to all tokens may
         serve the request (`stream.output.exact`); where there is none, it is refused.
 
-        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. What the
-        server refuses is raised by the stream.
+        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
+        stream raises what the server refuses.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(

@@ -8,8 +8,7 @@ class Clock(Protocol):
     """The clock that a component reads: monotonic seconds and wall-clock nanoseconds."""
 
     def now_s(self) -> float:
-        """Return the seconds of a monotonic clock, for durations, deadlines and leases. Comparable within one process
-        only."""
+        """Return a monotonic clock's seconds, for durations and deadlines; comparable within one process only."""
         ...
 
     def unix_ns(self) -> int:

@@ -2,11 +2,9 @@
 
 The name of a prompt's block is the hash of the block's token ids and of the previous block's name. Two prompts
 therefore share exactly the names of the whole blocks at which both begin alike. The first name depends on how KV is
-stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names are equal in all
-processes and after restarts.
+stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names outlive restarts.
 
-The orchestrator names a prompt's blocks, and a generation group names those of its answers (DESIGN.md, section 5).
-Pure.
+The orchestrator names a prompt's blocks, and a generation group its answers' (DESIGN.md, section 5). Pure.
 """
 
 import hashlib

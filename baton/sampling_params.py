@@ -54,8 +54,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """How many of the most likely tokens are reported with each output token's own logprob (0 to 20); None: no
-    logprobs."""
+    """How many most likely tokens to report with each output token's own logprob (0 to 20); None: no logprobs."""
     prompt_logprobs: int | None = None
     """How many of the most likely tokens are reported with the logprob of each prompt token but the first (0 to 20),
     from the model's own distribution, without penalties and bias; None: no logprobs."""
@@ -151,8 +150,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:
-    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an option that does
-    not exist."""
+    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an unknown one."""
     stop = options.get("stop", ())
     values: dict[str, Any] = {
         **options,

@@ -119,8 +119,7 @@ class SampledToken:
 
 
 class Priority(IntEnum):
-    """How urgent a request is; a lower number is more urgent. A waiting request is served only when no more urgent one
-    can be. The numbers are those of the wire."""
+    """How urgent a request is, by the wire's numbers: a request is served only when none of a lower number can be."""
 
     INTERACTIVE = 1
     """A person waits for the answer."""

@@ -33,8 +33,7 @@ def load(place: WorkerPlace) -> Decoder:
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:
-    """Return where the workers of a cluster keep prefixes on this node. Raises ConfigError when the node has no such
-    file system."""
+    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError without such a file system."""
     if not place.prefix_share:
         return {"prefix_folder": None, "prefix_bytes": 0, "prefix_disk": None}
     return {

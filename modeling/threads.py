@@ -8,7 +8,6 @@ from baton.process.cores import pin
 
 
 def use_cores(cores: Sequence[int], num_threads: int) -> None:
-    """Pin this process to `cores` (`baton.process.cores.pin`) and give torch `num_threads` threads. Call once, before
-    the model is loaded."""
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded."""
     pin(cores)
     torch.set_num_threads(num_threads)

@@ -1,7 +1,7 @@
 """Loops that must not end while their owner lives: supervision, heartbeats, and other watches over processes.
 
-When a turn of such a loop fails, the failure is logged and reported, and the next turn follows after a pause. Runs on
-the owner's loop.
+When a turn of such a loop fails, the failure is logged and reported, and the next follows after a pause. Runs on the
+owner's loop.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pauses:
-    """How long a loop waits after failed turns: `first_s`, doubled after each further failure in a row, at most
-    `most_s`."""
+    """How long a loop waits after failed turns: `first_s`, doubled by each further one in a row, to `most_s`."""
 
     first_s: float
     most_s: float

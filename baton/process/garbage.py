@@ -3,8 +3,7 @@
 import gc
 
 _NUM_NEW = 50_000
-"""Net allocations that start a collection of the youngest generation. Python's default of 700 is less than one turn of
-a busy loop holds."""
+"""Net allocations that start a young collection; Python's 700 are less than one turn of a busy loop holds."""
 _NUM_YOUNG, _NUM_MIDDLE = 20, 50
 
 

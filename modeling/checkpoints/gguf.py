@@ -1,9 +1,8 @@
 """Converts a GGUF file of the Llama family to a Hugging Face folder: weights de-quantised once, to bf16 safetensors.
 
-`catalog` calls it before any worker starts, on whatever thread; blocks for some seconds per 100 MB. One tensor is in
-memory at a time. GGUF files of architecture `llama` hold the rows of Q and K in the order of interleaved RoPE
-(dimension 2 i pairs with 2 i + 1); we and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's are
-stored in our order.
+Called before any worker starts; blocks for some seconds per 100 MB. One tensor is in memory at a time. GGUF files of
+architecture `llama` hold the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs with 2 i + 1); we
+and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's need none of it.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
 
 `gguf` writes them into the folder that it makes. Most keys start with the architecture's name. Llama 3's RoPE scaling
-is not named but stored as one factor a frequency, and is recognised here among the scalings that Llama models were
-released with.
+is not named but stored as one factor a frequency, and is recognised here among those of released models.
 """
 
 from collections.abc import Mapping

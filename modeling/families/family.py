@@ -1,8 +1,7 @@
 """The port that each model family implements, and the loading code that families share.
 
 A family joins in three steps: a module here whose class reads a config (`Fields`) and composes
-`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; tiny models in the
-golden tests. The decoder does not change.
+`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; golden tests.
 """
 
 import dataclasses

@@ -81,8 +81,7 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by plain matmuls with fp32 scores, on any device: the reference, and the fallback. Blocked over
-    queries."""
+    """Attend by plain matmuls with fp32 scores, on any device, in blocks of queries: the reference and the fallback."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -208,8 +207,7 @@ class Attention:
 def attend(
     q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
 ) -> Tensor:
-    """Return the attention of `q_TNH` (positions from `first_position`) over all `segments`: `[T, N, H]` in q's
-    dtype."""
+    """Return attention of `q_TNH` (positions from `first_position`) over `segments`: `[T, N, H]` in q's dtype."""
     attention = Attention(q_TNH, first_position, window, kernel)
     attention.add(*segments)
     return attention.result()

@@ -60,8 +60,7 @@ class SequenceSpan(Span, Protocol):
 
 
 class LayerTurns(Protocol):
-    """A policy's turns between the layers of a forward: it fetches keys that are not in place in time, and leaves out
-    keys that are not worth reading."""
+    """A policy's turns between the layers of a forward: it fetches keys in time, or leaves them out."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Put the keys of `layer`, which is about to run on `hidden_TD`, where the spans say."""
@@ -77,15 +76,13 @@ class LayerTurns(Protocol):
         ...
 
     def end(self, layer: int) -> None:
-        """Finish `layer`, which has run: its new tokens' keys are where the spans say, and are not read there any
-        more."""
+        """Finish `layer`, which has run: its new keys are where the spans say, and are not read there any more."""
         ...
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters, in the dtype that the decoder computes in, composed into the layers that a forward runs
-    through."""
+    """All parameters, in the dtype that the decoder computes in, composed into the layers of a forward."""
 
     device: torch.device
     dtype: torch.dtype

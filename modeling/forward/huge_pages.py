@@ -26,8 +26,7 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor in huge pages. On the CPU only. Raises OSError when there is no
-        memory."""
+        """Return a contiguous copy in huge pages, on the CPU. Raises OSError when there is no memory."""
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 

@@ -21,8 +21,7 @@ class Positions(Protocol):
         ...
 
     def turn(self, x_TNH: Tensor) -> Tensor:
-        """Return queries or keys as attention shall compare them; called in every layer. May be done in place: the
-        result is then `x_TNH`."""
+        """Return queries or keys as attention compares them, perhaps `x_TNH` itself, changed; called in every layer."""
         ...
 
 

@@ -70,8 +70,7 @@ class SamplerState:
             self._seen.count(token_id)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Return why the stream ends with the last output token; None if it goes on. Stop strings are not checked
-        here."""
+        """Return why the stream ends with the last token; None if it goes on. Stop strings are not checked."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None

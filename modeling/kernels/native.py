@@ -73,8 +73,7 @@ def may_need_building() -> bool:
 
 
 def choice_path() -> Path:
-    """Return where the choice among kernels is kept (`modeling.kernels.choosing`): another file for another processor,
-    torch, or source of any kernel."""
+    """Return the file of the kernels' choice: another one for another processor, torch, or source of any kernel."""
     sources = sorted(path for path in _ROOT.rglob("*") if path.suffix in (".cpp", ".h"))
     key = _key(sources, (*_flags(NATIVE), processor_kind()))
     return _folder() / f"choice-{key}.json"
@@ -99,8 +98,7 @@ def _load(name: str, instruction_set: str) -> None:
 
 
 def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
-    """Build by one call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is
-    killed."""
+    """Build by one call of the compiler: torch's builder wants ninja, and when killed leaves a lock behind."""
     from torch.utils import cpp_extension  # imports setuptools
 
     compiler = find_compiler()

@@ -50,10 +50,9 @@ class RowMemory(Protocol):
 
 
 class PagedMemory:
-    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge
-    pages. These are requested only where every byte will be written, because otherwise the count of pages would be
-    wrong. While a prompt is being written, the operating system has committed up to a huge page a layer more than is
-    counted."""
+    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge pages.
+    These are requested only where every byte will be written, so that pages are counted right but for up to one huge
+    page a layer, while a prompt is being written."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
         """Raise OSError when so much address space cannot be had."""
@@ -117,8 +116,7 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a device, or pinned in host memory: one tensor for the longest row, from `expect` to `release`. So
-    the worst case is counted."""
+    """RowMemory of a device, or pinned: one tensor for the longest row, counted from `expect` to `release`."""
 
     def __init__(self, layout: KvLayout, max_tokens: int, device: torch.device, *, pinned: bool = False) -> None:
         self.num_bytes = 0

@@ -7,8 +7,7 @@
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
 A writer holds the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's name,
-and it never changes again. A killed writer's file has no lock. `modeling.prefix_store.store` counts files, under the
-lock of their folder.
+and it never changes again. A killed writer's file has no lock. `store` counts files, under their folder's lock.
 """
 
 import errno
@@ -107,8 +106,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
     """Return the KV of an open block, of so many bytes; writable.
 
     Where files are memory it is the file, mapped copy-on-write, which keeps the file open, and so its lock, until the
-    last view is gone. From disk it is a copy: attention to it, or a copy of it under a lock, waits for no disk, and a
-    disk that fails does so here. Raises OSError.
+    last view is gone. From disk it is a copy: no reader of it waits for a disk. Raises OSError.
     """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]

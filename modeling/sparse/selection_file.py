@@ -50,14 +50,12 @@ class PreparedSelection:
 
 
 def prepared_path(fingerprint: str) -> Path:
-    """Return the file where `baton prepare` keeps the selection of the model with this fingerprint; workers look
-    there."""
+    """Return the file in which `baton prepare` keeps, and workers find, the selection of a model."""
     return cache_folder() / "selections" / f"{fingerprint}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:
-    """Write the file, replacing an old one; it appears whole or not at all. Raises ConfigError when it cannot be
-    written."""
+    """Write the file, replacing an old one, whole or not at all. Raises ConfigError when that fails."""
     selection = prepared.selection
     metadata = {
         "format": _FORMAT,
@@ -88,8 +86,7 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
 
 
 def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
-    """Read what `save_prepared` wrote. Raises ModelError when there is no file, when it is damaged, or of another model
-    than `decoder`'s."""
+    """Read what `save_prepared` wrote. Raises ModelError for a missing or damaged file, or another model's."""
     if not path.is_file():
         raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
     try:

@@ -52,8 +52,7 @@ CHIPS = {
     "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
     "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
 }
-"""Accelerators by name, with dense bf16 rates: A100 with 80 GB, H100 and H200 as SXM modules, by their data sheets; TPU
-v5e as in "How To Scale Your Model"."""
+"""Accelerators by name, dense bf16: A100 80 GB, H100 and H200 SXM by data sheet; v5e by "How To Scale Your Model"."""
 
 
 def chip_of(name: str) -> Chip:
