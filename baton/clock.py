@@ -9,11 +9,9 @@ class Clock(Protocol):
 
     def now_s(self) -> float:
         """Return a monotonic clock's seconds, for durations and deadlines; comparable within one process only."""
-        ...
 
     def unix_ns(self) -> int:
         """Return wall-clock time in unix nanoseconds, for timestamps that leave the process."""
-        ...
 
 
 class SystemClock:

@@ -40,11 +40,9 @@ class Span(Protocol):
     @property
     def tokens(self) -> TokenRange:
         """Return the positions of the new tokens."""
-        ...
 
     def own(self, layer: int) -> Tensor:
         """Return the memory for the new tokens' K and V: a view `[len(tokens), 2, G, H]`."""
-        ...
 
 
 class SequenceSpan(Span, Protocol):
@@ -52,11 +50,9 @@ class SequenceSpan(Span, Protocol):
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         """Yield all keys that the new tokens may see, their own included, in pieces that do not overlap."""
-        ...
 
     def place(self) -> KvPlace | None:
         """Return where all those keys lie, if they are in one piece of the CPU's memory in every layer; else None."""
-        ...
 
 
 class LayerTurns(Protocol):
@@ -64,7 +60,6 @@ class LayerTurns(Protocol):
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Put the keys of `layer`, which is about to run on `hidden_TD`, where the spans say."""
-        ...
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order; None: all
@@ -73,11 +68,9 @@ class LayerTurns(Protocol):
         `q_TNH` are all of the step's queries, as attention will compare them; the new tokens' keys are written. Called
         once a layer, if there are such rows (`modeling.forward.rows`); other spans attend to all keys.
         """
-        ...
 
     def end(self, layer: int) -> None:
         """Finish `layer`, which has run: its new keys are where the spans say, and are not read there any more."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -31,23 +31,18 @@ class Linear(Protocol):
     @property
     def num_bytes(self) -> int:
         """Return the bytes of weight and bias, as they are kept and read."""
-        ...
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`."""
-        ...
 
     def weight(self) -> Tensor:
         """Return the weight `[N, K]` as it multiplies; may be a copy, and wider than the weight that it was made of."""
-        ...
 
     def bias(self) -> Tensor | None:
         """Return the bias `[N]` as it was loaded."""
-        ...
 
     def rows(self, indices_T: Tensor) -> Tensor:
         """Return rows of the weight, `[T, K]`, as an embedding looks them up."""
-        ...
 
 
 @dataclass(frozen=True)

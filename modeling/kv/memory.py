@@ -33,20 +33,16 @@ class RowMemory(Protocol):
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
-        ...
 
     def expect(self, num_tokens: int) -> None:
         """Announce that so many tokens will be written for sure. May be called once between two releases."""
-        ...
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
         """Commit memory for `tokens`, which are about to be written, in one layer or in all. Tokens written in all
         layers come in ascending order, without a gap to those committed by layer."""
-        ...
 
     def release(self) -> None:
         """Free all memory; no thread may read or write the released rows any more. Idempotent."""
-        ...
 
 
 class PagedMemory:
