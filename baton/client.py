@@ -24,13 +24,14 @@ from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
 from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
+from baton.process.endless import is_task_cancelled
 from baton.proto_types import model_from_proto
 from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.results import ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
-from baton.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed, is_task_cancelled
+from baton.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
 Metadata = tuple[tuple[str, str], ...]

@@ -156,8 +156,9 @@ class StreamState:
         """End the stream with an error, unless it is over."""
         if not self.is_over:
             self._failure = error
+            finish = next(finish for finish, kind in _ERROR_OF.items() if isinstance(error, kind))
             for output in self._outputs:
-                output.finish = output.finish or _finish_of(error)
+                output.finish = output.finish or finish
             self.is_over = True
 
     def raise_failure(self) -> None:
@@ -268,10 +269,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""The error for a stream that a server ended with this finish reason, and without an error status."""
-
-
-def _finish_of(error: BatonError) -> FinishReason:
-    if isinstance(error, RequestCancelledError):
-        return FinishReason.CANCELLED
-    return FinishReason.DEADLINE if isinstance(error, DeadlineExceededError) else FinishReason.ERROR
+"""The error for a stream that a server ended with this finish reason, and without an error status. ERROR, whose class
+is the base of all, comes last."""

@@ -9,6 +9,7 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import grpc
 
 from baton.errors import BatonError, RequestCancelledError
+from baton.process.endless import is_task_cancelled
 from baton.results import Completion, Timings, Usage
 from baton.resume import StreamState
 from baton.status import translate_rpc_errors
@@ -214,9 +215,3 @@ class AsyncStream(BaseStream[AsyncCall]):
 def client_closed(stream: BaseStream[Any]) -> None:
     """Cancel a stream because the client that made it is closing its connection."""
     stream._give_up(": its client was closed")
-
-
-def is_task_cancelled() -> bool:
-    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0

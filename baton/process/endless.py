@@ -42,7 +42,7 @@ async def repeat(
             num_failures = 0
             continue
         except asyncio.CancelledError as error:
-            if _is_asked_to_end():
+            if is_task_cancelled():
                 raise
             failure: BaseException = error  # grpc.aio raises it for a call whose channel was closed
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
@@ -81,6 +81,7 @@ def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[
     return tell
 
 
-def _is_asked_to_end() -> bool:
+def is_task_cancelled() -> bool:
+    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
     task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+    return task is not None and task.cancelling() > 0

@@ -10,12 +10,12 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
-import os
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton.process.whole_files import whole
 from baton.settings.paths import cache_folder
 from modeling.kernels.processor import cpu_flags, processor_kind
 
@@ -107,16 +107,12 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
     logger.info("building kernel %s", name)
     includes = [f"-I{_ROOT}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
     links = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
-    made = library.with_suffix(f".{os.getpid()}")
-    try:
+    with whole(library) as made:
         run = subprocess.run(
             [compiler, *flags, *includes, str(_source(name)), *links, "-o", str(made)], text=True, capture_output=True
         )
         if run.returncode:
             raise RuntimeError(f"{compiler} failed: {_first_error(run.stderr)}")
-        made.replace(library)  # whole or not at all
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def lacking(instruction_set: str) -> set[str]:

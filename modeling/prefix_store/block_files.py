@@ -6,8 +6,7 @@
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-A writer holds the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's name,
-and it never changes again. A killed writer's file has no lock. `store` counts files, under their folder's lock.
+`modeling.prefix_store.store` says who locks a file when, and counts files, under their folder's lock.
 """
 
 import errno
