@@ -45,8 +45,7 @@ class PromptBlocks:
         return cls(tuple(names), block_tokens, len(token_ids))
 
     def cached_tokens(self, num_blocks: int) -> int:
-        """Return how many tokens need no computing when the first `num_blocks` blocks are cached. The prompt's last
-        token is always computed, because it yields the first output token."""
+        """Return how many tokens that many cached blocks save: never the last one, which yields the first output."""
         most = (self.num_tokens - 1) // self.block_tokens
         return min(num_blocks, most) * self.block_tokens
 

@@ -14,8 +14,7 @@ from baton.errors import InvalidArgumentError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-"""Characters of one stop string, at most. Text that may become a stop string is held back, and a longer stop string
-would hold back more than a client wants to wait for."""
+"""Characters of one stop string, at most: text that may become a stop string is held back, so clients wait for it."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64

@@ -3,7 +3,6 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
@@ -118,9 +117,7 @@ class Stream(BaseStream[Call]):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
     def _give_up(self, why: str) -> None:
@@ -181,9 +178,7 @@ class AsyncStream(BaseStream[AsyncCall]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.cancel()
 
     async def _read(self) -> TokenEvent | None:

@@ -3,16 +3,19 @@
 `prefill_workers.host` and `generate_workers.host` call these once, when a worker starts. All block.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+
+from baton.process.cores import pin
 from baton.settings.place import WorkerPlace
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
 from modeling.prefix_store.node import DiskPlace
-from modeling.threads import use_cores
 
 
 class PrefixOptions(TypedDict):
@@ -22,6 +25,12 @@ class PrefixOptions(TypedDict):
     """Folder in memory; None: no prefixes are kept."""
     prefix_bytes: int
     prefix_disk: DiskPlace | None
+
+
+def use_cores(cores: Sequence[int], num_threads: int) -> None:
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded."""
+    pin(cores)
+    torch.set_num_threads(num_threads)
 
 
 def load(place: WorkerPlace) -> Decoder:

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer, so `_cut` never splits one: it
-only splits characters that are already broken."""
+"""Number of last pending tokens that `_cut` keeps: an unfinished character has fewer, so only broken ones are split."""
 
 
 class Detokenizer:

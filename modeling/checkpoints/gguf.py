@@ -68,7 +68,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None])
             file.write(_safetensors_header({name: _shape(tensor) for name, tensor in tensors.items()}))
             progress(0, len(tensors))
             for done, (name, tensor) in enumerate(tensors.items(), 1):
-                file.write(byte_view(_bf16(path, tensor, heads.get(_part(name)))))
+                file.write(byte_view(_bf16(path, tensor, heads.get(name.split(".")[-2]))))
                 progress(done, len(tensors))
         for file_name, content in (("generation_config.json", generation_config(keys)), ("config.json", config)):
             with whole(folder / file_name) as partial:
@@ -100,11 +100,6 @@ def _hf_name(path: Path, name: str) -> str:
     if match is None or match[2] not in _LAYER_NAMES:
         raise ModelError(f"{path}: tensor {name} is not known in a Llama-family model; choose another model")
     return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-
-
-def _part(hf_name: str) -> str:
-    """Return the module's name within its layer: q_proj for model.layers.3.self_attn.q_proj.weight."""
-    return hf_name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _permuted_heads(keys: GgufKeys) -> dict[str, int]:

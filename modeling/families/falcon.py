@@ -1,8 +1,7 @@
 """Falcon (Almazrouei et al., 2023): layer norms, a plain MLP beside the attention, few KV heads, RoPE.
 
 falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
-heads; falcon-rw runs the MLP behind the attention. In all three the fused projection's rows lie in groups, one a KV
-head.
+heads; falcon-rw runs the MLP behind the attention. Fused rows lie in groups, one a KV head.
 
 N heads, G kv heads, R = N / G query heads a kv head, H head dim.
 """

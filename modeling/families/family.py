@@ -86,10 +86,10 @@ def compose(
     layers: Sequence[Layer],
     final_norm: Transform,
 ) -> DecoderWeights:
-    """Return a model's weights, once all tensors are taken. `ends` are its embedding and head: of a tied head (None)
-    the weight is kept once. A head computes only rows that get a token, not those of a prompt. The fingerprint is of
-    the tensors and of the model's switches, as far as they change KV."""
+    """Return a model's weights, once all tensors are taken. `ends` are its embedding and head; of a tied head (None)
+    the weight is kept once. The fingerprint is of tensors and of switches that change KV."""
     embedding_VD, head_VD = ends
+    # A head computes only rows that get a token, not those of a prompt.
     head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)
     config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
     return DecoderWeights(

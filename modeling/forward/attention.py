@@ -105,8 +105,7 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by our kernel in C++ for many queries on a CPU (modeling/kernels/attention/prefill_attention.cpp), by
-    torch's for all else. To be used where `has_native_kernel`."""
+    """Attend by our kernel in C++ for many queries on a CPU, else by torch's. To be used where `has_native_kernel`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)

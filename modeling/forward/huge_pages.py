@@ -17,8 +17,7 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Tensors side by side, in extents that are requested whole; an extent lives as long as the last tensor in it. A
-    platform without huge pages gives ordinary ones. Thread-safe."""
+    """Tensors side by side, in extents requested whole, each of which lives as long as a tensor in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

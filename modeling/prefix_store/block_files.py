@@ -162,8 +162,7 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the bytes that the file system has free; where its files are memory, at most those that the machine has
-    available, because the file system may promise more."""
+    """Return the bytes that the file system has free; in memory, of which it may promise more, those available."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

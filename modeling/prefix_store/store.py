@@ -140,7 +140,8 @@ class PrefixStore:
         self._folder = folder
         self._in_memory = folder.is_relative_to(MEMORY)
         self._clock = clock
-        self.identity = _identity(folder)
+        stat = folder.stat()
+        self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
         """Id of the folder: equal for all processes that share it, different for every other or later folder."""
 
     def holdings(self) -> Holdings:
@@ -247,10 +248,8 @@ class PrefixStore:
         """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = self._shelf({path.name for path in paths})
-        now_ns, left_bytes = (
-            self._clock.unix_ns(),
-            free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes,
-        )
+        now_ns = self._clock.unix_ns()
+        left_bytes = free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes
         for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
             if is_there(path, size):
                 os.utime(path, ns=(now_ns - index, now_ns - index))
@@ -346,8 +345,3 @@ class _Shelf:
                 self.num_bytes -= size
                 gone.append(name)
         return gone
-
-
-def _identity(folder: Path) -> str:
-    stat = folder.stat()
-    return f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"

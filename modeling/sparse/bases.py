@@ -107,8 +107,7 @@ class Basis:
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
-    """Run `token_ids` as one sequence; yield what attention compares in each layer but the first NUM_WHOLE_LAYERS. To
-    be used under torch.inference_mode(); holds the text's KV meanwhile."""
+    """Run one sequence; yield what each layer but NUM_WHOLE_LAYERS compares. To be used in torch.inference_mode()."""
     tokens = TokenRange(0, len(token_ids))
     buffer = KvBuffer(decoder.layout, tokens, decoder.device)
     step = decoder.begin([BufferSpan(buffer, tokens)])

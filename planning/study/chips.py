@@ -9,8 +9,7 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class Chip:
-    """The rates that bound a generation step on one accelerator or machine. The defaults are those of a roofline:
-    computing hides behind reading, and nothing else takes time."""
+    """The rates that bound a generation step on one accelerator or machine; by default as in a roofline."""
 
     flops: float
     """FLOP/s of matrices; a multiply-add counts as two."""
