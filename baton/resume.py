@@ -46,8 +46,6 @@ class Reconnect:
 
 @dataclass
 class _Output:
-    """What has been received of one choice."""
-
     tokens: list[SampledToken] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: FinishReason | None = None

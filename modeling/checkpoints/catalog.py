@@ -20,8 +20,6 @@ CONVERTER_VERSION = 1
 
 @dataclass(frozen=True)
 class _Packaged:
-    """A GGUF file that an installed Python package holds."""
-
     package: str
     file_name: str
     remedy: str

@@ -171,7 +171,6 @@ class Attention:
         return [part for part in parts if len(part.k_SGH)]
 
     def _sees_all(self, rows: KvRows) -> bool:
-        """Return whether every query sees every key."""
         return rows.end_position <= self._first + 1 and not self._is_windowed(rows)
 
     def _is_windowed(self, rows: KvRows) -> bool:

@@ -134,7 +134,6 @@ class TensorMemory:
             self.num_bytes = self._whole_bytes
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Check that the memory is allocated."""
         assert self.num_bytes
 
     def release(self) -> None:

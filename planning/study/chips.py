@@ -2,7 +2,7 @@
 the same form. Pure. Rates of prefill ranks, which are reached in practice, are in `planning.hardware`."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
@@ -37,10 +37,9 @@ class Chip:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"chip: {name} = {value} is out of range: give a number above 0")
-        for field in fields(self)[4:]:
-            if not 0 <= getattr(self, field.name) < math.inf:
-                value = getattr(self, field.name)
-                raise ConfigError(f"chip: {field.name} = {value} is out of range: give a number of at least 0")
+        for name in ("overlap", "layer_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"chip: {name} = {getattr(self, name)} is out of range: give a number of at least 0")
         if self.overlap > 1:
             raise ConfigError(f"chip: overlap = {self.overlap} is out of range: give 0 to 1")
 
