@@ -18,6 +18,23 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64
+_ABOVE_ZERO = math.ulp(0.0)
+_RANGES = (
+    ("max_tokens", 1, math.inf, "use at least 1"),
+    ("min_tokens", 0, math.inf, "use 0 or more"),
+    ("temperature", 0, 100, "use 0 (greedy) to 100"),
+    ("top_k", 0, math.inf, "use 0 (all tokens) or more"),
+    ("top_p", _ABOVE_ZERO, 1, "use a value in (0, 1]"),
+    ("min_p", 0, 1, "use a value in [0, 1]"),
+    ("repetition_penalty", _ABOVE_ZERO, 100, "use a value in (0, 100]"),
+    ("presence_penalty", -2, 2, "use a value in [-2, 2]"),
+    ("frequency_penalty", -2, 2, "use a value in [-2, 2]"),
+    ("seed", 0, 2**64 - 1, "use an unsigned 64-bit integer"),
+    ("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
+    ("n", 1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
+)
+"""(field, least value, largest value, remedy)."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +79,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
+        for name, least, most, remedy in _RANGES:
+            value = getattr(self, name)
+            is_off = value is None and name.endswith("logprobs")
+            _require(is_off or least <= value <= most, name, value, remedy)
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
+        for token_id, bias in self.logit_bias.items():
+            _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
+            _require(-100 <= bias <= 100, "logit_bias", bias, "use values in [-100, 100]")
         self._check_stops()
 
     def of_choice(self, choice: int) -> "SamplingParams":
@@ -75,31 +97,6 @@ class SamplingParams:
         object.__setattr__(made, "seed", (self.seed + choice) % 2**64)
         object.__setattr__(made, "prompt_logprobs", self.prompt_logprobs if choice == 0 else None)
         return made
-
-    def _check_lengths(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use at least 1")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "use 0 or more")
-        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
-        _require(0 <= self.seed < 2**64, "seed", self.seed, "use an unsigned 64-bit integer")
-        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"use 1 to {MAX_CHOICES}")
-        for name in ("logprobs", "prompt_logprobs"):
-            top = getattr(self, name)
-            _require(top is None or 0 <= top <= MAX_LOGPROBS, name, top, f"use 0 to {MAX_LOGPROBS}")
-
-    def _check_filters(self) -> None:
-        _require(_within(self.temperature, 0, 100), "temperature", self.temperature, "use 0 (greedy) to 100")
-        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (all tokens) or more")
-        _require(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "use a value in (0, 1]")
-        _require(_within(self.min_p, 0, 1), "min_p", self.min_p, "use a value in [0, 1]")
-
-    def _check_penalties(self) -> None:
-        penalty = self.repetition_penalty
-        _require(_within(penalty, 0, 100) and penalty > 0, "repetition_penalty", penalty, "use a value in (0, 100]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(_within(getattr(self, name), -2, 2), name, getattr(self, name), "use a value in [-2, 2]")
-        for token_id, bias in self.logit_bias.items():
-            _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
-            _require(_within(bias, -100, 100), "logit_bias", bias, "use values in [-100, 100]")
 
     def _check_stops(self) -> None:
         for index, stop in enumerate(self.stop):
@@ -157,10 +154,6 @@ def params_from_options(options: SamplingOptions) -> SamplingParams:
         "stop_token_ids": tuple(options.get("stop_token_ids", ())),
     }
     return SamplingParams(**values)
-
-
-def _within(value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:
