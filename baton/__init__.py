@@ -62,37 +62,18 @@ __all__ = [
     "__version__",
 ]
 
-_HOME_OF = MappingProxyType(
-    {
-        "AsyncClient": "baton.client",
-        "AsyncStream": "baton.streams",
-        "BatonError": "baton.errors",
-        "Choice": "baton.results",
-        "Client": "baton.client",
-        "ClusterState": "baton.cluster_state",
-        "Completion": "baton.results",
-        "FinishReason": "baton.types",
-        "GenerationStatus": "baton.cluster_state",
-        "GroupState": "baton.cluster_state",
-        "ModelInfo": "baton.results",
-        "Placement": "baton.results",
-        "PlacementTerms": "baton.results",
-        "PrefillStatus": "baton.cluster_state",
-        "PrefillTrace": "baton.results",
-        "RankTiming": "baton.results",
-        "Reconnect": "baton.resume",
-        "SampledToken": "baton.types",
-        "SamplingParams": "baton.sampling_params",
-        "Stream": "baton.streams",
-        "Timings": "baton.results",
-        "TokenEvent": "baton.types",
-        "TokenLogprob": "baton.types",
-        "TokenRange": "baton.types",
-        "Usage": "baton.results",
-        "WidthChoice": "baton.results",
-        "WidthOption": "baton.results",
-    }
-)
+_NAMES_IN = {
+    "baton.client": "AsyncClient Client",
+    "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus",
+    "baton.errors": "BatonError",
+    "baton.results": "Choice Completion ModelInfo Placement PlacementTerms PrefillTrace RankTiming Timings Usage"
+    " WidthChoice WidthOption",
+    "baton.resume": "Reconnect",
+    "baton.sampling_params": "SamplingParams",
+    "baton.streams": "AsyncStream Stream",
+    "baton.types": "FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
+}
+_HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})
 
 
 def __getattr__(name: str) -> Any:

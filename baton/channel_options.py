@@ -45,8 +45,7 @@ class Keepalive:
 
 
 def channel_options(keepalive: Keepalive) -> Options:
-    """Return the options of a client's channel. The channel has a connection of its own, and reconnects within a second
-    after it breaks."""
+    """Return the options of a client's channel: a connection of its own, renewed within a second of breaking."""
     return (
         *common_options(keepalive),
         ("grpc.primary_user_agent", USER_AGENT),

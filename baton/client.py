@@ -10,13 +10,12 @@ Example:
 """
 
 import asyncio
-import functools
 import threading
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Generic, Self, TypeVar, Unpack
 
 import grpc
 
@@ -24,21 +23,22 @@ from baton.channel_options import DEFAULT_TARGET, Keepalive, channel_options
 from baton.clock import Clock, SystemClock
 from baton.cluster_state import ClusterState, cluster_state_from_proto
 from baton.errors import RequestCancelledError
+from baton.process.endless import is_task_cancelled
 from baton.proto_types import model_from_proto
 from baton.requests import Source, call_metadata, check_deadline, make_request
 from baton.results import ModelInfo
 from baton.resume import Reconnect, Server, StreamState
 from baton.sampling_params import SamplingOptions, SamplingParams
 from baton.status import translate_rpc_errors
-from baton.streams import AsyncCall, AsyncStream, Call, Stream, client_closed, is_task_cancelled
+from baton.streams import AsyncCall, AsyncStream, BaseStream, Call, Stream, client_closed
 from baton.v1 import orchestrator_pb2, orchestrator_pb2_grpc
 
+Metadata = tuple[tuple[str, str], ...]
+StreamT = TypeVar("StreamT", bound=BaseStream[Any])
 
-class Client:
-    """A connection to a server, for threads: any number may share it, and any number of streams may run at once.
 
-    Connects at the first call and reconnects by itself. Use it as a context manager, or call `close`.
-    """
+class _BaseClient(ABC, Generic[StreamT]):
+    """What both kinds of client have in common: how they are made, and how a request becomes a stream."""
 
     def __init__(
         self,
@@ -57,11 +57,8 @@ class Client:
         self._server = Server(target)
         self._reconnect = reconnect or Reconnect()
         self._clock = clock or SystemClock()
-        self._channel = grpc.insecure_channel(target, options=channel_options(Keepalive()))
-        self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
-        self._lock = threading.Lock()  # guards against `close` while a stream is being made
-        self._is_closed = False
-        self._streams: weakref.WeakSet[Stream] = weakref.WeakSet()
+        self._streams: weakref.WeakSet[StreamT] = weakref.WeakSet()
+        self._connect()
 
     def generate(
         self,
@@ -78,8 +75,8 @@ class Client:
         metadata: Mapping[str, str] | None = None,
         exact: bool = False,
         **sampling: Unpack[SamplingOptions],
-    ) -> Stream:
-        """Send a request and return its stream, which runs from now on; does not block.
+    ) -> StreamT:
+        """Send a request and return its stream at once, which runs from now on; nothing blocks or is to be awaited.
 
         Give one of: `prompt`, text; `messages`, a chat as mappings with `role` and `content`; `token_ids`. Sampling
         parameters come as keywords (the fields of SamplingParams), or as `params`, whose seed then counts even if it is
@@ -90,8 +87,8 @@ class Client:
         urgent one can be. `metadata` is sent as gRPC metadata. With `exact`, only groups that attend to all tokens may
         serve the request (`stream.output.exact`); where there is none, it is refused.
 
-        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. What the
-        server refuses is raised by the stream.
+        Raises InvalidArgumentError for a request that cannot be sent, and RequestCancelledError after `close`. The
+        stream raises what the server refuses.
         """
         source = Source(prompt, messages, token_ids)
         request = make_request(
@@ -104,11 +101,26 @@ class Client:
         )
         check_deadline(deadline_s)
         state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        open_call = functools.partial(self._open, (*self._caller, *(metadata or {}).items()))
-        with self._lock, self._errors():
-            stream = Stream(state, open_call)
-            self._streams.add(stream)
-        return stream
+        return self._start(state, (*self._caller, *(metadata or {}).items()))
+
+    @abstractmethod
+    def _connect(self) -> None: ...
+
+    @abstractmethod
+    def _start(self, state: StreamState, metadata: Metadata) -> StreamT: ...
+
+
+class Client(_BaseClient[Stream]):
+    """A connection to a server, for threads: any number may share it, and any number of streams may run at once.
+
+    Connects at the first call and reconnects by itself. Use it as a context manager, or call `close`.
+    """
+
+    def _connect(self) -> None:
+        self._channel = grpc.insecure_channel(self._server.target, options=channel_options(Keepalive()))
+        self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
+        self._lock = threading.Lock()  # guards against `close` while a stream is being made
+        self._is_closed = False
 
     def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """Return the served model. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
@@ -117,16 +129,14 @@ class Client:
             return model_from_proto(self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """Return the state of groups, queue and slots. Blocks. Raises UnavailableError or DeadlineExceededError without
-        an answer."""
+        """Return the cluster's state. Blocks. Raises UnavailableError or DeadlineExceededError without an answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
             state = self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
             return cluster_state_from_proto(state)
 
     def close(self) -> None:
-        """Cancel all running streams, those that wait to reconnect included, and close the connection. May be called
-        twice."""
+        """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""
         with self._lock:
             self._is_closed = True
             for stream in list(self._streams):
@@ -136,9 +146,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     @contextmanager
@@ -151,65 +159,22 @@ class Client:
                 raise
             raise _closed_error(self._server) from error
 
-    def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> Call:
-        return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+    def _start(self, state: StreamState, metadata: Metadata) -> Stream:
+        def open_call(state: StreamState) -> Call:
+            return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+
+        with self._lock, self._errors():
+            stream = Stream(state, open_call)
+            self._streams.add(stream)
+        return stream
 
 
-class AsyncClient:
+class AsyncClient(_BaseClient[AsyncStream]):
     """A connection to a server, for one asyncio loop: make and use it there. Otherwise it behaves like Client."""
 
-    def __init__(
-        self,
-        target: str = DEFAULT_TARGET,
-        *,
-        api_key: str | None = None,
-        tenant: str | None = None,
-        reconnect: Reconnect | None = None,
-        clock: Clock | None = None,
-    ) -> None:
-        """Make a client of the server at `target`, on the running loop. Arguments and errors are those of Client."""
-        self._caller = call_metadata(api_key, tenant)
-        self._server = Server(target)
-        self._reconnect = reconnect or Reconnect()
-        self._clock = clock or SystemClock()
-        self._channel = grpc.aio.insecure_channel(target, options=channel_options(Keepalive()))
+    def _connect(self) -> None:
+        self._channel = grpc.aio.insecure_channel(self._server.target, options=channel_options(Keepalive()))
         self._stub = orchestrator_pb2_grpc.OrchestratorStub(self._channel)
-        self._streams: weakref.WeakSet[AsyncStream] = weakref.WeakSet()
-
-    def generate(
-        self,
-        prompt: str | bytes | None = None,
-        *,
-        messages: Sequence[Mapping[str, str]] | None = None,
-        token_ids: Sequence[int] | None = None,
-        params: SamplingParams | None = None,
-        request_id: str | None = None,
-        model: str = "",
-        echo: bool = False,
-        deadline_s: float | None = None,
-        priority: str = "standard",
-        metadata: Mapping[str, str] | None = None,
-        exact: bool = False,
-        **sampling: Unpack[SamplingOptions],
-    ) -> AsyncStream:
-        """Send a request and return its stream at once; nothing is to be awaited. Arguments and errors are those of
-        Client.generate."""
-        source = Source(prompt, messages, token_ids)
-        request = make_request(
-            *(source, params, sampling),
-            request_id=request_id,
-            model=model,
-            echo=echo,
-            priority=priority,
-            exact=exact,
-        )
-        check_deadline(deadline_s)
-        state = StreamState(request, self._server, self._reconnect, self._clock, deadline_s=deadline_s)
-        open_call = functools.partial(self._open, (*self._caller, *(metadata or {}).items()))
-        with self._errors():
-            stream = AsyncStream(state, open_call)
-        self._streams.add(stream)
-        return stream
 
     async def model(self, timeout_s: float = 10.0) -> ModelInfo:
         """Return the model that is served. Raises UnavailableError or DeadlineExceededError without an answer."""
@@ -218,16 +183,14 @@ class AsyncClient:
             return model_from_proto(await self._stub.GetModel(request, timeout=timeout_s, metadata=self._caller))
 
     async def cluster_state(self, timeout_s: float = 10.0) -> ClusterState:
-        """Return the state of groups, queue and slots. Raises UnavailableError or DeadlineExceededError without an
-        answer."""
+        """Return the cluster's state. Raises UnavailableError or DeadlineExceededError without an answer."""
         request = orchestrator_pb2.GetClusterStateRequest()
         with self._errors():
             state = await self._stub.GetClusterState(request, timeout=timeout_s, metadata=self._caller)
             return cluster_state_from_proto(state)
 
     async def close(self) -> None:
-        """Cancel all running streams, those that wait to reconnect included, and close the connection. May be called
-        twice."""
+        """Cancel all streams, also those that wait to reconnect, and close the connection. May be called twice."""
         for stream in list(self._streams):
             client_closed(stream)
         await self._channel.close()
@@ -235,9 +198,7 @@ class AsyncClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     @contextmanager
@@ -252,8 +213,14 @@ class AsyncClient:
         except grpc.aio.UsageError as error:  # raised by grpc for a call on a closed channel
             raise _closed_error(self._server) from error
 
-    def _open(self, metadata: tuple[tuple[str, str], ...], state: StreamState) -> AsyncCall:
-        return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+    def _start(self, state: StreamState, metadata: Metadata) -> AsyncStream:
+        def open_call(state: StreamState) -> AsyncCall:
+            return self._stub.Generate(state.next_request(), timeout=state.timeout_s(), metadata=metadata)
+
+        with self._errors():
+            stream = AsyncStream(state, open_call)
+        self._streams.add(stream)
+        return stream
 
 
 def _closed_error(server: Server) -> RequestCancelledError:

@@ -8,13 +8,10 @@ class Clock(Protocol):
     """The clock that a component reads: monotonic seconds and wall-clock nanoseconds."""
 
     def now_s(self) -> float:
-        """Return the seconds of a monotonic clock, for durations, deadlines and leases. Comparable within one process
-        only."""
-        ...
+        """Return a monotonic clock's seconds, for durations and deadlines; comparable within one process only."""
 
     def unix_ns(self) -> int:
         """Return wall-clock time in unix nanoseconds, for timestamps that leave the process."""
-        ...
 
 
 class SystemClock:

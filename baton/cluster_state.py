@@ -1,7 +1,6 @@
 """The state of a cluster and of its groups, as values and as messages. Safe to share between threads.
 
-What a worker says of itself is not converted: a GroupState holds the worker's own message, which is passed on as it is
-and must not be changed.
+What a worker says of itself is not converted: a GroupState holds the worker's own message, which must not change.
 """
 
 from collections.abc import Mapping
@@ -98,8 +97,7 @@ def cluster_state_to_proto(state: ClusterState) -> pb.ClusterState:
 
 
 def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
-    """Return the message's state of groups, queue and slots. Raises VersionMismatchError for one of a server whose
-    messages may mean something else here."""
+    """Return the message's state of the cluster. Raises VersionMismatchError for an incompatible server's."""
     require_version(message.version, "the orchestrator")
     return read(
         ClusterState,

@@ -12,8 +12,7 @@ StreamNumber = NewType("StreamNumber", int)
 """Names one stream that an orchestrator opens at a generation group; unique over all lives of the orchestrator."""
 
 ReserveNumber = NewType("ReserveNumber", int)
-"""Names one Reserve call of an orchestrator, so that it can be undone when its answer is lost; unique over all lives of
-the orchestrator."""
+"""Names one Reserve call over all lives of an orchestrator, so that it can be undone if its answer is lost."""
 
 SlotId = NewType("SlotId", int)
 """Names a slot: a row of a generation group's batch."""

@@ -2,11 +2,9 @@
 
 The name of a prompt's block is the hash of the block's token ids and of the previous block's name. Two prompts
 therefore share exactly the names of the whole blocks at which both begin alike. The first name depends on how KV is
-stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names are equal in all
-processes and after restarts.
+stored (other weights make other KV) and on a salt: prompts with different salts share nothing. Names outlive restarts.
 
-The orchestrator names a prompt's blocks, and a generation group names those of its answers (DESIGN.md, section 5).
-Pure.
+The orchestrator names a prompt's blocks, and a generation group its answers' (DESIGN.md, section 5). Pure.
 """
 
 import hashlib
@@ -47,8 +45,7 @@ class PromptBlocks:
         return cls(tuple(names), block_tokens, len(token_ids))
 
     def cached_tokens(self, num_blocks: int) -> int:
-        """Return how many tokens need no computing when the first `num_blocks` blocks are cached. The prompt's last
-        token is always computed, because it yields the first output token."""
+        """Return how many tokens that many cached blocks save: never the last one, which yields the first output."""
         most = (self.num_tokens - 1) // self.block_tokens
         return min(num_blocks, most) * self.block_tokens
 

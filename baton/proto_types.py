@@ -4,6 +4,7 @@ No `x_from_proto` trusts its message: what a hostile or newer peer may send rais
 VersionMismatchError, never an assert.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from types import MappingProxyType
@@ -20,7 +21,6 @@ from baton.results import (
     PrefillTrace,
     RankTiming,
     Timings,
-    Usage,
     WidthChoice,
     WidthOption,
 )
@@ -35,8 +35,12 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 def read(kind: type[T], message: Message, **converted: Any) -> T:
-    """Return a value of a dataclass: of its fields, those in `converted` are given, the others are the message's."""
-    same = {each.name: getattr(message, each.name) for each in fields(kind) if each.name not in converted}
+    """Return a value of a dataclass: `converted` are some of its fields, the message has the others. A field that is
+    optional on the wire has its own default where the message leaves it unset."""
+    known = message.DESCRIPTOR.fields_by_name
+    names = [each.name for each in fields(kind) if each.name not in converted]
+    is_set = [known[name].containing_oneof is None or message.HasField(name) for name in names]
+    same = {name: getattr(message, name) for name in itertools.compress(names, is_set)}
     return kind(**same, **converted)
 
 
@@ -89,20 +93,10 @@ def params_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     return read(
         SamplingParams,
         message,
-        top_p=message.top_p if message.HasField("top_p") else 1.0,
-        repetition_penalty=message.repetition_penalty if message.HasField("repetition_penalty") else 1.0,
         logit_bias=dict(message.logit_bias),
         stop=tuple(message.stop),
         stop_token_ids=tuple(message.stop_token_ids),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        n=message.n if message.HasField("n") else 1,
     )
-
-
-def priority_to_proto(priority: Priority) -> orchestrator_pb2.Priority.ValueType:
-    """Return the priority as its number on the wire, which is the same."""
-    return orchestrator_pb2.Priority.ValueType(priority)
 
 
 def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:
@@ -117,13 +111,7 @@ def priority_from_proto(value: orchestrator_pb2.Priority.ValueType) -> Priority:
 
 
 _FINISH_TO_PROTO: Mapping[FinishReason, generate_pb2.FinishReason.ValueType] = MappingProxyType(
-    {
-        FinishReason.LENGTH: generate_pb2.FINISH_REASON_LENGTH,
-        FinishReason.STOP: generate_pb2.FINISH_REASON_STOP,
-        FinishReason.CANCELLED: generate_pb2.FINISH_REASON_CANCELLED,
-        FinishReason.DEADLINE: generate_pb2.FINISH_REASON_DEADLINE,
-        FinishReason.ERROR: generate_pb2.FINISH_REASON_ERROR,
-    }
+    {reason: generate_pb2.FinishReason.Value(f"FINISH_REASON_{reason.name}") for reason in FinishReason}
 )
 _FINISH_FROM_PROTO = MappingProxyType({value: reason for reason, value in _FINISH_TO_PROTO.items()})
 
@@ -169,11 +157,6 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
         choice=message.choice,
         prompt=tuple([sampled_from_proto(token) for token in message.prompt]) if message.prompt else (),
     )
-
-
-def usage_from_proto(message: orchestrator_pb2.Usage) -> Usage:
-    """Return the message's usage: tokens and attempts of a request."""
-    return read(Usage, message)
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:

@@ -10,15 +10,14 @@ from dataclasses import dataclass
 
 from baton.channel_options import MAX_MESSAGE_BYTES
 from baton.errors import InvalidArgumentError
-from baton.proto_types import params_to_proto, priority_to_proto
+from baton.proto_types import params_to_proto
 from baton.sampling_params import SamplingOptions, SamplingParams, params_from_options
 from baton.types import Priority
 from baton.v1 import orchestrator_pb2
 
 MAX_DEADLINE_S = 2**32 / 1000 - 1
 BY_CHAIN = ("baton-prefill", "chain")
-"""Metadata of a call whose prompt a chain is to prefill wherever there is one, even if the generation group would be
-faster: for measuring chains."""
+"""Metadata of a call whose prompt a chain is to prefill, even if slower than the group: for measuring chains."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,8 @@ def make_request(
     priority: str = "standard",
     exact: bool = False,
 ) -> orchestrator_pb2.GenerateRequest:
-    """Return the message of a request. Raises InvalidArgumentError for what cannot be sent, and TypeError for a
-    sampling option that does not exist."""
+    """Return the message of a request. Raises InvalidArgumentError for one that cannot be sent, TypeError for an
+    unknown sampling option."""
     if params is not None and options:
         raise InvalidArgumentError(f"params and {', '.join(options)} contradict: give one SamplingParams, or options")
     request = orchestrator_pb2.GenerateRequest(
@@ -60,7 +59,7 @@ def make_request(
         seeded=params is not None or "seed" in options,
         model=model,
         echo=echo,
-        priority=priority_to_proto(_priority(priority)),
+        priority=orchestrator_pb2.Priority.ValueType(_priority(priority)),
         exact=exact,
     )
     try:
@@ -82,8 +81,7 @@ def check_deadline(deadline_s: float | None) -> None:
 
 
 def call_metadata(api_key: str | None, tenant: str | None) -> tuple[tuple[str, str], ...]:
-    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError for a value that
-    metadata cannot carry."""
+    """Return the gRPC metadata that identifies the caller to a server. Raises InvalidArgumentError."""
     values = {"api_key": api_key, "tenant": tenant}
     for name, value in values.items():
         if value is not None and not (value and value.isascii() and value.isprintable()):

@@ -15,8 +15,7 @@ class Usage:
     num_attempts: int
     """Attempts of the server at the request, since it last took the request up."""
     num_cached_tokens: int = 0
-    """Prompt tokens that the last attempt did not compute, because the KV of an earlier prompt with the same beginning
-    was cached."""
+    """Prompt tokens that the last attempt did not compute, because an equal beginning's KV was cached."""
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,7 @@ class Completion:
     model: str
     """Name of the served model; empty before the server took the request."""
     seed: int | None
-    """Seed that gives the same tokens again with the same prompt and parameters; None before the server took the
-    request."""
+    """Seed that gives the same tokens for the same request; None before the server took the request."""
     exact: bool | None
     """True: full attention and coupled sampling all the way. False: some tokens may come from an approximate policy
     (`timings.residency`). None before the server took the request."""

@@ -1,8 +1,7 @@
 """The state of one request's stream at its client: what came, what to send next, and when to give up.
 
 Nothing in it is hidden: prompt, parameters, seed and the tokens so far are all that a server needs to go on, so a lost
-connection costs a pause and no tokens. The synchronous and the asyncio stream (baton.streams) share it. Does no input
-or output and never blocks.
+connection costs a pause and no tokens. The synchronous and the asyncio stream (baton.streams) share it. Does no I/O.
 """
 
 import random
@@ -17,7 +16,7 @@ from baton.errors import (
     UnavailableError,
     VersionMismatchError,
 )
-from baton.proto_types import event_from_proto, timings_from_proto, usage_from_proto
+from baton.proto_types import event_from_proto, read, timings_from_proto
 from baton.results import Choice, Completion, Timings, Usage
 from baton.types import FinishReason, SampledToken, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2
@@ -41,15 +40,12 @@ class Reconnect:
     """Seconds between two attempts, at most."""
 
     def delay_s(self, num_failed: int, fraction: float) -> float:
-        """Return the seconds to wait after the `num_failed`-th failure in a row. `fraction`, in [0, 1), spreads clients
-        out."""
+        """Return the seconds to wait after so many failures in a row. `fraction`, in [0, 1), spreads clients."""
         return min(self.first_delay_s * 2.0 ** min(num_failed - 1, 30), self.max_delay_s) * (0.5 + fraction / 2)
 
 
 @dataclass
 class _Output:
-    """What has been received of one choice."""
-
     tokens: list[SampledToken] = field(default_factory=list)
     text: list[str] = field(default_factory=list)
     finish: FinishReason | None = None
@@ -62,13 +58,11 @@ class Server:
     target: str
     """Address of the server, host:port."""
     was_reached: bool = False
-    """Whether the server has ever answered a request: if so, its address is right, and a server that cannot be reached
-    is expected to come back."""
+    """Whether the server has ever answered: then its address is right, and it is expected to come back."""
 
 
 class StreamState:
-    """A stream's received tokens and remaining attempts. The stream that reads the calls owns it, in one thread; only
-    `fail` may be called from other threads."""
+    """A stream's received tokens and remaining attempts. Belongs to the reading thread; any may call `fail`."""
 
     def __init__(
         self,
@@ -109,8 +103,7 @@ class StreamState:
         return self._outputs[0].finish
 
     def next_request(self) -> orchestrator_pb2.GenerateRequest:
-        """Return the message to send now: the request, continued after the tokens received so far, in the time that is
-        left."""
+        """Return the message to send now: the request, continued after the received tokens, in the time left."""
         if self._started is not None:
             del self._request.outputs[:]
             for output in self._outputs:
@@ -140,8 +133,7 @@ class StreamState:
         return None  # no event to show, or a kind of event that a newer server sends
 
     def call_failed(self, error: BatonError) -> float | None:
-        """Take the error that a call ended with. Return the seconds after which to send `next_request`; None when the
-        stream is over."""
+        """Take a call's error. Return the seconds after which to send `next_request`; None: the stream is over."""
         if self._has_all and isinstance(error, UnavailableError):
             self._end()  # all tokens came, only the last message was lost
             return None
@@ -162,8 +154,9 @@ class StreamState:
         """End the stream with an error, unless it is over."""
         if not self.is_over:
             self._failure = error
+            finish = next(finish for finish, kind in _ERROR_OF.items() if isinstance(error, kind))
             for output in self._outputs:
-                output.finish = output.finish or _finish_of(error)
+                output.finish = output.finish or finish
             self.is_over = True
 
     def raise_failure(self) -> None:
@@ -191,8 +184,7 @@ class StreamState:
         )
 
     def _accept_started(self, started: orchestrator_pb2.Started) -> None:
-        """Take the server's announcement. From here on, a server that goes on must serve the same model with the same
-        seed, and be as exact."""
+        """Take the server's announcement: a next one must serve the same model and seed, and be as exact."""
         self._started = started
         self._exact = started.exact and self._exact is not False  # tokens from earlier servers count as well
         self._request.exact |= self._exact
@@ -232,7 +224,7 @@ class StreamState:
                 f"{self._server.target} finished a request whose choices have not all ended: run one version of Baton "
                 "on all sides"
             )
-        self.usage, self.timings = usage_from_proto(message.usage), timings_from_proto(message.timings)
+        self.usage, self.timings = read(Usage, message.usage), timings_from_proto(message.timings)
 
     def _accept_end(self) -> None:
         if self.usage is None:
@@ -275,10 +267,5 @@ _ERROR_OF: dict[FinishReason, type[BatonError]] = {
     FinishReason.DEADLINE: DeadlineExceededError,
     FinishReason.ERROR: BatonError,
 }
-"""The error for a stream that a server ended with this finish reason, and without an error status."""
-
-
-def _finish_of(error: BatonError) -> FinishReason:
-    if isinstance(error, RequestCancelledError):
-        return FinishReason.CANCELLED
-    return FinishReason.DEADLINE if isinstance(error, DeadlineExceededError) else FinishReason.ERROR
+"""The error for a stream that a server ended with this finish reason, and without an error status. ERROR, whose class
+is the base of all, comes last."""

@@ -14,11 +14,27 @@ from baton.errors import InvalidArgumentError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
-"""Characters of one stop string, at most. Text that may become a stop string is held back, and a longer stop string
-would hold back more than a client wants to wait for."""
+"""Characters of one stop string, at most: text that may become a stop string is held back, so clients wait for it."""
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64
+_ABOVE_ZERO = math.ulp(0.0)
+_RANGES = (
+    ("max_tokens", 1, math.inf, "use at least 1"),
+    ("min_tokens", 0, math.inf, "use 0 or more"),
+    ("temperature", 0, 100, "use 0 (greedy) to 100"),
+    ("top_k", 0, math.inf, "use 0 (all tokens) or more"),
+    ("top_p", _ABOVE_ZERO, 1, "use a value in (0, 1]"),
+    ("min_p", 0, 1, "use a value in [0, 1]"),
+    ("repetition_penalty", _ABOVE_ZERO, 100, "use a value in (0, 100]"),
+    ("presence_penalty", -2, 2, "use a value in [-2, 2]"),
+    ("frequency_penalty", -2, 2, "use a value in [-2, 2]"),
+    ("seed", 0, 2**64 - 1, "use an unsigned 64-bit integer"),
+    ("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
+    ("prompt_logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
+    ("n", 1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
+)
+"""(field, least value, largest value, remedy)."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +70,7 @@ class SamplingParams:
     ignore_eos: bool = False
     """Whether to go on past the model's end-of-sequence tokens."""
     logprobs: int | None = None
-    """How many of the most likely tokens are reported with each output token's own logprob (0 to 20); None: no
-    logprobs."""
+    """How many most likely tokens to report with each output token's own logprob (0 to 20); None: no logprobs."""
     prompt_logprobs: int | None = None
     """How many of the most likely tokens are reported with the logprob of each prompt token but the first (0 to 20),
     from the model's own distribution, without penalties and bias; None: no logprobs."""
@@ -64,9 +79,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
-        self._check_lengths()
-        self._check_filters()
-        self._check_penalties()
+        for name, least, most, remedy in _RANGES:
+            value = getattr(self, name)
+            is_off = value is None and name.endswith("logprobs")
+            _require(is_off or least <= value <= most, name, value, remedy)
+        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
+        for token_id, bias in self.logit_bias.items():
+            _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
+            _require(-100 <= bias <= 100, "logit_bias", bias, "use values in [-100, 100]")
         self._check_stops()
 
     def of_choice(self, choice: int) -> "SamplingParams":
@@ -77,31 +97,6 @@ class SamplingParams:
         object.__setattr__(made, "seed", (self.seed + choice) % 2**64)
         object.__setattr__(made, "prompt_logprobs", self.prompt_logprobs if choice == 0 else None)
         return made
-
-    def _check_lengths(self) -> None:
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "use at least 1")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "use 0 or more")
-        _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
-        _require(0 <= self.seed < 2**64, "seed", self.seed, "use an unsigned 64-bit integer")
-        _require(1 <= self.n <= MAX_CHOICES, "n", self.n, f"use 1 to {MAX_CHOICES}")
-        for name in ("logprobs", "prompt_logprobs"):
-            top = getattr(self, name)
-            _require(top is None or 0 <= top <= MAX_LOGPROBS, name, top, f"use 0 to {MAX_LOGPROBS}")
-
-    def _check_filters(self) -> None:
-        _require(_within(self.temperature, 0, 100), "temperature", self.temperature, "use 0 (greedy) to 100")
-        _require(self.top_k >= 0, "top_k", self.top_k, "use 0 (all tokens) or more")
-        _require(_within(self.top_p, 0, 1) and self.top_p > 0, "top_p", self.top_p, "use a value in (0, 1]")
-        _require(_within(self.min_p, 0, 1), "min_p", self.min_p, "use a value in [0, 1]")
-
-    def _check_penalties(self) -> None:
-        penalty = self.repetition_penalty
-        _require(_within(penalty, 0, 100) and penalty > 0, "repetition_penalty", penalty, "use a value in (0, 100]")
-        for name in ("presence_penalty", "frequency_penalty"):
-            _require(_within(getattr(self, name), -2, 2), name, getattr(self, name), "use a value in [-2, 2]")
-        for token_id, bias in self.logit_bias.items():
-            _require(token_id >= 0, "logit_bias", token_id, "keys are token ids")
-            _require(_within(bias, -100, 100), "logit_bias", bias, "use values in [-100, 100]")
 
     def _check_stops(self) -> None:
         for index, stop in enumerate(self.stop):
@@ -151,8 +146,7 @@ class SamplingOptions(TypedDict, total=False):
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:
-    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an option that does
-    not exist."""
+    """Return the sampling parameters. Raises InvalidArgumentError for a bad value, TypeError for an unknown one."""
     stop = options.get("stop", ())
     values: dict[str, Any] = {
         **options,
@@ -160,10 +154,6 @@ def params_from_options(options: SamplingOptions) -> SamplingParams:
         "stop_token_ids": tuple(options.get("stop_token_ids", ())),
     }
     return SamplingParams(**values)
-
-
-def _within(value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high
 
 
 def _require(holds: bool, name: str, value: object, remedy: str) -> None:

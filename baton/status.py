@@ -71,8 +71,7 @@ _CLASS_OF_STATUS: Mapping[StatusCode, type[BatonError]] = MappingProxyType(
         StatusCode.UNIMPLEMENTED: errors.VersionMismatchError,
     }
 )
-"""The error class for each status that gRPC makes by itself. Any other such status is a plain BatonError, which is not
-retried."""
+"""The error class for each status that gRPC makes by itself; any other is a BatonError, which is not retried."""
 
 
 def table_class(error: BatonError) -> type[BatonError]:
@@ -95,21 +94,18 @@ def encode_error(error: BatonError) -> tuple[StatusCode, str, Metadata]:
 
 
 def name_of(error: BatonError) -> str:
-    """Return the name of the error's class, by which an error crosses the wire inside a message, with its text beside
-    it."""
+    """Return the error's name inside a message, beside its text."""
     return table_class(error).__name__
 
 
 def error_of_name(name: str, text: str, retry_after_s: float | None = None) -> BatonError:
-    """Rebuild an error from the name that `name_of` gave it; a plain BatonError for a name that this version does not
-    know."""
+    """Rebuild an error from its `name_of`; a plain BatonError for an unknown name."""
     named = _CLASS_OF_NAME.get(name, BatonError)
     return ResourceExhaustedError(text, retry_after_s) if named is ResourceExhaustedError else named(text)
 
 
 def from_rpc_error(error: grpc.RpcError) -> BatonError:
-    """Return the error that the other side raised. For a status that gRPC made by itself, return the error class with
-    the same meaning."""
+    """Return the error that the other side raised, or that has the meaning of gRPC's own status."""
     status = cast(_Status, error)
     metadata = dict(status.trailing_metadata() or ())
     text = status.details() or "no details"
@@ -123,8 +119,7 @@ def from_rpc_error(error: grpc.RpcError) -> BatonError:
 
 @contextmanager
 def translate_rpc_errors() -> Iterator[None]:
-    """Raise a gRPC error of the `with` body as the BatonError that it stands for; every other exception passes
-    unchanged."""
+    """Raise a gRPC error of the `with` body as the BatonError that it stands for."""
     try:
         yield
     except grpc.RpcError as error:

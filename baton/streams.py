@@ -3,12 +3,12 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import grpc
 
 from baton.errors import BatonError, RequestCancelledError
+from baton.process.endless import is_task_cancelled
 from baton.results import Completion, Timings, Usage
 from baton.resume import StreamState
 from baton.status import translate_rpc_errors
@@ -24,15 +24,19 @@ class Call(Protocol):
 
 
 AsyncCall = grpc.aio.UnaryStreamCall[orchestrator_pb2.GenerateRequest, orchestrator_pb2.GenerateEvent]
-OpenCall = Callable[[StreamState], Call]
-"""Sends the state's next request and returns the call; does not block."""
-OpenAsyncCall = Callable[[StreamState], AsyncCall]
+CallT = TypeVar("CallT", Call, AsyncCall)
 
 
-class _Output:
+class BaseStream(Generic[CallT]):
     """What both kinds of stream report about themselves; complete after the stream's end."""
 
-    _state: StreamState
+    _cancelled: threading.Event | asyncio.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], CallT]) -> None:
+        """`open_call` sends the state's next request and returns the call; it does not block."""
+        self._state = state
+        self._open_call: Callable[[StreamState], CallT] = open_call
+        self._call: CallT = open_call(state)
 
     @property
     def output(self) -> Completion:
@@ -59,8 +63,17 @@ class _Output:
         """When the request's stages began and ended; None before the server's last message."""
         return self._state.timings
 
+    def cancel(self) -> None:
+        """End the request everywhere; does not block. Has no effect after the end, or when called again."""
+        self._give_up(" by its client")
 
-class Stream(_Output):
+    def _give_up(self, why: str) -> None:
+        self._state.fail(RequestCancelledError(f"request {self.request_id} was cancelled{why}"))
+        self._cancelled.set()
+        self._call.cancel()
+
+
+class Stream(BaseStream[Call]):
     """A running request. Iterate once, in one thread; `cancel` may be called from any.
 
     Yields a TokenEvent for each token as it is made. A choice's last event has `finish` and the text held back until
@@ -72,12 +85,12 @@ class Stream(_Output):
     As a context manager, it cancels the request on leaving, if it still runs.
     """
 
-    def __init__(self, state: StreamState, open_call: OpenCall) -> None:
-        self._state = state
-        self._open_call = open_call
+    _cancelled: threading.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], Call]) -> None:
+        super().__init__(state, open_call)
         self._lock = threading.Lock()  # guards against `cancel` while a new call is being opened
         self._cancelled = threading.Event()
-        self._call = open_call(state)
 
     def __iter__(self) -> Iterator[TokenEvent]:
         return self
@@ -101,23 +114,15 @@ class Stream(_Output):
         """Block until the end and return the text of the first choice."""
         return self.collect().text
 
-    def cancel(self) -> None:
-        """End the request everywhere; does not block. Has no effect after the end, or when called again."""
-        self._give_up(_cancelled_error(self.request_id))
-
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.cancel()
 
-    def _give_up(self, error: RequestCancelledError) -> None:
+    def _give_up(self, why: str) -> None:
         with self._lock:
-            self._state.fail(error)
-            self._cancelled.set()
-            self._call.cancel()
+            super()._give_up(why)
 
     def _read(self) -> TokenEvent | None:
         try:
@@ -135,18 +140,18 @@ class Stream(_Output):
         return None
 
 
-class AsyncStream(_Output):
+class AsyncStream(BaseStream[AsyncCall]):
     """A running request for asyncio; otherwise it behaves like Stream. Belongs to the loop that it was made on; one
     task iterates.
 
     Cancelling the task that waits for an event cancels the request.
     """
 
-    def __init__(self, state: StreamState, open_call: OpenAsyncCall) -> None:
-        self._state = state
-        self._open_call = open_call
+    _cancelled: asyncio.Event
+
+    def __init__(self, state: StreamState, open_call: Callable[[StreamState], AsyncCall]) -> None:
+        super().__init__(state, open_call)
         self._cancelled = asyncio.Event()
-        self._call = open_call(state)
 
     def __aiter__(self) -> AsyncIterator[TokenEvent]:
         return self
@@ -170,22 +175,11 @@ class AsyncStream(_Output):
         """Wait for the end and return the text of the first choice."""
         return (await self.collect()).text
 
-    def cancel(self) -> None:
-        """End the request everywhere; does not wait. Has no effect after the end, or when called again."""
-        self._give_up(_cancelled_error(self.request_id))
-
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.cancel()
-
-    def _give_up(self, error: RequestCancelledError) -> None:
-        self._state.fail(error)
-        self._cancelled.set()
-        self._call.cancel()
 
     async def _read(self) -> TokenEvent | None:
         try:
@@ -213,16 +207,6 @@ class AsyncStream(_Output):
         return True
 
 
-def client_closed(stream: Stream | AsyncStream) -> None:
+def client_closed(stream: BaseStream[Any]) -> None:
     """Cancel a stream because the client that made it is closing its connection."""
-    stream._give_up(RequestCancelledError(f"request {stream.request_id} was cancelled: its client was closed"))
-
-
-def is_task_cancelled() -> bool:
-    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _cancelled_error(request_id: str) -> RequestCancelledError:
-    return RequestCancelledError(f"request {request_id} was cancelled by its client")
+    stream._give_up(": its client was closed")

@@ -47,8 +47,7 @@ class TokenRange:
 class KvLayout:
     """How KV lies in memory and on the wire: per layer, per token one row `[2, kv_heads, head_dim]` (K, then V).
 
-    Keys are stored after RoPE. Rows of consecutive tokens are adjacent, so any token range of a layer is one
-    contiguous piece of memory (docs/decisions/0002-kv-layout.md).
+    Keys are stored after RoPE. A layer's token range is one piece (docs/decisions/0002-kv-layout.md).
     """
 
     model_fingerprint: str
@@ -119,8 +118,7 @@ class SampledToken:
 
 
 class Priority(IntEnum):
-    """How urgent a request is; a lower number is more urgent. A waiting request is served only when no more urgent one
-    can be. The numbers are those of the wire."""
+    """How urgent a request is, by the wire's numbers: a request is served only when none of a lower number can be."""
 
     INTERACTIVE = 1
     """A person waits for the answer."""

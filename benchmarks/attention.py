@@ -12,7 +12,7 @@ import sys
 from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Pairs, Reporter, case, make_parser, progress, resolve
 from benchmarks.support.rates import KERNELS, attention_rate, layer_rate, runnable
 from deploy.machine.calibrations import nominal_calibration
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 
 KEYS = "512,1024,2048,3000,6000"
 QUICK_KEYS = "512"

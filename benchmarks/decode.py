@@ -35,7 +35,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.status import StepStats
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 from planning.study.chips import Chip
 from planning.study.roofline import ServedModel, served, step_time
 

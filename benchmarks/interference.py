@@ -42,7 +42,7 @@ from benchmarks.support.mixed_load import STREAM_TOKENS, Asked, ask, controlled,
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.calibrations import served_planner
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 

@@ -22,7 +22,7 @@ from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter
 from generate_workers.config import EngineConfig
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 
 GRID = "1x4096,8x1024,8x7500"
 QUICK_GRID = "2x512"

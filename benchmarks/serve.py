@@ -29,7 +29,7 @@ from benchmarks.support.harness import PAIRS, QUICK_PAIRS, Bars, Pairs, Reporter
 from benchmarks.support.streams import Measured, Side, make_load
 from deploy.commands.served_child import own_cluster, until_signal
 from generate_workers.config import EngineConfig
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 
 STREAMS = "1,4,16"
 QUICK_STREAMS = "4"

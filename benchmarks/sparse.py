@@ -30,10 +30,10 @@ from generate_workers.residency.policies import SelectionSource, make_residency
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
+from modeling.hosting import use_cores
 from modeling.kv.buffers import KvBuffer
 from modeling.sparse.bases import BasisKind, fit_bases, sample_layers
 from modeling.sparse.selection_file import PreparedSelection, prepared_path
-from modeling.threads import use_cores
 from text.tokenizer import Tokenizer
 
 GRID = "16x4096,8x7500"

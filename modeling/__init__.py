@@ -1,2 +1,1 @@
-"""Our own decoder for Llama, OPT and Falcon models, its KV memory, attention and sampling (layer 1: torch; never grpc
-or ray)."""
+"""Our decoder for Llama, OPT and Falcon models, its KV memory and sampling (layer 1: torch; never grpc or ray)."""

@@ -3,16 +3,19 @@
 `prefill_workers.host` and `generate_workers.host` call these once, when a worker starts. All block.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
 
+import torch
+
+from baton.process.cores import pin
 from baton.settings.place import WorkerPlace
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.folder import allow_files, node_folder, share_bytes, sweep
 from modeling.prefix_store.node import DiskPlace
-from modeling.threads import use_cores
 
 
 class PrefixOptions(TypedDict):
@@ -24,6 +27,12 @@ class PrefixOptions(TypedDict):
     prefix_disk: DiskPlace | None
 
 
+def use_cores(cores: Sequence[int], num_threads: int) -> None:
+    """Pin this process to `cores` and give torch `num_threads` threads. Call before the model is loaded."""
+    pin(cores)
+    torch.set_num_threads(num_threads)
+
+
 def load(place: WorkerPlace) -> Decoder:
     """Pin the process as its place says, choose its kernels, and load the model. Raises ModelError, in one line."""
     allow_files()
@@ -33,8 +42,7 @@ def load(place: WorkerPlace) -> Decoder:
 
 
 def prefix_options(place: WorkerPlace) -> PrefixOptions:
-    """Return where the workers of a cluster keep prefixes on this node. Raises ConfigError when the node has no such
-    file system."""
+    """Return where a cluster's workers keep prefixes on this node. Raises ConfigError without such a file system."""
     if not place.prefix_share:
         return {"prefix_folder": None, "prefix_bytes": 0, "prefix_disk": None}
     return {

@@ -58,12 +58,9 @@ class Calibration:
     def __post_init__(self) -> None:
         """Raise ConfigError that names the field of a number that cannot have been measured."""
         rows = [(row.tokens, row.before, row.seconds) for row in self.rank_rows]
-        for name, measured in (
-            ("prefill_points", self.prefill_points),
-            ("link_points", self.link_points),
-            ("rank_rows", rows),
-        ):
-            for numbers in measured:
+        measured = {"prefill_points": self.prefill_points, "link_points": self.link_points, "rank_rows": rows}
+        for name, points in measured.items():
+            for numbers in points:
                 if not all(0 <= number < math.inf for number in numbers):
                     raise ConfigError(
                         f"{name}: {numbers} is out of range: use finite numbers of at least 0, or calibrate again"

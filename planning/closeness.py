@@ -21,8 +21,7 @@ _STEPS = ((1, 256), (1, 4096), (16, 1024))
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
-    """Raise InvalidArgumentError when a prediction by `given` is many times as long or short as by `own`, now in
-    force."""
+    """Raise InvalidArgumentError for a prediction by `given` many times as long or short as by `own`."""
     most = MEASURED_FACTOR if own.is_measured else NOMINAL_FACTOR
     for what_takes, new_s, old_s in zip(_names(given), _seconds(given), _seconds(own), strict=True):
         if not old_s / most <= new_s <= old_s * most:

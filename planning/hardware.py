@@ -77,8 +77,7 @@ def hardware_of(name: str) -> Hardware:
 
 
 def cpu_rank(num_threads: int, dtype_bytes: int) -> Hardware:
-    """Return the nominal rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32. A guess
-    that serves until something is measured."""
+    """Guess the rates of a CPU rank with `num_threads` cores; `dtype_bytes` is 2 for bf16, 4 for fp32."""
     core = HARDWARE["cpu-core" if dtype_bytes == 2 else "cpu-core-fp32"]
     rates = {name: getattr(core, name) * num_threads for name in ("linear_flops", "pair_flops")}
     return dataclasses.replace(core, **rates)

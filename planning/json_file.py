@@ -3,12 +3,12 @@
 import contextlib
 import json
 import sys
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from baton.errors import ConfigError
+from baton.process.whole_files import whole
 
 
 @contextlib.contextmanager
@@ -50,13 +50,9 @@ def dump(kind: str, schema: int, fields: dict[str, Any]) -> str:
 
 def write(path: Path, text: str) -> None:
     """Write the text to a file, or replace it in one step. Raises ConfigError when the folder cannot be written to."""
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")  # unique for each writer
     try:
-        try:
+        with whole(path) as partial:
             partial.write_text(text, encoding="utf-8")
-            partial.replace(path)
-        finally:
-            partial.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}): choose a folder that can") from error
 

@@ -1,8 +1,7 @@
 """How long a generation group takes to prefill a prompt by itself, in chunks between its decode steps.
 
 A step that decodes and prefills may take at most `max_step_stretch` times as long as decoding alone; the rest of it is
-prefill. So a prompt takes its own computation and, when there are running rows, one decode step for each of its chunks.
-Pure.
+prefill. So a prompt takes its own computation and, with running rows, one decode step for each of its chunks. Pure.
 """
 
 import math
@@ -11,8 +10,7 @@ from dataclasses import dataclass
 from baton.errors import InvalidArgumentError
 
 LEAST_STEP_TOKENS = 16
-"""Prefill tokens that every step takes at least, whatever the bound, so that prefills progress and their speed stays
-known."""
+"""Prefill tokens that every step takes at least, so that prefills progress and their speed stays known."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,7 @@ class LocalPrefill:
 
     def steps_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
         """Return the seconds of decoding that delay a prompt of `num_tokens`, which takes `prefill_s` alone: one decode
-        step of `step_s` for each of its chunks, and half a step that runs when it arrives. `step_s` is 0 when there are
-        no running rows."""
+        step of `step_s` for each of its chunks, and half a step before it. `step_s` is 0 without running rows."""
         if step_s <= 0 or num_tokens < 1:
             return 0.0
         token_s = prefill_s / num_tokens

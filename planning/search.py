@@ -70,8 +70,7 @@ def analytic_seed(
     num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0
 ) -> tuple[int, ...]:
     """Return chunks that take every rank equally long, communication aside. Bisects that time; each chunk is the root
-    of a quadratic. A rank behind s tokens takes a c + b c (s + w c) for c tokens, with w = 1 for dense and 1/2 for
-    causal kernels."""
+    of a quadratic. Behind s tokens, c tokens take a c + b c (s + w c), w = 1 if dense, 1/2 if causal."""
     weight, a, b = kernel.own_part, cost.linear_s, cost.pair_s
 
     def chunks_within(limit_s: float) -> list[float]:
@@ -93,8 +92,7 @@ def analytic_seed(
 
 def descend(start: Sequence[int], evaluate: Evaluate, least_step: int = 1) -> tuple[tuple[int, ...], float]:
     """Move tokens from one rank to another while the time falls; halve the step when no move helps. Return the chunks
-    and their seconds. Tries pairs of moves too, because the slowest rank can often shed tokens only when two others
-    take them."""
+    and their seconds. Tries pairs too: often the slowest rank can shed tokens only to two others."""
     best = np.array(start, dtype=np.float64)
     best_s = float(evaluate(best[None])[0])
     moves = _moves(len(best))

@@ -125,8 +125,7 @@ def tabulate(
 ) -> tuple[StepTimes, float]:
     """Make a table of measured step times of the model and hardware that `origin` names. Return it and the largest
     deviation of a measured time from the fitted cost, as a fraction. With a single batch, rows beyond it add nothing;
-    with a single context, tokens beyond it add nothing. Raises ConfigError for axes that do not ascend, or times that
-    are missing or not above 0."""
+    with a single context, tokens beyond it add nothing. Raises ConfigError for bad axes or times."""
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
     columns = np.array([(1, rows, rows * tokens) for rows in made.batches for tokens in made.contexts], np.float64)
@@ -139,8 +138,7 @@ def nominal_steps(
     model: str, hardware: str, shape: ModelShape, rates: Hardware, *, weight_bytes: float | None = None
 ) -> StepTimes:
     """Return the step times that are assumed before anything is measured: weights and KV read once at nominal
-    bandwidth, rows computed at nominal FLOP/s. `weight_bytes` is the size of one weight, by default that of the shape's
-    dtype."""
+    bandwidth, rows computed at nominal FLOP/s. `weight_bytes` is that of one weight, by default the shape's."""
     weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
     cost = StepCost(
         base_s=weights * (weight_bytes or shape.dtype_bytes) / rates.memory_bandwidth,

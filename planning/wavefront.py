@@ -80,8 +80,7 @@ def chain_ttft(
     chunks: Sequence[int] | NDArray[np.float64], cost: CostModel, protocol: Protocol, *, cached: int = 0
 ) -> Seconds:
     """Return the seconds to the first token, for one partition `[n]` or many `[N, n]`: a 0-d array, or `[N]`. With
-    `cost.push`, the time ends when the last rank has sampled the token and every rank's KV has reached the generation
-    group."""
+    `cost.push`, it ends when the token is sampled and all KV has reached the generation group."""
     chunks_Nn = np.atleast_2d(np.asarray(chunks, dtype=np.float64))
     work = work_of(chunks_Nn, cost, protocol, cached)
     num_ranks = chunks_Nn.shape[1]

@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 _BROKEN = "\ufffd"
 _MAX_PENDING_TOKENS = 32
 _TAIL_TOKENS = 4
-"""Number of last pending tokens that `_cut` keeps. An unfinished character has fewer, so `_cut` never splits one: it
-only splits characters that are already broken."""
+"""Number of last pending tokens that `_cut` keeps: an unfinished character has fewer, so only broken ones are split."""
 
 
 class Detokenizer:
@@ -74,9 +73,8 @@ class Detokenizer:
         self._num_sent = 0
 
     def _cut(self, fresh: str) -> str:
-        """Return the first pending tokens' text and forget them, which bounds the work on a long run of broken UTF-8.
-        Where the cut splits a broken character, the kept tokens show one U+FFFD more, and the returned text has one
-        less."""
+        """Return the first pending tokens' text and forget them, which bounds the work on a long run of broken UTF-8. A
+        broken character that is cut moves one U+FFFD from the returned text to the kept."""
         tail_ids = self._pending_ids[-_TAIL_TOKENS:]
         num_head = len(fresh) - len(self._decode(tail_ids))
         text = self._send(fresh, num_head)

@@ -40,8 +40,7 @@ class _Matcher:
         self._borders = borders
 
     def feed(self, char: str) -> bool:
-        """Take one character and return whether the whole pattern ends here. Not to be called after it returned
-        True."""
+        """Take one character; return whether the whole pattern ends here. Not to be called after True."""
         while self.length and self.pattern[self.length] != char:
             self.length = self._borders[self.length - 1]
         if self.pattern[self.length] == char:

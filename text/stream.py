@@ -1,7 +1,6 @@
 """Joins `text.detokenizer` and `text.stop_strings` into one stream's text.
 
-Used by `generate_workers.engine.rows` on the engine's thread, and by `orchestrator.api.checks` to find out whether the
-output of a resumed stream is complete.
+Used by `generate_workers.engine.rows` on the engine's thread, and by `orchestrator.api.checks` for resumed streams.
 """
 
 from collections.abc import Sequence

@@ -16,8 +16,7 @@ from tokenizers import models
 
 _NFC_SHRINKS = 9
 """Largest factor by which normalization to NFC shortens a text in UTF-8 bytes: a character is up to 3 times as long as
-its decomposition (U+1FEF), which is up to 3 times as long as the character composed from it (U+0390). ASCII text keeps
-its length."""
+its decomposition (U+1FEF), and that as long again as the composed character (U+0390). ASCII text keeps its length."""
 _WHITESPACE = "\t\n\x0b\x0c\r \x85\xa0\u1680\u2000\u2001\u2002\u2003\u2004\u2005\u2006\u2007\u2008\u2009\u200a"
 _MORE_WHITESPACE = "\u2028\u2029\u202f\u205f\u3000"
 _KEEPING = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation", "UnicodeScripts")

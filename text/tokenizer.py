@@ -4,8 +4,7 @@ Used by `orchestrator.api.checks`, which turns prompts and chats into token ids,
 turns token ids back into text through `Tokenizer.detokenizer`.
 
 A Tokenizer is read-only after `load`, so any thread may use it; while one thread encodes, other threads run on.
-`transformers.AutoTokenizer` would import torch. The class that it chooses in the end, `TokenizersBackend`, does not,
-and runs no code from the folder.
+`transformers.AutoTokenizer` would import torch; `TokenizersBackend`, which it chooses in the end, does not.
 """
 
 import hashlib
@@ -42,8 +41,7 @@ class Tokenizer:
     @classmethod
     def load(cls, folder: Path) -> Self:
         """Read tokenizer.json, tokenizer_config.json and the chat template, without network or code from the folder.
-        Blocks for about a second the first time in a process. Raises ModelError when the files are missing or
-        unreadable."""
+        Blocks for a second at the first call. Raises ModelError for missing or bad files."""
         if not (folder / "tokenizer.json").is_file():
             raise ModelError(f"no tokenizer.json in {folder}: {_remedy(folder)}")
         try:

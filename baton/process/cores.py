@@ -13,8 +13,7 @@ _NICEST = 19
 
 
 def pin(cores: Sequence[int]) -> None:
-    """Pin this process, with its present and future threads, to `cores`; does nothing for an empty list, or where the
-    system cannot pin."""
+    """Pin this process, with its present and future threads, to `cores`, if any are given and the system can."""
     if cores and hasattr(os, "sched_setaffinity"):
         for thread in _TASKS.iterdir():
             with contextlib.suppress(ProcessLookupError):  # the thread has just ended

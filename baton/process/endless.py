@@ -1,7 +1,7 @@
 """Loops that must not end while their owner lives: supervision, heartbeats, and other watches over processes.
 
-When a turn of such a loop fails, the failure is logged and reported, and the next turn follows after a pause. Runs on
-the owner's loop.
+When a turn of such a loop fails, the failure is logged and reported, and the next follows after a pause. Runs on the
+owner's loop.
 """
 
 import asyncio
@@ -20,8 +20,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Pauses:
-    """How long a loop waits after failed turns: `first_s`, doubled after each further failure in a row, at most
-    `most_s`."""
+    """How long a loop waits after failed turns: `first_s`, doubled by each further one in a row, to `most_s`."""
 
     first_s: float
     most_s: float
@@ -43,7 +42,7 @@ async def repeat(
             num_failures = 0
             continue
         except asyncio.CancelledError as error:
-            if _is_asked_to_end():
+            if is_task_cancelled():
                 raise
             failure: BaseException = error  # grpc.aio raises it for a call whose channel was closed
         except Exception as error:  # noqa: BLE001 - logged by tell_failure, with its traceback
@@ -82,6 +81,7 @@ def tell_end(what: str, report: Report | None = None) -> Callable[[asyncio.Task[
     return tell
 
 
-def _is_asked_to_end() -> bool:
+def is_task_cancelled() -> bool:
+    """Return whether a CancelledError is meant for the running task. grpc raises one for a cancelled call, too."""
     task = asyncio.current_task()
-    return task is None or task.cancelling() > 0
+    return task is not None and task.cancelling() > 0

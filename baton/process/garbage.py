@@ -3,15 +3,13 @@
 import gc
 
 _NUM_NEW = 50_000
-"""Net allocations that start a collection of the youngest generation. Python's default of 700 is less than one turn of
-a busy loop holds."""
+"""Net allocations that start a young collection; Python's 700 are less than one turn of a busy loop holds."""
 _NUM_YOUNG, _NUM_MIDDLE = 20, 50
 
 
 def collect_rarely() -> None:
     """Collect once, exempt all objects that are alive now, and make later collections rare: nearly all later objects
-    are freed by reference counting. Call it once, when the process has loaded what it serves with; the setting holds
-    for the whole process, its libraries included."""
+    are freed by reference counting. Call once, for the whole process, when it has loaded all."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NUM_NEW, _NUM_YOUNG, _NUM_MIDDLE)

@@ -9,8 +9,7 @@ _AMOUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)")
 
 
 def parse_bytes(value: object) -> object:
-    """Return the bytes of a text like "512MiB" or "1.5 GiB"; a value that is no text is returned unchanged. Raises
-    ValueError for any other text."""
+    """Return the bytes of a text like "512MiB" or "1.5 GiB"; any value but a text as it is. Raises ValueError."""
     if not isinstance(value, str):
         return value
     match = _AMOUNT.fullmatch(value.strip())

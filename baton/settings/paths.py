@@ -5,7 +5,6 @@ from pathlib import Path
 
 
 def cache_folder() -> Path:
-    """Return Baton's folder below the user's cache folder: $XDG_CACHE_HOME/baton, else ~/.cache/baton. The folder may
-    not exist yet."""
+    """Return Baton's folder for caches: $XDG_CACHE_HOME/baton, else ~/.cache/baton; it may not exist yet."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "baton"

@@ -1,5 +1,4 @@
-"""Where a worker runs, and the model that it loads there: what its process needs to know besides the settings of its
-role. Plain values, which travel as JSON."""
+"""Where a worker runs, and its model: what its process needs besides its role's settings. Values travel as JSON."""
 
 from dataclasses import field
 from pathlib import Path
@@ -51,8 +50,6 @@ class WorkerPlace(ModelFormats, PrefixRoom):
     prefix_disk: str = ""
     """Folder of the node for prefixes that have no room in /dev/shm."""
     num_engines: Count = 1
-    """Generation engines among which the machine's free memory is divided, where a limit of KV is derived from it. All
-    engines of the cluster count, as if they ran on one machine."""
+    """Generation engines of the cluster, among which a machine's free memory is divided for default limits of KV."""
     kernels: tuple[KernelChoice, ...] = ()
-    """Kernels that the launcher chose for its kind of processor; a worker on another kind uses its own machine's
-    choice."""
+    """Kernels that the launcher chose for its kind of processor; workers on other kinds choose themselves."""

@@ -24,7 +24,7 @@ from benchmarks.baselines.pacing import FULL_SPEED, Pace
 from benchmarks.baselines.schemes import SCHEMES, Group
 from benchmarks.support.rates import KERNELS, RateProbe
 from modeling.checkpoints.weights import load_decoder
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.links import ConnectLinks, LinkHandler, Links

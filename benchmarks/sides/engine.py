@@ -26,7 +26,7 @@ from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
 from generate_workers.slots.table import SlotTable
 from modeling.checkpoints.weights import load_decoder
-from modeling.threads import use_cores
+from modeling.hosting import use_cores
 from text.tokenizer import Tokenizer
 
 _END_S = 10.0

@@ -1,7 +1,6 @@
 """Finds the folder of the model that a user names: a Hugging Face folder, a GGUF file, or a name from the catalog.
 
-`deploy` calls it before it starts workers, on whatever thread; blocks while a GGUF file is converted, by this process
-or another.
+`deploy` calls it before it starts workers, on any thread; blocks while any process converts the GGUF file.
 """
 
 import fcntl
@@ -21,8 +20,6 @@ CONVERTER_VERSION = 1
 
 @dataclass(frozen=True)
 class _Packaged:
-    """A GGUF file that an installed Python package holds."""
-
     package: str
     file_name: str
     remedy: str

@@ -1,9 +1,8 @@
 """Converts a GGUF file of the Llama family to a Hugging Face folder: weights de-quantised once, to bf16 safetensors.
 
-`catalog` calls it before any worker starts, on whatever thread; blocks for some seconds per 100 MB. One tensor is in
-memory at a time. GGUF files of architecture `llama` hold the rows of Q and K in the order of interleaved RoPE
-(dimension 2 i pairs with 2 i + 1); we and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's are
-stored in our order.
+Called before any worker starts; blocks for some seconds per 100 MB. One tensor is in memory at a time. GGUF files of
+architecture `llama` hold the rows of Q and K in the order of interleaved RoPE (dimension 2 i pairs with 2 i + 1); we
+and Hugging Face pair i with i + H / 2, so those rows are put back. Qwen's need none of it.
 """
 
 import json
@@ -11,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +19,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from baton.errors import ModelError
+from baton.process.whole_files import whole
 from modeling.checkpoints.gguf_config import GgufKeys, generation_config, hf_config
 from modeling.checkpoints.registry import from_hf
 from modeling.kv.buffers import byte_view
@@ -65,15 +64,15 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[int, int], None])
     tensors = {_hf_name(path, name): tensor for name, tensor in named.items()}
     heads = _permuted_heads(keys)
     try:
-        with _whole_file(folder / "model.safetensors") as file:
+        with whole(folder / "model.safetensors") as partial, partial.open("wb") as file:
             file.write(_safetensors_header({name: _shape(tensor) for name, tensor in tensors.items()}))
             progress(0, len(tensors))
             for done, (name, tensor) in enumerate(tensors.items(), 1):
-                file.write(byte_view(_bf16(path, tensor, heads.get(_part(name)))))
+                file.write(byte_view(_bf16(path, tensor, heads.get(name.split(".")[-2]))))
                 progress(done, len(tensors))
         for file_name, content in (("generation_config.json", generation_config(keys)), ("config.json", config)):
-            with _whole_file(folder / file_name) as file:
-                file.write(json.dumps(content, indent=2).encode())
+            with whole(folder / file_name) as partial:
+                partial.write_text(json.dumps(content, indent=2))
     except OSError as error:
         remedy = "free disk space or choose another cache folder"
         raise ModelError(f"{folder}: cannot be written ({error.strerror}); {remedy}") from error
@@ -101,11 +100,6 @@ def _hf_name(path: Path, name: str) -> str:
     if match is None or match[2] not in _LAYER_NAMES:
         raise ModelError(f"{path}: tensor {name} is not known in a Llama-family model; choose another model")
     return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-
-
-def _part(hf_name: str) -> str:
-    """Return the module's name within its layer: q_proj for model.layers.3.self_attn.q_proj.weight."""
-    return hf_name.rpartition(".")[0].rpartition(".")[2]
 
 
 def _permuted_heads(keys: GgufKeys) -> dict[str, int]:
@@ -144,15 +138,3 @@ def _safetensors_header(shapes: dict[str, tuple[int, ...]]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-@contextmanager
-def _whole_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file to write, which gets its name only once it is complete."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        with partial.open("wb") as file:
-            yield file
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

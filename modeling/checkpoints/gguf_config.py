@@ -1,12 +1,12 @@
 """Reads a GGUF file's keys as the fields of a Hugging Face config.json and generation_config.json.
 
 `gguf` writes them into the folder that it makes. Most keys start with the architecture's name. Llama 3's RoPE scaling
-is not named but stored as one factor a frequency, and is recognised here among the scalings that Llama models were
-released with.
+is not named but stored as one factor a frequency, and is recognised here among those of released models.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,22 +37,13 @@ class GgufKeys:
         return ModelError(f"{self._path}: {key} {problem}; {remedy}")
 
     def text(self, key: str, default: str | None = None) -> str:
-        value = self._get(key, default)
-        if not isinstance(value, str):
-            raise self.error(key, f"is {value!r}, not a text")
-        return value
+        return str(self._typed(key, default, str, "a text"))
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(key, f"is {value!r}, not one whole number")
-        return value
+        return int(self._typed(key, default, int, "one whole number"))
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, f"is {value!r}, not a number")
-        return float(value)
+        return float(self._typed(key, default, (int, float), "a number"))
 
     def has(self, key: str) -> bool:
         return key in self._values
@@ -70,10 +61,12 @@ class GgufKeys:
             raise self.error("split.count", "is above 1: the file is only a part of a model", remedy)
         return architecture
 
-    def _get(self, key: str, default: object) -> object:
+    def _typed(self, key: str, default: object, kind: type | tuple[type, ...], what: str) -> Any:
         value = self._values.get(key, default)
         if value is None:
             raise self.error(key, "is missing", "download the file again, or choose another model")
+        if isinstance(value, bool) or not isinstance(value, kind):
+            raise self.error(key, f"is {value!r}, not {what}")
         return value
 
 

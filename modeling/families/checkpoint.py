@@ -1,8 +1,7 @@
 """A Hugging Face folder's safetensors, read tensor by tensor, without pickle.
 
-Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on whatever thread; blocks. At
-any time at most one checkpoint tensor is held besides those that were taken. Every tensor is hashed as it is read
-(XXH3, at about the speed of memory).
+Families take their tensors from it when `modeling.checkpoints.weights` loads a model, on any thread; blocks. At most
+one tensor is held besides those that were taken. Every tensor is hashed as it is read (XXH3).
 """
 
 import json
@@ -80,9 +79,8 @@ class Checkpoint:
     def seal(self, description: str) -> str:
         """Return a fingerprint of the tensors that were taken. Called once all are taken.
 
-        Raises ModelError when a tensor is left over that could change the model's answers. The fingerprint has sixteen
-        hex digits and hashes the tensors taken, the dtype, and `description`: all else that changes KV. Tensors that
-        only repeat another one do not count.
+        Raises ModelError when a tensor is left over that could change the model's answers. The sixteen hex digits hash
+        the tensors taken, the dtype, and `description`: all else that changes KV. Repeated tensors do not count.
         """
         left = self._file_by_name.keys() - self._digests.keys() - self._repeated
         unknown = sorted(name for name in left if not name.endswith(_HARMLESS))

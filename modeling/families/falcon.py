@@ -1,8 +1,7 @@
 """Falcon (Almazrouei et al., 2023): layer norms, a plain MLP beside the attention, few KV heads, RoPE.
 
 falcon-7b has one norm for both and one KV head; falcon-40b (`new_decoder_architecture`) has a norm for each and grouped
-heads; falcon-rw runs the MLP behind the attention. In all three the fused projection's rows lie in groups, one a KV
-head.
+heads; falcon-rw runs the MLP behind the attention. Fused rows lie in groups, one a KV head.
 
 N heads, G kv heads, R = N / G query heads a kv head, H head dim.
 """
@@ -13,10 +12,17 @@ import torch
 from torch import Tensor
 
 from modeling.families.checkpoint import Checkpoint
-from modeling.families.family import load_head, load_layer_norm, load_linear, load_parameters, make_ends, seal
+from modeling.families.family import (
+    compose,
+    load_ends,
+    load_layer_norm,
+    load_linear,
+    load_parameters,
+    load_plain_mlp,
+)
 from modeling.families.fields import Fields, read_rope
 from modeling.forward.decoder import DecoderWeights
-from modeling.forward.layers import ACTIVATIONS, Layer, Parallel, PlainMlp, Sequential
+from modeling.forward.layers import ACTIVATIONS, Layer, Parallel, Sequential
 from modeling.forward.linear import make_linear
 from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import LayerNorm, unchanged
@@ -25,8 +31,6 @@ from modeling.forward.rope import RotaryTable
 _DEFAULT_EPS = 1e-5
 _DEFAULT_CONTEXT = 2048
 """transformers' values for fields that a config may leave out."""
-
-_EMBEDDING = "transformer.word_embeddings.weight"
 
 
 @dataclass(frozen=True)
@@ -64,18 +68,12 @@ class FalconModel:
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
-        embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
-        head_VD = load_head(checkpoint, config, _EMBEDDING, embedding_VD.shape)
-        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
-        return DecoderWeights(
-            device=embedding_VD.device,
-            dtype=embedding_VD.dtype,
-            embedding=embedding,
-            positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
-            layers=tuple(self._layer(checkpoint, f"transformer.h.{layer}") for layer in range(config.num_layers)),
+        ends = load_ends(checkpoint, config, "transformer.word_embeddings.weight", config.hidden_size)
+        return compose(
+            *(self, checkpoint, ends),
+            positions=RotaryTable(config, ends[0].device, ends[0].dtype),
+            layers=[self._layer(checkpoint, f"transformer.h.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, "transformer.ln_f"),
-            head=head,
-            fingerprint=seal(checkpoint, self),
         )
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
@@ -85,6 +83,7 @@ class FalconModel:
             checkpoint, {f"{at}.self_attention.query_key_value": num_rows}, hidden, self.bias
         )
         norms = {name: self._norm(checkpoint, f"{at}.{name}") for name in {self.attention_norm, self.mlp_norm}}
+        mlp = f"{at}.mlp.dense_h_to_4h", f"{at}.mlp.dense_4h_to_h"
         tail = Parallel if self.parallel else Sequential
         return Layer(
             attention_norm=norms[self.attention_norm],
@@ -97,16 +96,8 @@ class FalconModel:
             tail=tail(
                 load_linear(checkpoint, {f"{at}.self_attention.dense": hidden}, hidden, self.bias),
                 norms[self.mlp_norm],
-                self._mlp(checkpoint, f"{at}.mlp"),
+                load_plain_mlp(checkpoint, mlp, config, self.activation, self.bias),
             ),
-        )
-
-    def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        return PlainMlp(
-            load_linear(checkpoint, {f"{at}.dense_h_to_4h": inner}, hidden, self.bias),
-            ACTIVATIONS[self.activation],
-            load_linear(checkpoint, {f"{at}.dense_4h_to_h": hidden}, inner, self.bias),
         )
 
     def _norm(self, checkpoint: Checkpoint, name: str) -> LayerNorm:

@@ -1,8 +1,7 @@
 """The port that each model family implements, and the loading code that families share.
 
 A family joins in three steps: a module here whose class reads a config (`Fields`) and composes
-`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; tiny models in the
-golden tests. The decoder does not change.
+`modeling.forward.layers` from a `Checkpoint`; a line in `modeling.checkpoints.registry`'s table; golden tests.
 """
 
 import dataclasses
@@ -13,9 +12,11 @@ from torch import Tensor
 
 from modeling.families.checkpoint import Checkpoint
 from modeling.forward.decoder import DecoderWeights
+from modeling.forward.layers import ACTIVATIONS, Layer, PlainMlp
 from modeling.forward.linear import Linear, TorchLinear, make_linear
 from modeling.forward.model_config import ModelConfig
-from modeling.forward.norms import LayerNorm
+from modeling.forward.norms import LayerNorm, Transform
+from modeling.forward.positions import PositionTable
 
 HEAD = "lm_head.weight"
 """Name of the output head's tensor in every family, where it is not tied."""
@@ -30,17 +31,9 @@ class Family(Protocol):
     @property
     def config(self) -> ModelConfig:
         """Return the facts of the model that other parts may use."""
-        ...
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         """Take all tensors and compose the layers; raises ModelError for a tensor that does not fit."""
-        ...
-
-
-def seal(checkpoint: Checkpoint, model: Family) -> str:
-    """Return the fingerprint of all tensors taken and of the model's switches, as far as they change KV."""
-    config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
-    return checkpoint.seal(str(dataclasses.replace(model, config=config)))
 
 
 def load_linear(
@@ -63,18 +56,49 @@ def load_layer_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) ->
     return LayerNorm(checkpoint.take(f"{name}.weight", (size,)), checkpoint.take(f"{name}.bias", (size,)), eps)
 
 
-def load_head(checkpoint: Checkpoint, config: ModelConfig, embedding_name: str, shape: Sequence[int]) -> Tensor | None:
-    """Load the output head `[V, D]`; None when it is tied: the embedding itself."""
+def load_plain_mlp(
+    checkpoint: Checkpoint, names: tuple[str, str], config: ModelConfig, activation: str, bias: bool
+) -> PlainMlp:
+    """Load the two projections of these names, up and down, with an activation between them."""
+    (up, down), hidden, inner = names, config.hidden_size, config.intermediate_size
+    return PlainMlp(
+        load_linear(checkpoint, {up: inner}, hidden, bias),
+        ACTIVATIONS[activation],
+        load_linear(checkpoint, {down: hidden}, inner, bias),
+    )
+
+
+def load_ends(checkpoint: Checkpoint, config: ModelConfig, name: str, width: int) -> tuple[Tensor, Tensor | None]:
+    """Load the embedding `name` and the output head, both `[V, width]`; a head of None is tied: the embedding."""
+    embedding = checkpoint.take(name, (config.vocab_size, width))
     if not config.tie_embeddings:
-        return checkpoint.take(HEAD, tuple(shape))
-    checkpoint.expect_equal(HEAD, embedding_name)
-    return None
+        return embedding, checkpoint.take(HEAD, (config.vocab_size, width))
+    checkpoint.expect_equal(HEAD, name)
+    return embedding, None
 
 
-def make_ends(embedding_VD: Tensor, head_VD: Tensor | None, int8: bool) -> tuple[Linear, Linear]:
-    """Return a model's embedding and head: one object when tied (None), so that the weight is kept once. A head
-    computes only rows that get a token, not those of a prompt."""
-    if head_VD is None:
-        tied = make_linear(embedding_VD, int8=int8, has_many_rows=False)
-        return tied, tied
-    return TorchLinear(embedding_VD), make_linear(head_VD, int8=int8, has_many_rows=False)
+def compose(
+    model: Family,
+    checkpoint: Checkpoint,
+    ends: tuple[Tensor, Tensor | None],
+    *,
+    positions: PositionTable,
+    layers: Sequence[Layer],
+    final_norm: Transform,
+) -> DecoderWeights:
+    """Return a model's weights, once all tensors are taken. `ends` are its embedding and head; of a tied head (None)
+    the weight is kept once. The fingerprint is of tensors and of switches that change KV."""
+    embedding_VD, head_VD = ends
+    # A head computes only rows that get a token, not those of a prompt.
+    head = make_linear(embedding_VD if head_VD is None else head_VD, int8=checkpoint.int8, has_many_rows=False)
+    config = dataclasses.replace(model.config, eos_token_ids=(), bos_token_id=None)
+    return DecoderWeights(
+        device=embedding_VD.device,
+        dtype=embedding_VD.dtype,
+        embedding=head if head_VD is None else TorchLinear(embedding_VD),
+        positions=positions,
+        layers=tuple(layers),
+        final_norm=final_norm,
+        head=head,
+        fingerprint=checkpoint.seal(str(dataclasses.replace(model, config=config))),
+    )

@@ -29,8 +29,7 @@ class Fields:
 
     def number(self, field: str, default: float | None = None) -> float:
         """Return a number above 0. Raises ModelError for any other value, or none without a default."""
-        value = self.raw.get(field)
-        value = default if value is None else value
+        value = self._get(field, default)
         if value is None:
             raise self.error(field, "is missing", "add it, or download the model again")
         if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
@@ -48,18 +47,21 @@ class Fields:
         return None if self.raw.get(field) is None else self.count(field)
 
     def flag(self, field: str, default: bool = False) -> bool:
-        value = self.raw.get(field)
-        if value is not None and not isinstance(value, bool):
+        value = self._get(field, default)
+        if not isinstance(value, bool):
             raise self.error(field, f"{value!r} is neither true nor false")
-        return default if value is None else value
+        return value
 
     def choice(self, field: str, known: Iterable[str], default: str | None = None) -> str:
         """Return one of the texts in `known`. Raises ModelError for any other value."""
-        value = self.raw.get(field)
-        value = default if value is None else value
+        value = self._get(field, default)
         if not isinstance(value, str) or value not in known:
             raise self.error(field, f"{value!r} is not supported", f"choose a model that uses {' or '.join(known)}")
         return value
+
+    def _get(self, field: str, default: object) -> object:
+        value = self.raw.get(field)
+        return default if value is None else value
 
     def head_dim(self, hidden_size: int, num_heads: int) -> int:
         """Return the dimensions of a head where heads divide the hidden size among them."""

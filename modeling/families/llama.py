@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from modeling.families.checkpoint import Checkpoint
-from modeling.families.family import load_head, load_linear, make_ends, seal
+from modeling.families.family import compose, load_ends, load_linear
 from modeling.families.fields import Fields, read_rope
 from modeling.forward.decoder import DecoderWeights
 from modeling.forward.layers import GatedMlp, Layer, Sequential
@@ -14,8 +14,6 @@ from modeling.forward.rope import RotaryTable
 _DEFAULT_WINDOW = 4096
 _DEFAULT_MAX_WINDOW_LAYERS = 28
 """transformers' values for fields that a config may leave out."""
-
-_EMBEDDING = "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)
@@ -47,18 +45,12 @@ class LlamaModel:
 
     def load(self, checkpoint: Checkpoint) -> DecoderWeights:
         config = self.config
-        embedding_VD = checkpoint.take(_EMBEDDING, (config.vocab_size, config.hidden_size))
-        head_VD = load_head(checkpoint, config, _EMBEDDING, embedding_VD.shape)
-        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
-        return DecoderWeights(
-            device=embedding_VD.device,
-            dtype=embedding_VD.dtype,
-            embedding=embedding,
-            positions=RotaryTable(config, embedding_VD.device, embedding_VD.dtype),
-            layers=tuple(self._layer(checkpoint, f"model.layers.{layer}") for layer in range(config.num_layers)),
+        ends = load_ends(checkpoint, config, "model.embed_tokens.weight", config.hidden_size)
+        return compose(
+            *(self, checkpoint, ends),
+            positions=RotaryTable(config, ends[0].device, ends[0].dtype),
+            layers=[self._layer(checkpoint, f"model.layers.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, "model.norm", config.hidden_size),
-            head=head,
-            fingerprint=seal(checkpoint, self),
         )
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:

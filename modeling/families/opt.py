@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from modeling.families.checkpoint import Checkpoint
-from modeling.families.family import load_head, load_layer_norm, load_linear, make_ends, seal
+from modeling.families.family import compose, load_ends, load_layer_norm, load_linear, load_plain_mlp
 from modeling.families.fields import Fields
 from modeling.forward.decoder import DecoderWeights
-from modeling.forward.layers import ACTIVATIONS, Layer, PlainMlp, PostNorm, Sequential
+from modeling.forward.layers import ACTIVATIONS, Layer, PostNorm, Sequential
 from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import LayerNorm, Transform, unchanged
 from modeling.forward.positions import LearnedTable
@@ -58,8 +58,7 @@ class OptModel:
         once. Some checkpoints are of the base model, whose names have no `model.` before them."""
         config = self.config
         at = "decoder" if checkpoint.has("decoder.embed_tokens.weight") else "model.decoder"
-        embedding_VD = checkpoint.take(f"{at}.embed_tokens.weight", (config.vocab_size, self.embedding_size))
-        head_VD = load_head(checkpoint, config, f"{at}.embed_tokens.weight", embedding_VD.shape)
+        embedding_VD, head_VD = load_ends(checkpoint, config, f"{at}.embed_tokens.weight", self.embedding_size)
         if self.embedding_size != config.hidden_size:
             shape = (config.hidden_size, self.embedding_size)
             tied_VD = embedding_VD if head_VD is None else head_VD
@@ -67,23 +66,18 @@ class OptModel:
             head_VD = _product(tied_VD, checkpoint.take(f"{at}.project_out.weight", shape[::-1]))
         num_rows = _FIRST_POSITION + config.max_position
         rows_PD = checkpoint.take(f"{at}.embed_positions.weight", (num_rows, config.hidden_size))
-        embedding, head = make_ends(embedding_VD, head_VD, checkpoint.int8)
-        return DecoderWeights(
-            device=embedding_VD.device,
-            dtype=embedding_VD.dtype,
-            embedding=embedding,
+        return compose(
+            *(self, checkpoint, (embedding_VD, head_VD)),
             positions=LearnedTable(rows_PD[_FIRST_POSITION:]),
-            layers=tuple(self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)),
+            layers=[self._layer(checkpoint, f"{at}.layers.{layer}") for layer in range(config.num_layers)],
             final_norm=self._norm(checkpoint, f"{at}.final_layer_norm") if self.final_norm else unchanged,
-            head=head,
-            fingerprint=seal(checkpoint, self),
         )
 
     def _layer(self, checkpoint: Checkpoint, at: str) -> Layer:
         hidden = self.config.hidden_size
         qkv = {f"{at}.self_attn.{name}_proj": hidden for name in "qkv"}
         output = load_linear(checkpoint, {f"{at}.self_attn.out_proj": hidden}, hidden, self.bias)
-        mlp = self._mlp(checkpoint, at)
+        mlp = load_plain_mlp(checkpoint, (f"{at}.fc1", f"{at}.fc2"), self.config, self.activation, self.bias)
         attention_norm = self._norm(checkpoint, f"{at}.self_attn_layer_norm")
         mlp_norm = self._norm(checkpoint, f"{at}.final_layer_norm")
         return Layer(
@@ -93,14 +87,6 @@ class OptModel:
             tail=Sequential(output, mlp_norm, mlp)
             if self.norm_first
             else PostNorm(output, attention_norm, mlp, mlp_norm),
-        )
-
-    def _mlp(self, checkpoint: Checkpoint, at: str) -> PlainMlp:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        return PlainMlp(
-            load_linear(checkpoint, {f"{at}.fc1": inner}, hidden, self.bias),
-            ACTIVATIONS[self.activation],
-            load_linear(checkpoint, {f"{at}.fc2": hidden}, inner, self.bias),
         )
 
     def _norm(self, checkpoint: Checkpoint, name: str) -> Transform:

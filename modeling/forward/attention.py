@@ -81,8 +81,7 @@ _cpu_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @piece_by_piece
 def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by plain matmuls with fp32 scores, on any device: the reference, and the fallback. Blocked over
-    queries."""
+    """Attend by plain matmuls with fp32 scores, on any device, in blocks of queries: the reference and the fallback."""
     T, N, H = q_TNH.shape
     S, G, _ = rows.k_SGH.shape
     if causal:
@@ -106,8 +105,7 @@ def plain_kernel(q_TNH: Tensor, rows: KvRows, causal: bool, mask_TS: Tensor | No
 
 
 def native_kernel(q_TNH: Tensor, pieces: Sequence[KvRows], causal: bool, mask_TS: Tensor | None) -> Partial:
-    """Attend by our kernel in C++ for many queries on a CPU (modeling/kernels/attention/prefill_attention.cpp), by
-    torch's for all else. To be used where `has_native_kernel`."""
+    """Attend by our kernel in C++ for many queries on a CPU, else by torch's. To be used where `has_native_kernel`."""
     T, _, H = q_TNH.shape
     if T == 1 or mask_TS is not None or not is_native(q_TNH.dtype, H):
         return cpu_flash_kernel(q_TNH, pieces, causal, mask_TS)
@@ -173,7 +171,6 @@ class Attention:
         return [part for part in parts if len(part.k_SGH)]
 
     def _sees_all(self, rows: KvRows) -> bool:
-        """Return whether every query sees every key."""
         return rows.end_position <= self._first + 1 and not self._is_windowed(rows)
 
     def _is_windowed(self, rows: KvRows) -> bool:
@@ -208,8 +205,7 @@ class Attention:
 def attend(
     q_TNH: Tensor, first_position: int, segments: Iterable[KvRows], window: int | None, kernel: Kernel
 ) -> Tensor:
-    """Return the attention of `q_TNH` (positions from `first_position`) over all `segments`: `[T, N, H]` in q's
-    dtype."""
+    """Return attention of `q_TNH` (positions from `first_position`) over `segments`: `[T, N, H]` in q's dtype."""
     attention = Attention(q_TNH, first_position, window, kernel)
     attention.add(*segments)
     return attention.result()

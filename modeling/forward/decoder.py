@@ -40,11 +40,9 @@ class Span(Protocol):
     @property
     def tokens(self) -> TokenRange:
         """Return the positions of the new tokens."""
-        ...
 
     def own(self, layer: int) -> Tensor:
         """Return the memory for the new tokens' K and V: a view `[len(tokens), 2, G, H]`."""
-        ...
 
 
 class SequenceSpan(Span, Protocol):
@@ -52,20 +50,16 @@ class SequenceSpan(Span, Protocol):
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         """Yield all keys that the new tokens may see, their own included, in pieces that do not overlap."""
-        ...
 
     def place(self) -> KvPlace | None:
         """Return where all those keys lie, if they are in one piece of the CPU's memory in every layer; else None."""
-        ...
 
 
 class LayerTurns(Protocol):
-    """A policy's turns between the layers of a forward: it fetches keys that are not in place in time, and leaves out
-    keys that are not worth reading."""
+    """A policy's turns between the layers of a forward: it fetches keys in time, or leaves them out."""
 
     def begin(self, layer: int, hidden_TD: Tensor) -> None:
         """Put the keys of `layer`, which is about to run on `hidden_TD`, where the spans say."""
-        ...
 
     def picks(self, layer: int, q_TNH: Tensor) -> Picks | None:
         """Return the keys that the step's rows of one new token attend to in `layer`, in the rows' order; None: all
@@ -74,18 +68,14 @@ class LayerTurns(Protocol):
         `q_TNH` are all of the step's queries, as attention will compare them; the new tokens' keys are written. Called
         once a layer, if there are such rows (`modeling.forward.rows`); other spans attend to all keys.
         """
-        ...
 
     def end(self, layer: int) -> None:
-        """Finish `layer`, which has run: its new tokens' keys are where the spans say, and are not read there any
-        more."""
-        ...
+        """Finish `layer`, which has run: its new keys are where the spans say, and are not read there any more."""
 
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters, in the dtype that the decoder computes in, composed into the layers that a forward runs
-    through."""
+    """All parameters, in the dtype that the decoder computes in, composed into the layers of a forward."""
 
     device: torch.device
     dtype: torch.dtype

@@ -24,8 +24,7 @@ from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 
 _MOST_ROWS = 48
-"""Most rows that the kernel takes. With more rows, products rather than calls take the time, and the linear layers
-alone share their work better."""
+"""Most rows that the kernel takes: with more, products take the time, and linear layers alone share work better."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 
@@ -54,8 +53,7 @@ class FusedLayers:
             self._native.add(*linear.described(norm))
 
     def fit(self, rows: DecodeRows, num_tokens: int) -> bool:
-        """Return whether a step of `num_tokens` tokens can run in one call: all of them are `rows`, and not too
-        many."""
+        """Return whether a step of `num_tokens` can run in one call: all are `rows`, and not too many."""
         is_plain = rows.in_order and rows.lengths_B is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
@@ -68,8 +66,7 @@ class FusedLayers:
 
 
 def fuse(layers: Sequence[Layer], positions: PositionTable, config: ModelConfig) -> FusedLayers | None:
-    """Return the layers as one call, where they and this machine allow it, else None; builds the kernel at the first
-    call."""
+    """Return the layers as one call, or None where they or this machine do not allow it; may build the kernel."""
     has_windows = any(window is not None for window in config.windows)
     if has_windows or not isinstance(positions, RotaryTable) or not positions.in_place:
         return None

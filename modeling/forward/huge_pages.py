@@ -17,8 +17,7 @@ _ALIGNMENT = 64
 
 
 class HugePages:
-    """Tensors side by side, in extents that are requested whole; an extent lives as long as the last tensor in it. A
-    platform without huge pages gives ordinary ones. Thread-safe."""
+    """Tensors side by side, in extents requested whole, each of which lives as long as a tensor in it. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -26,8 +25,7 @@ class HugePages:
         self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """Return a contiguous copy of a tensor in huge pages. On the CPU only. Raises OSError when there is no
-        memory."""
+        """Return a contiguous copy in huge pages, on the CPU. Raises OSError when there is no memory."""
         copied = self._take(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
         return copied.copy_(tensor)
 

@@ -28,7 +28,6 @@ class Mlp(Protocol):
 
     def __call__(self, x_TD: Tensor, norm: Transform = unchanged, residual_TD: Tensor | None = None) -> Tensor:
         """Return the MLP of `norm(x)`, plus the residual if one is given: `[T, D]`."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -31,23 +31,18 @@ class Linear(Protocol):
     @property
     def num_bytes(self) -> int:
         """Return the bytes of weight and bias, as they are kept and read."""
-        ...
 
     def __call__(self, x_TK: Tensor, norm: Transform = unchanged, residual_TN: Tensor | None = None) -> Tensor:
         """Return `norm(x) W^T + b`, gated if the layer is, plus the residual if given: `[T, N]`, gated `[T, I]`."""
-        ...
 
     def weight(self) -> Tensor:
         """Return the weight `[N, K]` as it multiplies; may be a copy, and wider than the weight that it was made of."""
-        ...
 
     def bias(self) -> Tensor | None:
         """Return the bias `[N]` as it was loaded."""
-        ...
 
     def rows(self, indices_T: Tensor) -> Tensor:
         """Return rows of the weight, `[T, K]`, as an embedding looks them up."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,8 +76,7 @@ class TorchLinear:
 
 class PanelLinear:
     """A linear layer by our kernel in C++; to be used where kernel `linear` can be built. Keeps the weight in panels
-    only. With `int8` it is rounded to int8 with one scale a row: half the bytes to read, a slightly different
-    weight."""
+    only; with `int8` rounded to int8 with one scale a row, half the bytes to read."""
 
     def __init__(
         self,
@@ -125,8 +119,7 @@ class PanelLinear:
         return out_TN
 
     def described(self, norm: Transform) -> tuple[Tensor | float | None, ...]:
-        """Return the weights, sizes, scales, bias, norm and gate as modeling/kernels/layers/decode_layers.cpp takes
-        them. `norm` must be RMSNorm or none."""
+        """Return what modeling/kernels/layers/decode_layers.cpp takes of a layer. `norm` must be RMSNorm or none."""
         gain_K, eps = _gain(norm)
         assert gain_K is not None or norm is unchanged, norm
         sizes = self._num_inputs, self._num_outputs
@@ -217,8 +210,7 @@ def make_linear(
     has_many_rows: bool = True,
 ) -> Linear:
     """Return the fastest linear layer for the weight's device and dtype on this machine; with `int8`, of the weight
-    rounded to int8. Without `has_many_rows` the weight is never kept a second time for calls of many rows. Raises
-    ModelError where int8 is not supported."""
+    rounded to int8. Without `has_many_rows` the weight is kept only once. Raises ModelError for unsupported int8."""
     on_cpu = weight_NK.device.type == "cpu" and weight_NK.dtype == torch.bfloat16
     if int8:
         if not on_cpu or not native.load("linear"):

@@ -18,12 +18,9 @@ class Positions(Protocol):
 
     def enter(self, hidden_TD: Tensor) -> None:
         """Add what depends on positions to the embeddings, in place; called once a forward."""
-        ...
 
     def turn(self, x_TNH: Tensor) -> Tensor:
-        """Return queries or keys as attention shall compare them; called in every layer. May be done in place: the
-        result is then `x_TNH`."""
-        ...
+        """Return queries or keys as attention compares them, perhaps `x_TNH` itself, changed; called in every layer."""
 
 
 class PositionTable(Protocol):
@@ -31,7 +28,6 @@ class PositionTable(Protocol):
 
     def lookup(self, positions_T: Tensor) -> Positions:
         """Return the positions of the given tokens; each must be below the model's context."""
-        ...
 
 
 @dataclass(frozen=True)

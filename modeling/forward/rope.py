@@ -1,8 +1,7 @@
 """Rotary position embedding (Su et al., 2021), with the scalings that configs ask for: a `PositionTable`.
 
 Half-split form, as in Hugging Face: dimension i pairs with i + H / 2. Frequencies and angles are computed in fp32, as
-in training and in transformers. The rotation itself is done in the activations' dtype by torch, in fp32 and rounded
-once by the kernel in C++.
+in training and in transformers. Torch rotates in the activations' dtype, the kernel in C++ in fp32, rounded once.
 """
 
 import math
@@ -44,8 +43,7 @@ def _llama3(inv_freq: Tensor, config: ModelConfig) -> Tensor:
 
 
 def _yarn(inv_freq: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
-    """Scale as YaRN (Peng et al., 2023): dimensions that turn often keep their frequency, the others are
-    interpolated."""
+    """Scale as YaRN (Peng et al., 2023): dimensions that turn often are kept, others interpolated."""
     scaling, head_dim, theta = config.rope_scaling, config.head_dim, config.rope_theta
     assert theta is not None
 

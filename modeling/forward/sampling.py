@@ -70,8 +70,7 @@ class SamplerState:
             self._seen.count(token_id)
 
     def finish_after_last(self) -> FinishReason | None:
-        """Return why the stream ends with the last output token; None if it goes on. Stop strings are not checked
-        here."""
+        """Return why the stream ends with the last token; None if it goes on. Stop strings are not checked."""
         if self.position > self.params.min_tokens and self.output_ids[-1] in self._stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.position >= self.params.max_tokens else None
@@ -143,8 +142,7 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:
-    """Return each row's given token with its logprob, and those of the row's `num_top` most likely tokens, under the
-    model's own distribution: without penalties and bias."""
+    """Return each row's given token and the `num_top` most likely, with logprobs that know no penalties or bias."""
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(token_ids)
     return [_report(logits_V, token_id, num_top) for logits_V, token_id in zip(logits_BV, token_ids, strict=True)]
 

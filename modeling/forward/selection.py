@@ -53,8 +53,7 @@ class Selection:
     """How many keys are chosen. Raises ConfigError when a field is out of its limits."""
 
     alpha: float
-    """Distance from the best key of some head within which keys count, in units of scaled scores, which are exponents
-    of weights. Infinity: all keys count."""
+    """Distance from the best key of some head within which keys count, in scaled scores. Infinity: all keys count."""
     most_share: float
     """Most keys to choose by score, as a part of the row's tokens. 1: no bound."""
     num_first: int
@@ -62,8 +61,7 @@ class Selection:
     num_last: int
     """Latest keys that are always chosen, the new token's own among them."""
     free_keys: int = 1
-    """Keys that any row may choose by score, even if `most_share` allows fewer: a short row is cheap to read, and a
-    part of it says little."""
+    """Keys that any row may choose by score, whatever `most_share`: a part of a short row says little."""
 
     def __post_init__(self) -> None:
         if not self.alpha > 0:
@@ -106,12 +104,10 @@ class KeyProjection:
 
 class PartialKeys:
     """The partial keys of one slot's row, in some layers, claim after claim: bf16, in pages committed as they are
-    written. A layer lies as `[C, G, R, I]`: for I keys one column after the other, as the kernel reads them. Not
-    thread-safe."""
+    written. A layer lies as `[C, G, R, I]`: for I keys column by column. Not thread-safe."""
 
     def __init__(self, layers: range, num_kv_heads: int, num_columns: int, max_tokens: int) -> None:
-        """`layers`: those of the model that have partial keys. Raises OSError when so much address space cannot be
-        had."""
+        """`layers`: the model's layers with partial keys. Raises OSError for too much address space."""
         native.load("partial_keys")  # builds it now, not when the first keys come
         self.layers = layers
         # A block takes the place of a token in the layout of KV: K and V together hold G heads of 16 R numbers.
@@ -122,8 +118,7 @@ class PartialKeys:
         shape = (len(layers), data_LS2GH.shape[1], num_kv_heads, num_columns, _BLOCK)
         strides = (layer_stride, block_stride, num_columns * _BLOCK, _BLOCK, 1)
         self.data_LCGRI = data_LS2GH.as_strided(shape, strides)
-        """All partial keys; the model's layer l is at l - layers.start. Memory that was not committed must not be
-        touched."""
+        """All partial keys; the model's layer l is at l - layers.start. Only committed memory may be touched."""
         self._unchanged = KeyProjection.of(torch.eye(num_columns).repeat(num_kv_heads, 1, 1))
 
     @property
@@ -140,8 +135,7 @@ class PartialKeys:
         return self._memory.address + (layer - self.layers.start) * self.data_LCGRI.stride(0) * _DTYPE.itemsize
 
     def expect(self, num_tokens: int) -> None:
-        """Announce that so many tokens' partial keys will be written for sure. May be called once between two
-        releases."""
+        """Announce that so many tokens' partial keys will surely be written. At most once between two releases."""
         self._memory.expect(num_tokens // _BLOCK)
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
@@ -169,8 +163,7 @@ class PartialKeys:
             data_CGRI[places_T // _BLOCK, :, :, places_T % _BLOCK] = projection.apply(k_TGH).to(_DTYPE)
 
     def fitting(self, projection: KeyProjection | None) -> KeyProjection:
-        """Return the projection, or the identity for None. Raises RuntimeError when its shape does not fit the partial
-        keys."""
+        """Return the projection, or the identity for None. Raises RuntimeError for a shape that does not fit."""
         found = projection or self._unchanged
         num_kv_heads, _, num_columns = found.basis_GHR.shape
         kept_heads, kept_columns = self.data_LCGRI.shape[2:4]
@@ -202,8 +195,7 @@ class PartialRows:
         self, keys: Sequence[PartialKeys], lengths: Sequence[int], num_tokens: Sequence[int] | None = None
     ) -> None:
         """Commit memory for the new tokens' partial keys, in all layers. `lengths`: keys of each row, the new token's
-        included. `num_tokens`: tokens of each row, the new one included, where it does not keep all. All rows have the
-        same layers."""
+        included. `num_tokens`: those of its tokens, where it does not keep all. All rows have the same layers."""
         for each, length in zip(keys, lengths, strict=True):
             each.commit(TokenRange(length - 1, length))
         self.keys = keys
@@ -245,8 +237,7 @@ def select_keys(
 
     `q_BNR`: partial queries in fp32, times 1 / sqrt(H), so that scores are what a softmax takes. `has_new`: whether the
     new tokens have their partial keys; they are picked either way. A score that is NaN counts below all numbers.
-    `closeness_BGS`: receives S_g of every key that has a partial key, in fp32; entries beyond a row's keys are not
-    changed.
+    `closeness_BGS`: receives S_g of every key that has a partial key, in fp32; others stay.
     """
     num_kv_heads, num_columns = rows.keys[0].data_LCGRI.shape[2:4]
     if q_BNR.shape[2] != num_columns:

@@ -1,7 +1,6 @@
 """`python -m modeling.kernels`: build all kernels for this machine and measure which are the fastest.
 
-The first use of a model then waits for neither. The exit status is 1 when a kernel cannot be built; standard error says
-which, and why.
+A model's first use then waits for neither. The exit status is 1 when a kernel cannot be built; the log says why.
 """
 
 import os

@@ -3,8 +3,7 @@
 `kept_choice` runs it once for each kind of processor, torch and sources of the kernels. Linear layers are timed with
 the shapes of a real layer (SmolLM2-135M's), at row counts from a generation step's to a prefill chunk's; weights come
 from memory, as they do in a model. Each comparison is of alternating runs on one thread, by that thread's own processor
-time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by `MARGIN`, so that
-a tie always falls to the same side.
+time, and goes on until Wald's sequential test is sure (Wald, 1945); an alternative must be better by `MARGIN`.
 """
 
 import itertools
@@ -104,8 +103,7 @@ def _choose_vectors() -> str:
 
 
 def _choose_torch_rows(panels: str) -> int | None:
-    """Return the least of `ROWS` from which on torch's linear layers beat those in C++; None when they do not even at
-    the most rows."""
+    """Return the least of `ROWS` from which on torch's linear layers beat those in C++; None when none does."""
     ours = [_Layer(partial(_in_panels, panels)) for _ in range(_NUM_LAYERS)]
     torchs = [_Layer(_by_torch) for _ in range(_NUM_LAYERS)]
     chosen = None

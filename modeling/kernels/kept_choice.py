@@ -8,9 +8,8 @@ import dataclasses
 import fcntl
 import json
 import logging
-import os
-from pathlib import Path
 
+from baton.process.whole_files import whole
 from baton.types import KernelChoice
 from modeling.kernels import native
 from modeling.kernels.processor import processor_kind
@@ -49,14 +48,6 @@ def load_or_measure() -> KernelChoice:
         if choice is None:
             choice = measure_choice()
             if native.load("linear"):  # else a compiler that is installed or mended later would change nothing
-                _save(path, choice)
+                with whole(path) as partial:
+                    partial.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
         return choice
-
-
-def _save(path: Path, choice: KernelChoice) -> None:
-    partial = path.with_suffix(f".{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(dataclasses.asdict(choice)) + "\n")
-        partial.replace(path)  # whole or not at all
-    finally:
-        partial.unlink(missing_ok=True)

@@ -10,12 +10,12 @@ import functools
 import hashlib
 import importlib.metadata
 import logging
-import os
 import shutil
 import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton.process.whole_files import whole
 from baton.settings.paths import cache_folder
 from modeling.kernels.processor import cpu_flags, processor_kind
 
@@ -73,8 +73,7 @@ def may_need_building() -> bool:
 
 
 def choice_path() -> Path:
-    """Return where the choice among kernels is kept (`modeling.kernels.choosing`): another file for another processor,
-    torch, or source of any kernel."""
+    """Return the file of the kernels' choice: another one for another processor, torch, or source of any kernel."""
     sources = sorted(path for path in _ROOT.rglob("*") if path.suffix in (".cpp", ".h"))
     key = _key(sources, (*_flags(NATIVE), processor_kind()))
     return _folder() / f"choice-{key}.json"
@@ -99,8 +98,7 @@ def _load(name: str, instruction_set: str) -> None:
 
 
 def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
-    """Build by one call of the compiler: torch's own builder wants ninja, and leaves a lock behind when it is
-    killed."""
+    """Build by one call of the compiler: torch's builder wants ninja, and when killed leaves a lock behind."""
     from torch.utils import cpp_extension  # imports setuptools
 
     compiler = find_compiler()
@@ -109,16 +107,12 @@ def _build(name: str, library: Path, flags: tuple[str, ...]) -> None:
     logger.info("building kernel %s", name)
     includes = [f"-I{_ROOT}", *(f"-isystem{path}" for path in cpp_extension.include_paths())]
     links = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
-    made = library.with_suffix(f".{os.getpid()}")
-    try:
+    with whole(library) as made:
         run = subprocess.run(
             [compiler, *flags, *includes, str(_source(name)), *links, "-o", str(made)], text=True, capture_output=True
         )
         if run.returncode:
             raise RuntimeError(f"{compiler} failed: {_first_error(run.stderr)}")
-        made.replace(library)  # whole or not at all
-    finally:
-        made.unlink(missing_ok=True)
 
 
 def lacking(instruction_set: str) -> set[str]:

@@ -25,11 +25,9 @@ class PanelFormat(Protocol):
 
     def pack(self, weight_MK: Tensor) -> Tensor:
         """Return the weight in panels `[P, J, 32]`."""
-        ...
 
     def rows(self, panels_PJL: Tensor, at_T: Tensor, num_inputs: int) -> Tensor:
         """Return some outputs' weights as they are kept, `[T, K]`."""
-        ...
 
 
 class HalvesInTurn:

@@ -19,8 +19,7 @@ def cpu_flags() -> tuple[str, ...]:
 
 @functools.cache
 def processor_kind() -> str:
-    """Return the processor's name and a hash of its family, model and features: processors that share the result run
-    the same kernels."""
+    """Return the processor's name and a hash of its family, model and features: all that kernels depend on."""
     fields = dict(_fields())
     name = fields.get("model name") or platform.processor() or platform.machine()
     identity = [fields.get(each, "") for each in _IDENTITY] + sorted(cpu_flags())

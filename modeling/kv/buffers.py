@@ -61,8 +61,7 @@ class KvBuffer:
 
     @classmethod
     def over(cls, layout: KvLayout, tokens: TokenRange, memory: memoryview) -> Self:
-        """Return a buffer whose data is `memory`: writable, of exactly the buffer's bytes, and held until the last view
-        of the buffer is gone."""
+        """Return a buffer whose data is `memory`: writable, of the buffer's size, held until its last view is gone."""
         assert memory.nbytes == len(tokens) * layout.token_bytes, f"{memory.nbytes} bytes for {tokens}"
         data = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(_shape(layout, tokens))
         return cls.of(layout, tokens, data)
@@ -93,8 +92,7 @@ class KvBuffer:
         return KvRows(span[:, 0], span[:, 1], tokens.start)
 
     def export(self, layer: int, tokens: TokenRange) -> memoryview:
-        """Return the bytes of `tokens` in `layer`: the memory itself on the CPU, a pinned host copy on CUDA
-        (blocks)."""
+        """Return the bytes of `tokens` in `layer`: the memory itself on the CPU, on CUDA a pinned copy (blocks)."""
         span = self.span(layer, tokens)
         if span.device.type != "cpu":
             host = torch.empty(span.shape, dtype=span.dtype, pin_memory=True)
@@ -135,8 +133,7 @@ class LayerBuffers:
         self._free: list[KvBuffer] = []
 
     def span(self, layer: int, tokens: TokenRange) -> Tensor:
-        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, allocating its memory if need be. Raises what
-        is in OUT_OF_MEMORY."""
+        """Return a contiguous view `[len(tokens), 2, G, H]` of a layer, allocated if need be. Raises OUT_OF_MEMORY."""
         return self._buffer(layer).span(0, tokens)
 
     def rows(self, layer: int, tokens: TokenRange) -> KvRows:

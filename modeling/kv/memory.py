@@ -33,27 +33,22 @@ class RowMemory(Protocol):
 
     def bytes_for(self, num_tokens: int) -> int:
         """Return the bytes that the first `num_tokens` tokens take, once committed in all layers."""
-        ...
 
     def expect(self, num_tokens: int) -> None:
         """Announce that so many tokens will be written for sure. May be called once between two releases."""
-        ...
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
         """Commit memory for `tokens`, which are about to be written, in one layer or in all. Tokens written in all
         layers come in ascending order, without a gap to those committed by layer."""
-        ...
 
     def release(self) -> None:
         """Free all memory; no thread may read or write the released rows any more. Idempotent."""
-        ...
 
 
 class PagedMemory:
-    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge
-    pages. These are requested only where every byte will be written, because otherwise the count of pages would be
-    wrong. While a prompt is being written, the operating system has committed up to a huge page a layer more than is
-    counted."""
+    """RowMemory of the CPU. Each layer begins at a huge page, so that a long prompt's layers may be made of huge pages.
+    These are requested only where every byte will be written, so that pages are counted right but for up to one huge
+    page a layer, while a prompt is being written."""
 
     def __init__(self, layout: KvLayout, max_tokens: int) -> None:
         """Raise OSError when so much address space cannot be had."""
@@ -117,8 +112,7 @@ class PagedMemory:
 
 
 class TensorMemory:
-    """RowMemory of a device, or pinned in host memory: one tensor for the longest row, from `expect` to `release`. So
-    the worst case is counted."""
+    """RowMemory of a device, or pinned: one tensor for the longest row, counted from `expect` to `release`."""
 
     def __init__(self, layout: KvLayout, max_tokens: int, device: torch.device, *, pinned: bool = False) -> None:
         self.num_bytes = 0
@@ -140,7 +134,6 @@ class TensorMemory:
             self.num_bytes = self._whole_bytes
 
     def commit(self, tokens: TokenRange, layer: int | None = None) -> None:
-        """Check that the memory is allocated."""
         assert self.num_bytes
 
     def release(self) -> None:

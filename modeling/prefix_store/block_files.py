@@ -6,9 +6,7 @@
     (zeros up to HEADER_BYTES)
     KV `[L, S, 2, G, H]`                 L layers, S tokens, G kv heads, H head dim
 
-A writer holds the exclusive lock on a file whose name no reader could ask for. Sealing gives the file its block's name,
-and it never changes again. A killed writer's file has no lock. `modeling.prefix_store.store` counts files, under the
-lock of their folder.
+`modeling.prefix_store.store` says who locks a file when, and counts files, under their folder's lock.
 """
 
 import errno
@@ -107,8 +105,7 @@ def kv_of(file: int, num_bytes: int, *, in_memory: bool) -> memoryview:
     """Return the KV of an open block, of so many bytes; writable.
 
     Where files are memory it is the file, mapped copy-on-write, which keeps the file open, and so its lock, until the
-    last view is gone. From disk it is a copy: attention to it, or a copy of it under a lock, waits for no disk, and a
-    disk that fails does so here. Raises OSError.
+    last view is gone. From disk it is a copy: no reader of it waits for a disk. Raises OSError.
     """
     if in_memory:
         return memoryview(mmap.mmap(file, HEADER_BYTES + num_bytes, access=mmap.ACCESS_COPY))[HEADER_BYTES:]
@@ -165,8 +162,7 @@ def is_there(path: Path, num_bytes: int) -> bool:
 
 
 def free_bytes(folder: Path, *, in_memory: bool) -> int:
-    """Return the bytes that the file system has free; where its files are memory, at most those that the machine has
-    available, because the file system may promise more."""
+    """Return the bytes that the file system has free; in memory, of which it may promise more, those available."""
     disk = os.statvfs(folder)
     if not in_memory:
         return disk.f_bavail * disk.f_frsize

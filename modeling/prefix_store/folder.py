@@ -32,8 +32,7 @@ _REMEDY = "make room for it, or set prefill.prefix_share to 0"
 def node_folder(cluster: str, parent: Path | None = None) -> Path:
     """Return the folder in which a cluster's workers keep prefixes on their node, one for each cluster name and user.
 
-    It lies in memory, or below `parent`. Below `parent` each boot has its own, because files that a machine had written
-    only partly when it crashed look whole.
+    It lies in memory, or below `parent`. Below `parent` each boot has its own, as files that a crash cut look whole.
     """
     name = f"{_KIND}-{os.getuid()}-{cluster}"
     return MEMORY / name if parent is None else parent / f"{name}-{boot_id()}"

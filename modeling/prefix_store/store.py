@@ -108,8 +108,7 @@ class Room:
         del self.writers[index:]
 
     def seal(self) -> None:
-        """Give all blocks, which are complete, their names; they do not change any more. A block of that name that is
-        stored by now stays instead."""
+        """Give all blocks, which are complete, their names; where one of that name is stored by now, it stays."""
         with self.locked():
             for writer in self.writers:
                 writer.seal()
@@ -141,14 +140,13 @@ class PrefixStore:
         self._folder = folder
         self._in_memory = folder.is_relative_to(MEMORY)
         self._clock = clock
-        self.identity = _identity(folder)
-        """Id of the folder: equal for all processes that share it, different for every other folder on any node, and
-        for a later folder of that name."""
+        stat = folder.stat()
+        self.identity = f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"
+        """Id of the folder: equal for all processes that share it, different for every other or later folder."""
 
     def holdings(self) -> Holdings:
         """Return what the store holds now: nothing where the folder is gone. Files of killed writers count until a
-        process takes room. While others write, a removed block may be counted together with the one that takes its
-        place."""
+        process takes room. While others write, a block and its successor may both count."""
         sizes = [stat.st_size for _, stat in self._files()] if self._folder.is_dir() else []
         return Holdings(len(sizes), sum(sizes), self.limit_bytes)
 
@@ -211,8 +209,7 @@ class PrefixStore:
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
-        """Open as many leading blocks as are stored, without a gap, as `open` does. Raises InvalidArgumentError for a
-        bad name."""
+        """Open the leading blocks that are stored, up to a gap, as `open` does. Raises InvalidArgumentError."""
         found: list[tuple[KvBuffer, int]] = []
         try:
             found.extend(self._opening(names, block_tokens))  # keeps those before the one that fails
@@ -231,8 +228,7 @@ class PrefixStore:
         """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
         evicting every block that is neither read nor named here, are left out from the end; that is no error.
 
-        Blocks the thread. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad
-        name.
+        Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
         """
         assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
         paths = [self._path(name) for name in names]
@@ -249,14 +245,11 @@ class PrefixStore:
         return room
 
     def _claim(self, room: Room, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
-        """Note which blocks are stored already, and claim bytes for the others as far as there are any. Under the
-        folder's lock."""
+        """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = self._shelf({path.name for path in paths})
-        now_ns, left_bytes = (
-            self._clock.unix_ns(),
-            free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes,
-        )
+        now_ns = self._clock.unix_ns()
+        left_bytes = free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes
         for index, (path, part) in enumerate(zip(paths, parts, strict=True)):
             if is_there(path, size):
                 os.utime(path, ns=(now_ns - index, now_ns - index))
@@ -295,8 +288,7 @@ class PrefixStore:
         return KvBuffer.over(self.layout, tokens, memory)
 
     def _check(self, name: str, file: int, num_tokens: int) -> None:
-        """Raise StalePrefixError for a block that was removed meanwhile, or is not what its name says; remove the
-        latter."""
+        """Raise StalePrefixError for a block that was removed, or is not what its name says; remove that one."""
         stat = os.fstat(file)
         if not stat.st_nlink:
             raise StalePrefixError(f"block {name} has been removed: prefill without it")
@@ -309,8 +301,7 @@ class PrefixStore:
             raise StalePrefixError(f"block {name} in {self._folder} is not of {wanted}: prefill without it")
 
     def _shelf(self, spared: Collection[str]) -> "_Shelf":
-        """Return the files that lie in the folder now, after removing those of killed writers. Under the folder's
-        lock."""
+        """Remove files of killed writers, and return the others in the folder. Under the folder's lock."""
         for unsealed in self._folder.glob(UNSEALED + "*"):
             if remove_unlocked(unsealed):
                 logger.info("removed %s, which a writer had left", unsealed)
@@ -341,14 +332,12 @@ class _Shelf:
 
     folder: Path
     blocks: list[tuple[int, str, int]] = field(default_factory=list)
-    """Unix nanoseconds of last use, name and bytes of each block that may be evicted; the one used longest ago comes
-    last."""
+    """(unix ns of last use, name, bytes) of each block that may be evicted; the one used longest ago is last."""
     num_bytes: int = 0
     """Bytes of all files."""
 
     def clear(self, left_bytes: int) -> list[str]:
-        """Evict blocks that no process reads until at most `left_bytes` are left, or no such block is; return their
-        names."""
+        """Evict unread blocks until at most `left_bytes` are left, or no such block is; return their names."""
         gone = []
         while self.num_bytes > left_bytes and self.blocks:
             _, name, size = self.blocks.pop()
@@ -356,8 +345,3 @@ class _Shelf:
                 self.num_bytes -= size
                 gone.append(name)
         return gone
-
-
-def _identity(folder: Path) -> str:
-    stat = folder.stat()
-    return f"{boot_id()}:{stat.st_dev}:{stat.st_ino}"

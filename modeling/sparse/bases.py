@@ -62,8 +62,7 @@ class LayerSample:
     layer: int
     q_TNH: Tensor
     early_TNH: Tensor
-    """The layer's queries, predicted one layer early: by this layer's norm and weights from the input of the layer
-    before."""
+    """The layer's queries, predicted one layer early: by its norm and weights from the former layer's input."""
     k_TGH: Tensor
 
 
@@ -88,8 +87,7 @@ class Basis:
         return Basis(self.kind, self.q_LGHR[..., :num_columns], self.k_LGHR[..., :num_columns])
 
     def queries(self, layer: int, q_TNH: Tensor) -> Tensor:
-        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H), so that their products are scores for a
-        softmax."""
+        """Return partial queries `[T, N, R]` in fp32, times 1 / sqrt(H): their products are scores for a softmax."""
         num_tokens, num_heads, head_dim = q_TNH.shape
         partial_GMR = _by_kv_head(q_TNH.float(), self.q_LGHR.shape[1]) @ self.q_LGHR[layer]
         partial_GTJR = partial_GMR.view(len(partial_GMR), num_tokens, -1, self.num_columns).mul_(head_dim**-0.5)
@@ -109,8 +107,7 @@ class Basis:
 
 
 def sample_layers(decoder: Decoder, token_ids: Sequence[int]) -> Iterator[LayerSample]:
-    """Run `token_ids` as one sequence; yield what attention compares in each layer but the first NUM_WHOLE_LAYERS. To
-    be used under torch.inference_mode(); holds the text's KV meanwhile."""
+    """Run one sequence; yield what each layer but NUM_WHOLE_LAYERS compares. To be used in torch.inference_mode()."""
     tokens = TokenRange(0, len(token_ids))
     buffer = KvBuffer(decoder.layout, tokens, decoder.device)
     step = decoder.begin([BufferSpan(buffer, tokens)])
@@ -201,9 +198,8 @@ def _heaviest(whole_GHH: Tensor, weight_GH: Tensor, num_columns: int) -> Tensor:
 def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
     """Return the best rank-R factors of the scores (Eckart and Young, 1936).
 
-    Q = U S V' of the queries, and K = U S V' of the keys less their mean, which adds the same number to all scores of a
-    query and so ranks nothing. The products are U_q (S_q V_q' V_k S_k) U_k', and the inner matrix, cut at rank R, is
-    brought back behind Q and K.
+    Q = U S V' of the queries, and K = U S V' of the keys less their mean, which ranks nothing. The products are U_q
+    (S_q V_q' V_k S_k) U_k', and the inner matrix, cut at rank R, is brought back behind Q and K.
     """
     sq_GH, vq_GHH = _singular(q_GMH)
     sk_GH, vk_GHH = _singular(k_GTH - k_GTH.mean(1, keepdim=True))
@@ -216,6 +212,5 @@ def _eckart_young(q_GMH: Tensor, k_GTH: Tensor, num_columns: int) -> tuple[Tenso
 
 
 def _damped(singular_GH: Tensor) -> Tensor:
-    """Raise small singular values to _DAMPING times the largest. Otherwise dividing by them would make directions that
-    the sample hardly contains the strongest."""
+    """Raise small singular values to _DAMPING times the largest: else rare directions would be strongest."""
     return singular_GH.clamp(min=torch.finfo(torch.float64).tiny).maximum(_DAMPING * singular_GH[:, :1])

@@ -5,7 +5,6 @@ Residency policies that choose keys load it when a generation group starts. The 
 including their dtype and quantization, and records their fingerprint. Blocks on the disk.
 """
 
-import contextlib
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from baton.errors import ConfigError, ModelError
+from baton.process.whole_files import whole
 from baton.settings.paths import cache_folder
 from modeling.forward.decoder import Decoder
 from modeling.forward.selection import Selection
@@ -50,14 +50,12 @@ class PreparedSelection:
 
 
 def prepared_path(fingerprint: str) -> Path:
-    """Return the file where `baton prepare` keeps the selection of the model with this fingerprint; workers look
-    there."""
+    """Return the file in which `baton prepare` keeps, and workers find, the selection of a model."""
     return cache_folder() / "selections" / f"{fingerprint}.safetensors"
 
 
 def save_prepared(prepared: PreparedSelection, path: Path) -> None:
-    """Write the file, replacing an old one; it appears whole or not at all. Raises ConfigError when it cannot be
-    written."""
+    """Write the file, replacing an old one, whole or not at all. Raises ConfigError when that fails."""
     selection = prepared.selection
     metadata = {
         "format": _FORMAT,
@@ -76,20 +74,16 @@ def save_prepared(prepared: PreparedSelection, path: Path) -> None:
             metadata[name] = repr(float(value))
     basis = prepared.basis  # copied, for a file takes no tensors that share memory, or lie with gaps
     tensors = {name: getattr(basis, name).clone(memory_format=torch.contiguous_format) for name in _TENSORS}
-    partial = path.with_name(path.name + ".partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, partial, metadata)
-        partial.rename(path)
+        with whole(path) as partial:
+            save_file(tensors, partial, metadata)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
         raise ConfigError(f"{path}: cannot be written ({error}); choose another file") from error
 
 
 def load_prepared(path: Path, decoder: Decoder) -> PreparedSelection:
-    """Read what `save_prepared` wrote. Raises ModelError when there is no file, when it is damaged, or of another model
-    than `decoder`'s."""
+    """Read what `save_prepared` wrote. Raises ModelError for a missing or damaged file, or another model's."""
     if not path.is_file():
         raise ModelError(f"{path}: no selection was prepared for this model: {_REMEDY}")
     try:

@@ -2,15 +2,14 @@
 the same form. Pure. Rates of prefill ranks, which are reached in practice, are in `planning.hardware`."""
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from baton.errors import ConfigError
 
 
 @dataclass(frozen=True)
 class Chip:
-    """The rates that bound a generation step on one accelerator or machine. The defaults are those of a roofline:
-    computing hides behind reading, and nothing else takes time."""
+    """The rates that bound a generation step on one accelerator or machine; by default as in a roofline."""
 
     flops: float
     """FLOP/s of matrices; a multiply-add counts as two."""
@@ -38,10 +37,9 @@ class Chip:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"chip: {name} = {value} is out of range: give a number above 0")
-        for field in fields(self)[4:]:
-            if not 0 <= getattr(self, field.name) < math.inf:
-                value = getattr(self, field.name)
-                raise ConfigError(f"chip: {field.name} = {value} is out of range: give a number of at least 0")
+        for name in ("overlap", "layer_s"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"chip: {name} = {getattr(self, name)} is out of range: give a number of at least 0")
         if self.overlap > 1:
             raise ConfigError(f"chip: overlap = {self.overlap} is out of range: give 0 to 1")
 
@@ -52,8 +50,7 @@ CHIPS = {
     "h100": Chip(flops=9.894e14, memory_bandwidth=3.35e12, memory_bytes=80e9),
     "h200": Chip(flops=9.894e14, memory_bandwidth=4.8e12, memory_bytes=141e9),
 }
-"""Accelerators by name, with dense bf16 rates: A100 with 80 GB, H100 and H200 as SXM modules, by their data sheets; TPU
-v5e as in "How To Scale Your Model"."""
+"""Accelerators by name, dense bf16: A100 80 GB, H100 and H200 SXM by data sheet; v5e by "How To Scale Your Model"."""
 
 
 def chip_of(name: str) -> Chip:

@@ -44,8 +44,7 @@ class Comparison:
 
 
 def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol, *, cached: int = 0) -> Comparison:
-    """Predict the times of all schemes for one prompt behind `cached` tokens. The other schemes' times leave out the
-    push to a generation group."""
+    """Predict all schemes' times for one prompt behind `cached` tokens; only chains include a push of KV."""
     width = min(num_ranks, num_tokens)
     tokens = TokenRange(cached, cached + num_tokens)
 
@@ -73,8 +72,7 @@ def compare(num_tokens: int, num_ranks: int, cost: CostModel, protocol: Protocol
 
 
 def enough_ranks(comparisons: list[Comparison], margin: float) -> int:
-    """Return the fewest ranks, 1 included, whose KVR-S time is within `margin` (a fraction) of the least of these
-    comparisons, all of one prompt."""
+    """Return the fewest ranks, 1 included, whose KVR-S time is within the fraction `margin` of one prompt's least."""
     times = {1: comparisons[0].single} | {each.num_ranks: each.kvr_s for each in comparisons}
     return min(ranks for ranks, ttft_s in times.items() if ttft_s <= min(times.values()) * (1 + margin))
 

@@ -16,8 +16,7 @@ def single(num_tokens: int, cost: CostModel, kernel: Kernel, *, cached: int = 0)
 
 
 def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cached: int = 0) -> float:
-    """Return the seconds of sequence parallel prefill with K and V all-gathered in each layer. CAUSAL: the last rank
-    computes (2n - 1) / 2n^2 of the C^2 pairs."""
+    """Return the seconds of sequence parallel prefill, K and V all-gathered. CAUSAL: one rank has (2n - 1) / 2n^2."""
     chunk = num_tokens / num_ranks
     keys = num_tokens if kernel is Kernel.DENSE else num_tokens - chunk / 2
     layer_s = _layer(cost, chunk, chunk * (keys + cached)) + _all_gather(num_tokens, num_ranks, cost)
@@ -25,8 +24,7 @@ def tsp(num_tokens: int, num_ranks: int, cost: CostModel, kernel: Kernel, *, cac
 
 
 def zigzag_ring(num_tokens: int, num_ranks: int, cost: CostModel, *, cached: int = 0) -> float:
-    """Return the seconds of ring pass-KV prefill with zigzag chunks: n equal attention steps, the next chunk's KV on
-    its way during each."""
+    """Return the seconds of ring pass-KV prefill with zigzag chunks: n equal steps, each hides a message."""
     chunk = num_tokens / num_ranks
     step_s = cost.pair_s * chunk * chunk / 2
     message_s = cost.link.seconds(chunk * cost.kv_bytes) if num_ranks > 1 else 0.0

@@ -5,8 +5,7 @@
 
 On n chips all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
 communication between chips to take no time. A measured machine adds what a roofline leaves out
-(`planning.study.chips.Chip`): a rate of attention's own, matrices whose reading and computing do not quite overlap, and
-time that each layer takes besides.
+(`planning.study.chips.Chip`): a rate of attention's own, imperfect overlap in matrices, and each layer's other time.
 """
 
 import math
@@ -22,8 +21,7 @@ class ServedModel:
     """What a generation step reads and computes of a model, in the formats in which it is served."""
 
     num_params: float
-    """All parameters, as the source counts them: both embeddings where there are two, although a step reads only a few
-    rows of the one that is not the head."""
+    """All parameters, both embeddings where there are two, though a step reads but a few rows of one."""
     kv_token_bytes: float
     """Bytes of K and V of one token in all layers."""
     weight_bytes: float = 2
@@ -83,8 +81,7 @@ def served(
     shape: ModelShape, *, tied: bool, weight_bytes: float, kv_bytes: float, mixture: Mixture | None = None
 ) -> ServedModel:
     """Return a model of this shape as served. `tied`: its head is its embedding. `weight_bytes` of a parameter and
-    `kv_bytes` of an element of K or V take the place of the shape's own dtype. Biases, norms and routers are not
-    counted."""
+    `kv_bytes` of an element of K or V replace the shape's. Biases, norms and routers do not count."""
     mixture = mixture or Mixture()
     ffn = (3 if shape.gated else 2) * shape.hidden * shape.ffn
     others = shape.num_layers * (shape.layer_weights - ffn) + (1 if tied else 2) * shape.vocab * shape.hidden
@@ -125,8 +122,7 @@ class StepTime:
 
 
 def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1) -> StepTime:
-    """Return the parts of a step that makes one token for each of `batch` rows with `context` tokens. All experts of a
-    mixture are assumed to be read."""
+    """Return the parts of a step of `batch` rows with `context` tokens, which reads all experts of a mixture."""
     read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
     compute_s = batch * model.token_flops / (chip.flops * num_chips)
     shorter, longer = sorted((read_s, compute_s))

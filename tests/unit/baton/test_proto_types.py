@@ -5,10 +5,9 @@ import pytest
 from baton.errors import InvalidArgumentError
 from baton.proto_types import (
     priority_from_proto,
-    priority_to_proto,
+    read,
     timings_from_proto,
     timings_to_proto,
-    usage_from_proto,
 )
 from baton.results import (
     Interval,
@@ -45,7 +44,7 @@ def test_timings_round_trip(timings: Timings) -> None:
 
 def test_usage_says_what_was_cached() -> None:
     message = orchestrator_pb2.Usage(num_prompt_tokens=9, num_output_tokens=4, num_attempts=2, num_cached_tokens=8)
-    assert usage_from_proto(message) == Usage(9, 4, 2, 8)
+    assert read(Usage, message) == Usage(9, 4, 2, 8)
 
 
 def test_a_choice_says_what_was_predicted_for_it() -> None:
@@ -62,7 +61,7 @@ def test_a_choice_of_another_server_may_name_no_option() -> None:
 
 @pytest.mark.parametrize("priority", Priority)
 def test_priority_round_trips(priority: Priority) -> None:
-    assert priority_from_proto(priority_to_proto(priority)) is priority
+    assert priority_from_proto(orchestrator_pb2.Priority.ValueType(priority)) is priority
 
 
 def test_no_priority_is_standard_and_one_of_another_version_is_refused() -> None:
