@@ -57,8 +57,8 @@ class SlotTable:
         ResourceExhaustedError when slots or memory are short, InvalidArgumentError for a field out of range."""
         with self._changing():
             claim = self._claims.reserve(request, num_present_tokens)
-        owner, num_tokens = (request.request_id, request.attempt), request.num_tokens
-        return Lease(claim.ref, *owner, num_tokens, self._endpoint, request.ttl_s, num_present_tokens)
+        owner = request.request_id, request.attempt
+        return Lease(claim.ref, *owner, request.num_tokens, self._endpoint, request.ttl_s, num_present_tokens)
 
     def check_room(self, request: ReserveSpec) -> None:
         """Raise the error that `reserve` would raise now, if any."""
