@@ -114,14 +114,8 @@ class GenerationEngine:
     def status(self) -> EngineStatus:
         """Return what the engine holds and does now. Any thread. Raises UnavailableError once it failed or closed."""
         self._book.check_open()
-        return EngineStatus(
-            ledger=self._slots.ledger(),
-            num_streams=len(self._book.streams()),
-            num_rows=len(self._running.rows),
-            num_steps=self._num_steps,
-            num_preemptions=self._running.num_preemptions,
-            num_preempted=len(self._running.waiting),
-            last_step=self._last_step,
+        return EngineStatus.of(
+            self._slots, self._book, self._running, num_steps=self._num_steps, last_step=self._last_step
         )
 
     def step(self) -> None:

@@ -5,8 +5,12 @@ names.
 """
 
 from dataclasses import dataclass
+from typing import Self
 
+from generate_workers.engine.inbox import StreamBook
+from generate_workers.engine.preemption import RunningRows
 from generate_workers.slots.leases import SlotLedger
+from generate_workers.slots.table import SlotTable
 
 
 @dataclass(frozen=True)
@@ -26,7 +30,8 @@ class StepStats:
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes that the device's memory had to deliver; over its bandwidth, the least time of the step."""
+        """Return the bytes that the device's memory had to deliver; divided by its bandwidth, the least time of the
+        step."""
         return self.num_kv_bytes + self.num_weight_bytes
 
 
@@ -46,3 +51,18 @@ class EngineStatus:
     num_preempted: int
     """Preempted rows that wait to resume."""
     last_step: StepStats | None
+
+    @classmethod
+    def of(
+        cls, slots: SlotTable, book: StreamBook, running: RunningRows, *, num_steps: int, last_step: StepStats | None
+    ) -> Self:
+        """Count what an engine with these slots, streams and rows holds now."""
+        return cls(
+            ledger=slots.ledger(),
+            num_streams=len(book.streams()),
+            num_rows=len(running.rows),
+            num_steps=num_steps,
+            num_preemptions=running.num_preemptions,
+            num_preempted=len(running.waiting),
+            last_step=last_step,
+        )

@@ -19,9 +19,13 @@ def test_a_file_takes_the_place_of_the_former_one_when_it_is_whole(tmp_path: Pat
 
 
 def test_nothing_is_left_of_a_failed_write(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="full"), whole(tmp_path / "kept.json") as partial:
-        partial.write_text("half")
-        raise OSError("full")
+    def fail(path: Path) -> None:
+        with whole(path) as partial:
+            partial.write_text("half")
+            raise OSError("full")
+
+    with pytest.raises(OSError, match="full"):
+        fail(tmp_path / "kept.json")
     assert not list(tmp_path.iterdir())
 
 
