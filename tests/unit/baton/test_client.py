@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -26,6 +26,7 @@ from baton.v1 import generate_pb2, orchestrator_pb2
 from tests.support.clusters.scripted_orchestrator import TAIL, Fault, ScriptedOrchestrator, serving, text_of
 
 QUICK = Reconnect(num_connects=3, num_resumes=4, first_delay_s=0.001, max_delay_s=0.01)
+PATIENT = replace(QUICK, num_resumes=10_000)
 LOST = UnavailableError("controller is gone")
 WAIT_S = 20.0
 
@@ -41,11 +42,11 @@ class Outcome:
 Ask = Callable[..., Any]
 
 
-async def ask_from_a_thread(target: str, *args: Any, **options: Any) -> Outcome:
+async def ask_from_a_thread(target: str, *args: Any, reconnect: Reconnect = QUICK, **options: Any) -> Outcome:
     """One request of Client, to its end."""
 
     def run() -> Outcome:
-        with Client(target, reconnect=QUICK) as client:
+        with Client(target, reconnect=reconnect) as client:
             stream = client.generate(*args, **options)
             try:
                 return Outcome(stream.collect(), None)
@@ -55,9 +56,9 @@ async def ask_from_a_thread(target: str, *args: Any, **options: Any) -> Outcome:
     return await asyncio.wait_for(asyncio.to_thread(run), WAIT_S)
 
 
-async def ask_on_the_loop(target: str, *args: Any, **options: Any) -> Outcome:
+async def ask_on_the_loop(target: str, *args: Any, reconnect: Reconnect = QUICK, **options: Any) -> Outcome:
     """One request of AsyncClient, to its end."""
-    async with AsyncClient(target, reconnect=QUICK) as client:
+    async with AsyncClient(target, reconnect=reconnect) as client:
         stream = client.generate(*args, **options)
         try:
             return Outcome(await asyncio.wait_for(stream.collect(), WAIT_S), None)
@@ -197,7 +198,7 @@ async def test_unreachable_server_is_named(ask: Ask) -> None:
 async def test_server_restarted_on_its_port(ask: Ask) -> None:
     first, second = ScriptedOrchestrator([Fault(after=3, hang=True)]), ScriptedOrchestrator()
     async with serving(first) as target:
-        asking = asyncio.create_task(ask(target, "Once", max_tokens=6))
+        asking = asyncio.create_task(ask(target, "Once", max_tokens=6, reconnect=PATIENT))
         await asyncio.wait_for(first.hanging.wait(), WAIT_S)
         port = int(target.rpartition(":")[2])
     async with serving(second, port):
