@@ -39,7 +39,7 @@ _PASSED_OVER = 64
 
 
 @dataclass(frozen=True)
-class Basis:
+class PredictionBasis:
     """What predictions rest on. Immutable: the planner replaces it as a whole."""
 
     calibration: Calibration
@@ -81,7 +81,7 @@ class ChainPlanner:
         if table is None:
             self._basis = self.search(calibration)
         else:
-            self._basis = Basis(calibration, calibration.cost, table)
+            self._basis = PredictionBasis(calibration, calibration.cost, table)
 
     @property
     def calibration(self) -> Calibration:
@@ -107,7 +107,7 @@ class ChainPlanner:
         """Predict generation steps by `steps` from here on."""
         self._steps = steps
 
-    def search(self, calibration: Calibration) -> Basis:
+    def search(self, calibration: Calibration) -> PredictionBasis:
         """Search the knots for another calibration and return what `adopt` needs; changes nothing. Blocks while knots
         are searched: from few tokens to `max_tokens`, each a factor shorter than the next."""
         contexts = {}
@@ -116,9 +116,9 @@ class ChainPlanner:
             factor = 2 if width <= _CLOSE_RANKS else 4
             powers = range(1 + int(math.log(longest / least, factor))) if longest > least else range(1)
             contexts[width] = [min(least, longest), *(longest // factor**power for power in powers)]
-        return Basis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
+        return PredictionBasis(calibration, calibration.cost, build_table(calibration.cost, self._protocol, contexts))
 
-    def adopt(self, basis: Basis) -> None:
+    def adopt(self, basis: PredictionBasis) -> None:
         """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
         basis."""
         self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
@@ -238,7 +238,7 @@ class ChainPlanner:
         is_last = np.arange(len(lengths)) == len(lengths) - 1
         return tuple(float(each) for each in rank_seconds(work, is_last, cost, self._protocol)[0])
 
-    def _shapes(self, tokens: TokenRange, width: int, basis: Basis) -> list[tuple[int, ...]]:
+    def _shapes(self, tokens: TokenRange, width: int, basis: PredictionBasis) -> list[tuple[int, ...]]:
         """Return the partitions worth comparing where there is no knot for the case."""
         num_tokens, cost = len(tokens), basis.cost
         balanced = analytic_seed(num_tokens, width, cost, self._protocol.kernel, cached=tokens.start)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from baton.errors import BatonError
 from baton.types import TokenRange
-from modeling.prefix_store.store import Filled, PrefixStore, Room
+from modeling.prefix_store.store import BlockRoom, Filled, PrefixStore
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class PrefixFilling:
         self._block_tokens = block_tokens
         self._row_bytes = store.layout.row_bytes
         self._lock = threading.Lock()
-        self._room: Room | None = None
+        self._room: BlockRoom | None = None
         self._over = False
         self._held: list[tuple[int, TokenRange, memoryview]] = []
 
@@ -96,18 +96,18 @@ class PrefixFilling:
         if room is not None:
             room.drop()
 
-    def _taken(self) -> Room:
+    def _taken(self) -> BlockRoom:
         """Return room for the blocks: for none without a folder or on a failing disk, where no job fails for it."""
         try:
             return self._store.take(self._names, self._tokens(len(self._names)), self._block_tokens)
         except (BatonError, OSError) as error:
             logger.warning("nothing is kept of a prompt: %s", error)
-            return Room(self._store.locked)
+            return BlockRoom(self._store.locked)
 
     def _tokens(self, num_blocks: int) -> TokenRange:
         return TokenRange(self._start, self._start + num_blocks * self._block_tokens)
 
-    def _copy(self, room: Room, layer: int, tokens: TokenRange, data: memoryview) -> None:
+    def _copy(self, room: BlockRoom, layer: int, tokens: TokenRange, data: memoryview) -> None:
         for writer in room.writers:
             start, end = max(tokens.start, writer.tokens.start), min(tokens.end, writer.tokens.end)
             if start < end:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from planning.study.chips import Chip
-from planning.study.roofline import ServedModel, floor_s, step_time
+from planning.study.roofline import ServedModel, step_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Ch
         colour = f"C{at % 10}"
         curve = [(number, int(x)) if by_batch else (int(x), number) for x in xs]
         steps = [step_time(model, chip, batch=batch, context=context).total_s * 1e3 for batch, context in curve]
-        floors = [floor_s(model, chip.memory_bandwidth, batch=batch, context=context) * 1e3 for batch, context in curve]
+        floors = [floor_s(model, chip.memory_bandwidth, batch, context) * 1e3 for batch, context in curve]
         panel.plot(xs, steps, "-", color=colour, linewidth=1.2)
         panel.plot(xs, floors, ":", color=colour, linewidth=1.2)
         shown = [step for step, size in zip(measured, sizes, strict=True) if size[each] == number]
@@ -66,3 +66,8 @@ def _panel(panel: "Axes", measured: Sequence[Step], model: ServedModel, chip: Ch
     panel.minorticks_off()
     panel.grid(visible=True, alpha=0.3)
     panel.legend(fontsize="small")
+
+
+def floor_s(model: ServedModel, bandwidth: float, batch: int, context: int) -> float:
+    """Return the seconds to read weights and KV once from memory: no step can be faster."""
+    return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deploy.forecasts.plan_options import find_chip, find_model
-from deploy.forecasts.plan_results import Cell, Plan
+from deploy.forecasts.plan_results import StepCell, StepForecast
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
 from planning.study.chips import CHIPS, Chip
@@ -101,14 +101,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> Plan:
+def make_plan(args: argparse.Namespace) -> StepForecast:
     """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
     batches = option_values.counts("--batch", args.batch, MAX_BATCH)
     contexts = option_values.counts("--context", args.context, MAX_TOKENS)
     num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)
     named = find_model(args)
     hardware, chip = find_chip(args, named.shape)
-    return Plan(
+    return StepForecast(
         title=f"{named.name}, {named.formats}, on {num_chips} x {hardware}",
         model=named.model,
         chip=chip,
@@ -119,11 +119,11 @@ def make_plan(args: argparse.Namespace) -> Plan:
     )
 
 
-def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int]) -> Cell:
+def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int]) -> StepCell:
     batch, context = size
     step = step_time(model, chip, batch=batch, context=context, num_chips=num_chips)
     kv_bytes = batch * model.kv_bytes(context)
-    return Cell(
+    return StepCell(
         batch=batch,
         context=context,
         kv_bytes=kv_bytes,
@@ -138,7 +138,7 @@ def _cell(model: ServedModel, chip: Chip, num_chips: int, size: tuple[int, int])
     )
 
 
-def summary(plan: Plan) -> "Table":
+def summary(plan: StepForecast) -> "Table":
     """Return the table of what does not depend on batch and context."""
     from rich.table import Table
 
@@ -155,7 +155,7 @@ def summary(plan: Plan) -> "Table":
     return table
 
 
-def cells_table(plan: Plan, title: str, show: Callable[[Cell], str]) -> "Table":
+def cells_table(plan: StepForecast, title: str, show: Callable[[StepCell], str]) -> "Table":
     """Return a table with a line for each context length and a column for each batch."""
     from deploy.options.screen import number_table
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.forecasts.plan_results import Cell, Plan
+from deploy.forecasts.plan_results import StepCell, StepForecast
 from deploy.options.plot import require_plots, write_plot
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def draw(plan: Plan, path: Path) -> None:
+def draw(plan: StepForecast, path: Path) -> None:
     """Draw the plan as a PNG. Raises what `require_plots` and `write_plot` raise."""
     require_plots(path)
     from matplotlib.figure import Figure
@@ -37,7 +37,9 @@ def draw(plan: Plan, path: Path) -> None:
     write_plot(figure, plan.title, path)
 
 
-def _curves(panel: "Axes", cells: Sequence[Cell], along: str, each: str, value: Callable[[Cell], float]) -> None:
+def _curves(
+    panel: "Axes", cells: Sequence[StepCell], along: str, each: str, value: Callable[[StepCell], float]
+) -> None:
     """Draw a curve for each value of the field `each`, along the field `along`; dotted where it does not fit."""
     for at, number in enumerate(sorted({getattr(cell, each) for cell in cells})):
         curve = [cell for cell in cells if getattr(cell, each) == number]

@@ -7,7 +7,7 @@ from planning.study.roofline import ServedModel
 
 
 @dataclass(frozen=True)
-class Cell:
+class StepCell:
     """The prediction for one batch at one context length."""
 
     batch: int
@@ -27,7 +27,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepForecast:
     """Everything that `baton plan` prints."""
 
     title: str
@@ -37,4 +37,4 @@ class Plan:
     critical_batch: float
     largest_batch: dict[int, int]
     """Rows that fit into memory, by context length."""
-    cells: tuple[Cell, ...]
+    cells: tuple[StepCell, ...]

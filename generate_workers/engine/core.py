@@ -25,7 +25,7 @@ from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
-from generate_workers.engine.rows import EventSink, GenerationRequest, Row, RowEndHook, Stream, Ticket
+from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, Ticket
 from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
@@ -67,8 +67,8 @@ class GenerationEngine:
         # Used by the engine's thread alone:
         self._running = RunningRows(slots, batcher)
         self._runner = StepRunner(decoder, self.residency)
-        self._waiting: deque[Stream] = deque()
-        self._leased: dict[Ticket, Stream] = {}
+        self._waiting: deque[EngineStream] = deque()
+        self._leased: dict[Ticket, EngineStream] = {}
         self._num_steps = 0
         self._last_step: StepStats | None = None
 
@@ -214,7 +214,7 @@ class GenerationEngine:
             except ResourceExhaustedError as error:
                 self._end(self._running.waiting[0].stream, FinishReason.ERROR, _one_line(error))
 
-    def _join(self, stream: Stream, seats: list[Seat]) -> Row | None:
+    def _join(self, stream: EngineStream, seats: list[Seat]) -> Row | None:
         """Make the rows of a stream and let the first choice's row join the batch; the others follow it. Return that
         row, or end the stream and return None when rows cannot be made."""
         config = self._decoder.config
@@ -269,7 +269,7 @@ class GenerationEngine:
         if stream.is_over:
             stream.tell_ended()
 
-    def _end(self, stream: Stream, finish: FinishReason, error: str = "") -> None:
+    def _end(self, stream: EngineStream, finish: FinishReason, error: str = "") -> None:
         """End a stream in whatever stage it is, without another token."""
         choices = stream.open_choices()
         try:
@@ -279,7 +279,7 @@ class GenerationEngine:
                 self._emit(stream, TokenEvent(num_output, None, "", self._clock.unix_ns(), finish, error, choice))
             stream.tell_ended()
 
-    def _leave(self, stream: Stream) -> None:
+    def _leave(self, stream: EngineStream) -> None:
         """Take a stream out of whatever stage it is in, and free what it holds."""
         for row in list(stream.rows):
             stream.rows.remove(row)
@@ -291,7 +291,7 @@ class GenerationEngine:
             self._waiting.remove(stream)
         self._book.forget(stream)
 
-    def _emit(self, stream: Stream, event: TokenEvent) -> None:
+    def _emit(self, stream: EngineStream, event: TokenEvent) -> None:
         try:
             stream.on_event(event)
         except Exception:

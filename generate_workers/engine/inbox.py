@@ -11,7 +11,7 @@ from collections.abc import Callable
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, ResourceExhaustedError, UnavailableError
 from baton.types import LeaseRef
-from generate_workers.engine.rows import EventSink, GenerationRequest, RowEndHook, Stream, Ticket
+from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, RowEndHook, Ticket
 from generate_workers.slots.leases import Seat
 from text.stop_strings import StopStrings
 
@@ -28,15 +28,15 @@ class StreamBook:
         """Why no more streams are taken; empty while open."""
         self._woken = False
         self._next_ticket = 1
-        self._open: dict[Ticket, Stream] = {}
+        self._open: dict[Ticket, EngineStream] = {}
         self._refs: dict[LeaseRef, Ticket] = {}
         self._waiting: dict[Ticket, int] = {}
         """Choices of each open stream without a lease that has no slots yet."""
-        self._inbox: list[Stream] = []
+        self._inbox: list[EngineStream] = []
         self._cancelled: list[Ticket] = []
         self._abandoned: list[Ticket] = []
 
-    def open(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None) -> Stream:
+    def open(self, request: GenerationRequest, on_event: EventSink, hook: RowEndHook | None) -> EngineStream:
         """Add a stream. Raises UnavailableError once closed, InvalidArgumentError for a lease that has a stream
         already, ResourceExhaustedError when too many choices wait for a slot."""
         stop = StopStrings(request.params.stop)  # before the lock, which the engine's thread takes in every step
@@ -48,7 +48,7 @@ class StreamBook:
             elif self._refs.setdefault(ref, ticket) != ticket:
                 raise InvalidArgumentError(f"lease of slot {ref.slot} has a stream already: reserve another")
             self._next_ticket += 1
-            stream = self._open[ticket] = Stream(ticket, request, on_event, stop, hook)
+            stream = self._open[ticket] = EngineStream(ticket, request, on_event, stop, hook)
             self._inbox.append(stream)
             self._condition.notify()
         return stream
@@ -87,14 +87,14 @@ class StreamBook:
             if self.close_reason:
                 raise UnavailableError(self.close_reason)
 
-    def streams(self) -> list[Stream]:
+    def streams(self) -> list[EngineStream]:
         """Return all open streams."""
         with self._condition:
             return list(self._open.values())
 
     # Called by the engine's thread alone.
 
-    def take(self) -> tuple[list[Stream], list[Stream]]:
+    def take(self) -> tuple[list[EngineStream], list[EngineStream]]:
         """Return `(new streams, streams to cancel)` since the last call."""
         with self._condition:
             came, self._inbox = self._inbox, []
@@ -103,7 +103,7 @@ class StreamBook:
             cancelled += [ticket for ticket in abandoned if ticket in self._open and self._open[ticket].has_rows]
             return came, [self._open[ticket] for ticket in dict.fromkeys(cancelled) if ticket in self._open]
 
-    def seat(self, stream: Stream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
+    def seat(self, stream: EngineStream, occupy: Callable[[], list[Seat] | None]) -> list[Seat] | None:
         """Seat a waiting stream in the slots that `occupy` returns; None when it finds none. Holds the lock throughout,
         so that concurrent counts see the stream exactly once."""
         with self._condition:
@@ -112,7 +112,7 @@ class StreamBook:
                 del self._waiting[stream.ticket]
             return seats
 
-    def forget(self, stream: Stream) -> None:
+    def forget(self, stream: EngineStream) -> None:
         """Remove a stream that has ended."""
         with self._condition:
             self._waiting.pop(stream.ticket, None)

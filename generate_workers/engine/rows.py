@@ -1,4 +1,4 @@
-"""A request in the generation engine, a type per stage: GenerationRequest as asked, Stream once open, Row in the batch.
+"""A request in the engine, a type per stage: GenerationRequest as asked, EngineStream once open, Row in the batch.
 
 `engine.core` moves a request from one type to the next. A stream has a row for each choice. A row turns sampled tokens
 into events: text, stop strings and the finish reason are decided here, where the token is made. Owned by the engine's
@@ -95,7 +95,7 @@ class RowEndHook(Protocol):
 
 
 @dataclass(eq=False)
-class Stream:
+class EngineStream:
     """An open request: each of its choices gets exactly one terminal event. Owned by the engine's thread, except the
     first five fields, which do not change."""
 
@@ -131,7 +131,9 @@ class Stream:
 class Row:
     """A choice that holds a slot. Its sampler and text are rebuilt from history, so that a resumed stream goes on."""
 
-    def __init__(self, stream: Stream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig) -> None:
+    def __init__(
+        self, stream: EngineStream, choice: int, seat: Seat, tokenizer: Tokenizer, config: ModelConfig
+    ) -> None:
         request = stream.request
         params = request.params.of_choice(choice)
         self.stream = stream

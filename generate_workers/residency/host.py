@@ -82,7 +82,7 @@ class HostLink:
 
 
 class HostRow(AreaRow):
-    """A Row with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
+    """A StoredRow with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
 
     def __init__(self, kv: PagedKv, area: Area) -> None:
         super().__init__([kv], [area])

@@ -1,6 +1,6 @@
 """One slot's row of KV, made of parts: memories at home, which together hold all layers, and parts on the device.
 
-A policy's row is a Row with parts of its own. `steps` runs rows.
+A policy's row is a StoredRow with parts of its own. `steps` runs rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -101,7 +101,7 @@ class Area(PagedKv):
         """Do nothing: between steps an area holds no KV."""
 
 
-class Row:
+class StoredRow:
     """A RowKv of parts. Its KV lies at home as it is, unless a subclass says otherwise."""
 
     def __init__(self, home: Sequence[PagedKv], device: Sequence[Part]) -> None:
@@ -179,8 +179,8 @@ class Row:
             part.release()
 
 
-class AreaRow(Row):
-    """A Row whose steps run over an area on the device."""
+class AreaRow(StoredRow):
+    """A StoredRow whose steps run over an area on the device."""
 
     area: Area
 

@@ -12,12 +12,12 @@ from torch import Tensor
 from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes, StepRows
-from generate_workers.residency.rows import Row
+from generate_workers.residency.rows import StoredRow
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 from modeling.forward.selection import Picks
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=StoredRow)
 
 
 class RowStep(Generic[R]):

@@ -83,7 +83,7 @@ class Filled:
 
 
 @dataclass
-class Room:
+class BlockRoom:
     """Room for blocks that are to be written. The caller that took it must seal or drop it."""
 
     locked: Callable[[], AbstractContextManager[None]]
@@ -224,7 +224,7 @@ class PrefixStore:
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
             yield self._open(name, tokens, now_ns - index)  # no frame keeps a block: an error's traceback would hold it
 
-    def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> Room:
+    def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> BlockRoom:
         """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
         evicting every block that is neither read nor named here, are left out from the end; that is no error.
 
@@ -232,7 +232,7 @@ class PrefixStore:
         """
         assert len(tokens) == len(names) * block_tokens, f"{len(names)} names for {tokens}"
         paths = [self._path(name) for name in names]
-        room = Room(self.locked)
+        room = BlockRoom(self.locked)
         try:
             with self.locked():
                 self._claim(room, paths, tokens.split(block_tokens))
@@ -244,7 +244,7 @@ class PrefixStore:
             raise
         return room
 
-    def _claim(self, room: Room, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
+    def _claim(self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
         """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
         shelf = self._shelf({path.name for path in paths})

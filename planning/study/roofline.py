@@ -135,11 +135,6 @@ def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_c
     )
 
 
-def floor_s(model: ServedModel, bandwidth: float, *, batch: int, context: int) -> float:
-    """Return the seconds to read weights and KV once from memory: no step can be faster."""
-    return (model.all_weight_bytes + batch * model.kv_read_bytes(context)) / bandwidth
-
-
 def critical_batch(model: ServedModel, chip: Chip) -> float:
     """Return the rows from which on the matrices are bound by compute, whatever the number of chips; in a mixture, the
     matrices of its experts. This is the source's beta * C / W, with activations of two bytes."""

@@ -22,7 +22,7 @@ from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
 class Int4Row(AreaRow):
-    """A Row with whole layers and packed ones at home, and on the device an area for one layer."""
+    """A StoredRow with whole layers and packed ones at home, and on the device an area for one layer."""
 
     def __init__(self, form: Int4Format, make_memory: MakeMemory, max_tokens: int, index: Part | None = None) -> None:
         """`index`: what the policy keeps to choose keys by; with one, the device has the whole layers as well. Raises

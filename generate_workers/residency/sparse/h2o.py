@@ -85,7 +85,7 @@ class HitterIndex:
 
 
 class H2oRow(SelectiveRow):
-    """A Row with the heavy hitters of each layer that chooses."""
+    """A StoredRow with the heavy hitters of each layer that chooses."""
 
     def __init__(self, shape: KvShape, make_memory: MakeMemory, budget: HeavyBudget) -> None:
         """Raise what is in OUT_OF_MEMORY when the slot's address space cannot be had."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, Row
+from generate_workers.residency.rows import MakeMemory, StoredRow
 from generate_workers.residency.sparse.selective import SelectiveRow, SelectiveStep
 from generate_workers.residency.steps import RowResidency
 from generate_workers.residency.traits import POLICIES
@@ -53,8 +53,8 @@ class PartialIndex(PartialKeys):
             self.write(layer, first, kv_T2GH[:, 0], self._basis.key_projection(layer))
 
 
-class ScoredRow(Row):
-    """A Row that keeps partial keys."""
+class ScoredRow(StoredRow):
+    """A StoredRow that keeps partial keys."""
 
     partial: PartialIndex
     """Partial keys of the keys that the row keeps."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from baton.errors import ConfigError
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, Part, Row
+from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.steps import RowStep
 from modeling.forward.decoder import SequenceSpan
 from modeling.forward.rows import has_native_rows
@@ -78,8 +78,8 @@ class SplitSpan:
         return (self.whole, layer) if layer < num_whole else (self.others, layer - num_whole)
 
 
-class SelectiveRow(Row):
-    """A Row with the whole layers in one memory, which counts as home and device, and the others in another."""
+class SelectiveRow(StoredRow):
+    """A StoredRow with the whole layers in one memory, which counts as home and device, and the others in another."""
 
     def __init__(
         self, shape: KvShape, make_memory: MakeMemory, index: Part | None = None, num_places: int | None = None
@@ -99,7 +99,7 @@ class SelectiveRow(Row):
         return SplitSpan(BufferSpan(self.whole.buffer, tokens), BufferSpan(self.others.buffer, tokens))
 
 
-R = TypeVar("R", bound=Row)
+R = TypeVar("R", bound=StoredRow)
 
 
 class SelectiveStep(ABC, RowStep[R]):

@@ -9,7 +9,7 @@ from baton.clock import Clock
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.block_files import HEADER_BYTES
-from modeling.prefix_store.store import PrefixStore, Room
+from modeling.prefix_store.store import BlockRoom, PrefixStore
 from tests.support.engines.chains import until
 from tests.support.manual_clock import ManualClock
 
@@ -46,7 +46,7 @@ def file_bytes(layout: KvLayout, block_tokens: int) -> int:
     return HEADER_BYTES + block_tokens * layout.token_bytes
 
 
-def fill(room: Room, kv: KvBuffer) -> None:
+def fill(room: BlockRoom, kv: KvBuffer) -> None:
     """Writes all that there is room for, and seals it."""
     for writer in room.writers:
         for layer in range(kv.layout.num_layers):
@@ -54,7 +54,7 @@ def fill(room: Room, kv: KvBuffer) -> None:
     room.seal()
 
 
-def keep(store: PrefixStore, kv: KvBuffer, names: Sequence[str] = ("p",)) -> Room:
+def keep(store: PrefixStore, kv: KvBuffer, names: Sequence[str] = ("p",)) -> BlockRoom:
     """Puts KV there, in as many blocks as there are names."""
     block_tokens = len(kv.tokens) // len(names)
     kept = TokenRange(kv.tokens.start, kv.tokens.start + len(names) * block_tokens)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.decode import Cell, Outcome, report
-from benchmarks.plots.decode import Step, draw
+from benchmarks.plots.decode import Step, draw, floor_s
 from benchmarks.support.harness import Bars, Pairs, Reporter
 from generate_workers.engine.status import StepStats
 from planning.study.chips import Chip
@@ -60,3 +60,8 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
     draw(measured, MODEL, CHIP, tmp_path / "plot.png")
     data = (tmp_path / "plot.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 10_000
+
+
+def test_a_step_is_no_faster_than_one_read_of_weights_and_kv() -> None:
+    model = ServedModel(num_params=1e8, kv_token_bytes=2e4, num_layers=30)
+    assert floor_s(model, 2e10, batch=10, context=1000) == pytest.approx((2e8 + 2e8) / 2e10)

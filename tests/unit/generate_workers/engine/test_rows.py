@@ -9,7 +9,7 @@ from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId, Stamp
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent
-from generate_workers.engine.rows import GenerationRequest, Row, Stream, Ticket
+from generate_workers.engine.rows import EngineStream, GenerationRequest, Row, Ticket
 from generate_workers.slots.leases import Seat
 from modeling.checkpoints.registry import ModelConfig
 from tests.support.engines.generation import eos_decoder
@@ -32,7 +32,7 @@ def make_row(
     request = GenerationRequest(RequestId("r"), (1, 2, 3), output, params)
     [promise] = make_memory(max_slot_tokens=capacity).promise([SlotId(0)], request.num_tokens, capacity)
     seat = Seat(LeaseRef(SlotId(0), Stamp(1)), promise.row, None)
-    stream = Stream(Ticket(1), request, lambda event: None, StopStrings(params.stop))
+    stream = EngineStream(Ticket(1), request, lambda event: None, StopStrings(params.stop))
     return Row(stream, 0, seat, tokenizer or letter_tokenizer(), config)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from baton.types import TokenRange
 from generate_workers.residency.port import KvBytes
-from generate_workers.residency.rows import Area, PagedKv, Row
+from generate_workers.residency.rows import Area, PagedKv, StoredRow
 from modeling.kv.buffers import byte_view
 from modeling.kv.memory import PAGE_BYTES, PagedMemory
 from tests.support.engines.infinigen import LAYOUT
@@ -22,13 +22,13 @@ def kv_of(num_layers: int) -> PagedKv:
     return PagedKv(replace(LAYOUT, num_layers=num_layers), PoisonedMemory, CAPACITY)
 
 
-def split_row() -> Row:
+def split_row() -> StoredRow:
     """With the first layers on the device as well."""
     first = kv_of(NUM_FIRST)
-    return Row([first, kv_of(LAYOUT.num_layers - NUM_FIRST)], [first])
+    return StoredRow([first, kv_of(LAYOUT.num_layers - NUM_FIRST)], [first])
 
 
-def filled() -> tuple[Row, torch.Tensor]:
+def filled() -> tuple[StoredRow, torch.Tensor]:
     """An open row, and what was written to it, `[L, T, 2, G, H]`."""
     row = split_row()
     row.open(NUM_TOKENS, CAPACITY)
@@ -57,7 +57,7 @@ def test_a_part_that_is_home_and_device_counts_as_both() -> None:
 def test_a_copy_has_the_same_kv_and_an_area_none() -> None:
     row, kv_LT2GH = filled()
     areas = [Area(replace(LAYOUT, num_layers=1), PagedMemory, CAPACITY) for _ in range(2)]
-    source, target = (Row([kv_of(LAYOUT.num_layers)], [area]) for area in areas)
+    source, target = (StoredRow([kv_of(LAYOUT.num_layers)], [area]) for area in areas)
     for each in (source, target):
         each.open(NUM_TOKENS, CAPACITY)
     for layer in range(LAYOUT.num_layers):
@@ -74,7 +74,7 @@ def test_a_row_that_cannot_be_opened_holds_nothing() -> None:
             raise MemoryError("full")
 
     first = kv_of(LAYOUT.num_layers)
-    row = Row([first], [Area(replace(LAYOUT, num_layers=1), FullMemory, CAPACITY)])
+    row = StoredRow([first], [Area(replace(LAYOUT, num_layers=1), FullMemory, CAPACITY)])
     with pytest.raises(MemoryError, match="full"):
         row.open(NUM_TOKENS, CAPACITY)
     assert row.num_bytes == KvBytes()

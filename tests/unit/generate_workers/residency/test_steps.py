@@ -4,7 +4,7 @@ import pytest
 
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.residency.rows import PagedKv, Row
+from generate_workers.residency.rows import PagedKv, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep
 from modeling.kv.memory import PagedMemory
 from tests.support.engines.infinigen import LAYOUT
@@ -12,10 +12,10 @@ from tests.support.engines.infinigen import LAYOUT
 NEW = [(SlotId(0), TokenRange(0, 3))]
 
 
-class NotedStep(RowStep[Row]):
+class NotedStep(RowStep[StoredRow]):
     """Notes what it is told, and copies ten bytes."""
 
-    def __init__(self, notes: list[str], rows: list[tuple[Row, TokenRange]]) -> None:
+    def __init__(self, notes: list[str], rows: list[tuple[StoredRow, TokenRange]]) -> None:
         super().__init__(rows, num_bytes_read=0)
         self.num_link_bytes = 10
         self._notes = notes
@@ -27,12 +27,12 @@ class NotedStep(RowStep[Row]):
         self._notes.append("left")
 
 
-class NotedResidency(RowResidency[Row]):
+class NotedResidency(RowResidency[StoredRow]):
     """One slot, whose steps are noted."""
 
     def __init__(self, notes: list[str]) -> None:
         kv = PagedKv(LAYOUT, PagedMemory, 8)
-        super().__init__([Row([kv], [kv])], lambda rows: NotedStep(notes, list(rows)))
+        super().__init__([StoredRow([kv], [kv])], lambda rows: NotedStep(notes, list(rows)))
 
 
 @pytest.fixture

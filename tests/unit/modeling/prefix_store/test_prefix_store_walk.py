@@ -14,7 +14,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, multip
 from baton.errors import StalePrefixError
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
-from modeling.prefix_store.store import Room
+from modeling.prefix_store.store import BlockRoom
 from tests.support.engines.prefixes import file_bytes, fill, store_in
 from tests.support.manual_clock import ManualClock
 
@@ -44,7 +44,7 @@ class Writing:
 
     path: str
     taken_ns: int
-    room: Room
+    room: BlockRoom
     written: list[str]
     """Blocks that it is to have."""
     is_open: bool = True
