@@ -20,7 +20,7 @@ from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, ResourceExhaustedError
 from baton.ids import StreamNumber
 from baton.prefix_blocks import BlockNaming
-from baton.proto_types import read, scalars
+from baton.proto_types import event_to_proto, read, scalars
 from baton.status import MAX_TEXT_CHARS, name_of
 from baton.types import KvLayout, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, generate_pb2_grpc
@@ -42,7 +42,7 @@ from modeling.prefix_store.store import Filled
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
-from transport.proto_types import event_to_proto, history_from_proto, kernels_to_proto, lease_ref_from_proto
+from transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

@@ -17,7 +17,7 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, StalePrefixError, TransferError
 from baton.ids import MAX_EPOCH, Epoch, JobId, Rank
-from baton.proto_types import read, scalars
+from baton.proto_types import range_from_proto, range_to_proto, read, scalars
 from baton.types import SampledToken, TokenRange
 from baton.v1 import common_pb2, prefill_pb2, prefill_pb2_grpc
 from modeling.forward.decoder import Decoder
@@ -34,13 +34,7 @@ from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
 from transport.kv_client import KvClient
 from transport.kv_sender import PushSession, PushSummary, open_push
-from transport.proto_types import (
-    history_from_proto,
-    kernels_to_proto,
-    lease_from_proto,
-    range_from_proto,
-    range_to_proto,
-)
+from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
 
 Context = grpc.aio.ServicerContext[Any, Any]
 

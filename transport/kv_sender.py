@@ -15,11 +15,12 @@ import xxhash
 
 from baton.clock import Clock, SystemClock
 from baton.errors import ByteCountError, RequestCancelledError
+from baton.proto_types import range_to_proto
 from baton.types import KvLayout, Lease, LeaseRef, TokenRange
 from baton.v1 import kv_pb2
 from transport.kv_frame import Piece, encode_piece
 from transport.kv_receiver import SERVICE
-from transport.proto_types import lease_ref_to_proto, range_to_proto
+from transport.proto_types import lease_ref_to_proto
 from transport.status import SentStatus, from_rpc_error
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,7 @@ from typing import NamedTuple
 
 from baton.errors import InvalidArgumentError
 from baton.ids import SlotId, Stamp
-from baton.proto_types import event_from_proto as event_from_proto
-from baton.proto_types import event_to_proto as event_to_proto
 from baton.proto_types import params_from_proto, params_to_proto, read
-from baton.proto_types import range_from_proto as range_from_proto
-from baton.proto_types import range_to_proto as range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import KernelChoice, Lease, LeaseRef
 from baton.v1 import common_pb2

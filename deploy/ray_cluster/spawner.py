@@ -6,6 +6,7 @@ process is stopped, so `kill` sends the signal itself, on the worker's own node.
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Coroutine, Mapping
@@ -22,6 +23,8 @@ from baton.process.endless import describe, tell_failure
 from deploy.config.worker import WorkerConfig
 from deploy.groups.processes import CLOSE_GRACE_S, WorkerStartError
 from deploy.ray_cluster.worker import Served, WorkerActor
+
+logger = logging.getLogger(__name__)
 
 SMALL_CPU = 0.01
 """CPUs that a bundle asks of Ray: few, because the configuration divides the cores, and not Ray."""
@@ -116,8 +119,8 @@ class RaySpawner:
         try:
             if await asyncio.wait_for(answer(actor.config.remote()), CLOSE_GRACE_S) == config:
                 return actor
-        except (RayError, TimeoutError):
-            pass  # dead, or stopped: a new actor takes its place
+        except (RayError, TimeoutError) as error:
+            logger.info("%s is dead or stopped (%s): a new actor takes its place", config.name, type(error).__name__)
         ray.kill(actor)
         return None
 

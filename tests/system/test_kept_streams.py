@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from baton.errors import InvalidArgumentError, NotFoundError
+from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, TokenEvent
 from baton.v1 import common_pb2, generate_pb2, kv_pb2
@@ -21,7 +22,7 @@ from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import text_of
 from transport.channel import make_channel
-from transport.proto_types import event_from_proto, history_to_proto
+from transport.proto_types import history_to_proto
 
 if TYPE_CHECKING:
     from baton.v1.generate_pb2_grpc import GenerationGroupAsyncStub

@@ -9,6 +9,7 @@ import torch
 
 from baton.clock import SystemClock
 from baton.ids import RequestId
+from baton.proto_types import event_from_proto
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, LeaseRef, TokenEvent
 from baton.v1 import generate_pb2, generate_pb2_grpc
@@ -25,7 +26,7 @@ from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sender import open_push
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import event_from_proto, history_to_proto, lease_ref_to_proto
+from transport.proto_types import history_to_proto, lease_ref_to_proto
 from transport.status import translate_rpc_errors
 
 SHORT = SamplingParams(max_tokens=8, temperature=0.8, seed=5, ignore_eos=True)

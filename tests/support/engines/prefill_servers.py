@@ -12,6 +12,7 @@ import torch
 from torch.distributed import TCPStore
 
 from baton.clock import SystemClock
+from baton.proto_types import range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import Lease, TokenRange
 from baton.v1 import prefill_pb2
@@ -23,7 +24,7 @@ from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.kv_loopback import Loopback, loopback
 from transport.channel import make_channel
-from transport.proto_types import history_to_proto, lease_to_proto, range_to_proto
+from transport.proto_types import history_to_proto, lease_to_proto
 from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:

@@ -11,6 +11,7 @@ import xxhash
 from baton.clock import Clock, SystemClock
 from baton.errors import BatonError
 from baton.ids import RequestId, Stamp
+from baton.proto_types import range_to_proto
 from baton.types import KvLayout, Lease, LeaseRef, SampledToken, TokenRange
 from baton.v1 import kv_pb2
 from tests.support.wire.memory_sink import MemorySink
@@ -19,7 +20,7 @@ from transport.kv_client import KvClient
 from transport.kv_receiver import KvReceiverServicer
 from transport.kv_sender import PushSession, open_push
 from transport.kv_sink import ReserveSpec
-from transport.proto_types import lease_ref_to_proto, range_to_proto
+from transport.proto_types import lease_ref_to_proto
 from transport.status import translate_rpc_errors
 
 LAYOUT = KvLayout("weights", num_layers=2, num_kv_heads=1, head_dim=2, dtype="float32")

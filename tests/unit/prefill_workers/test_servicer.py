@@ -17,6 +17,7 @@ from baton.errors import (
     UnavailableError,
 )
 from baton.ids import Stamp
+from baton.proto_types import range_from_proto, range_to_proto
 from baton.sampling_params import SamplingParams
 from baton.types import LeaseRef, TokenRange
 from baton.v1 import prefill_pb2
@@ -24,7 +25,7 @@ from prefill_workers.servicer import job_from_proto
 from tests.support.engines.chains import largest_error, reference
 from tests.support.engines.prefill_servers import CHUNKS, HOST, IDS, TIMEOUT_S, Ranks, two_ranks
 from tests.support.eventually import eventually
-from transport.proto_types import history_to_proto, range_from_proto, range_to_proto
+from transport.proto_types import history_to_proto
 from transport.status import translate_rpc_errors
 
 

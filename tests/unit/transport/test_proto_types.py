@@ -53,12 +53,12 @@ events = st.builds(
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**32 - 1))
 def test_range_round_trips(one: int, other: int) -> None:
     tokens = TokenRange(min(one, other), max(one, other))
-    assert convert.range_from_proto(convert.range_to_proto(tokens)) == tokens
+    assert clients.range_from_proto(clients.range_to_proto(tokens)) == tokens
 
 
 def test_reversed_range_is_refused() -> None:
     with pytest.raises(InvalidArgumentError, match=r"\[5, 3\) is reversed"):
-        convert.range_from_proto(common_pb2.TokenRange(start=5, end=3))
+        clients.range_from_proto(common_pb2.TokenRange(start=5, end=3))
 
 
 def test_lease_round_trips() -> None:
@@ -113,7 +113,7 @@ def test_history_round_trips(prompt: list[int], output: list[int], given_params:
 @settings(deadline=None)
 @given(events)
 def test_event_round_trips(event: TokenEvent) -> None:
-    assert convert.event_from_proto(convert.event_to_proto(event)) == event
+    assert clients.event_from_proto(clients.event_to_proto(event)) == event
 
 
 @pytest.mark.parametrize("finish", [None, *FinishReason])
@@ -130,4 +130,4 @@ def test_finish_reason_of_a_newer_version_is_refused() -> None:
     message = generate_pb2.TokenEvent()
     message.ParseFromString(b"\x28\x63")  # field 5, value 99
     with pytest.raises(VersionMismatchError, match="99"):
-        convert.event_from_proto(message)
+        clients.event_from_proto(message)
