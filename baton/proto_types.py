@@ -4,12 +4,13 @@ No `x_from_proto` trusts its message: what a hostile or newer peer may send rais
 VersionMismatchError, never an assert.
 """
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
@@ -37,11 +38,18 @@ T = TypeVar("T", bound="DataclassInstance")
 def read(kind: type[T], message: Message, **converted: Any) -> T:
     """Return a value of a dataclass: `converted` are some of its fields, the message has the others. A field that is
     optional on the wire has its own default where the message leaves it unset."""
-    known = message.DESCRIPTOR.fields_by_name
-    names = [each.name for each in fields(kind) if each.name not in converted]
-    is_set = [known[name].containing_oneof is None or message.HasField(name) for name in names]
-    same = {name: getattr(message, name) for name in itertools.compress(names, is_set)}
+    copied = _copied_fields(kind, message.DESCRIPTOR, *converted)
+    same = {name: getattr(message, name) for name, is_optional in copied if not is_optional or message.HasField(name)}
     return kind(**same, **converted)
+
+
+@cache
+def _copied_fields(
+    kind: "type[DataclassInstance]", descriptor: Descriptor, *converted: str
+) -> tuple[tuple[str, bool], ...]:
+    """Return the fields of a dataclass but for `converted`, and whether each is optional on the wire."""
+    names = [each.name for each in fields(kind) if each.name not in converted]
+    return tuple([(name, descriptor.fields_by_name[name].containing_oneof is not None) for name in names])
 
 
 def scalars(kind: type[Message], value: object) -> dict[str, Any]:
