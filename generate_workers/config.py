@@ -19,6 +19,7 @@ ResidencyName = Annotated[str, AfterValidator(_known_policy)]
 EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the ways to evict tokens from a pool of KV."""
+SpeculationName = Literal["off", "auto", "streaming", "ngram"]
 
 
 @settings
@@ -47,6 +48,12 @@ class EngineConfig:
     """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
+    speculation: SpeculationName = "off"
+    """How tokens are drafted that a step verifies: by the model over few keys (streaming), or from the text (ngram)."""
+    draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
+    """Tokens drafted for a row between two steps; 0: as many as pay."""
+    draft_keys: Annotated[int, Field(ge=2)] = 256
+    """Keys that a draft attends to, with speculation streaming."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 

@@ -29,10 +29,12 @@ from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.prefixes.loading import PrefixLoader
 from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.making import make_speculation
 from generate_workers.streams.open_streams import OpenStream, OpenStreams
 from generate_workers.streams.shared_reader import SharedReader
 from modeling.forward.decoder import Decoder
@@ -155,6 +157,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             is_approximate=not traits.is_exact,
             kernels=kernels_to_proto(KERNELS.choice),
             prefix_store=None if self.prefixes is None else await _prefix_store(self.prefixes),
+            speculation=None if status.speculation is None else _speculation_to_proto(status.speculation),
         )
 
     def _step_to_proto(self, step: StepStats) -> generate_pb2.StepSample:
@@ -164,6 +167,7 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
             num_prefill_tokens=step.num_prefill_tokens,
             context_tokens=step.num_kv_bytes / (rows * self._layout.token_bytes),
             duration_s=step.duration_s,
+            num_drafts=step.num_drafts,
         )
 
 
@@ -205,7 +209,10 @@ class GenerationServer:
             prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         batcher = DecodeFirst.of(config, decoder.config)
-        engine = GenerationEngine(decoder, tokenizer, slots, clock, config, batcher=batcher, reclaim=reclaim)
+        speculation = make_speculation(decoder, slots, config, clock)
+        engine = GenerationEngine(
+            *(decoder, tokenizer, slots, clock, config), batcher=batcher, speculation=speculation, reclaim=reclaim
+        )
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
@@ -221,6 +228,10 @@ class GenerationServer:
         prefixes, self._servicer.prefixes = self._servicer.prefixes, None
         if prefixes is not None:
             await prefixes.close()
+
+
+def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:
+    return generate_pb2.SpeculationStatus(**scalars(generate_pb2.SpeculationStatus, stats))
 
 
 async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus:

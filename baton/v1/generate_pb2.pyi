@@ -304,6 +304,7 @@ class GenerationStatus(_message.Message):
     IS_APPROXIMATE_FIELD_NUMBER: _builtins.int
     KERNELS_FIELD_NUMBER: _builtins.int
     PREFIX_STORE_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     num_slots: _builtins.int
     """Slots, and how many of them are in each state: together all."""
     num_free: _builtins.int
@@ -342,6 +343,10 @@ class GenerationStatus(_message.Message):
     def prefix_store(self) -> _common_pb2.PrefixStoreStatus:
         """The prefix store of the node; unset where there is none."""
 
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationStatus:
+        """Speculative decoding; unset where it is off."""
+
     def __init__(
         self,
         *,
@@ -363,14 +368,56 @@ class GenerationStatus(_message.Message):
         is_approximate: _builtins.bool = ...,
         kernels: _common_pb2.KernelChoice | None = ...,
         prefix_store: _common_pb2.PrefixStoreStatus | None = ...,
+        speculation: Global___SpeculationStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "prefix_store", b"prefix_store", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["imbalance", b"imbalance", "is_approximate", b"is_approximate", "kept", b"kept", "kernels", b"kernels", "kv", b"kv", "last_step", b"last_step", "layout_fingerprint", b"layout_fingerprint", "num_active", b"num_active", "num_bytes_held", b"num_bytes_held", "num_free", b"num_free", "num_leased", b"num_leased", "num_preemptions", b"num_preemptions", "num_quarantined", b"num_quarantined", "num_slots", b"num_slots", "num_steps", b"num_steps", "prefix_store", b"prefix_store", "residency", b"residency", "speculation", b"speculation", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationStatus: _TypeAlias = GenerationStatus  # noqa: Y015
+
+@_typing.final
+class SpeculationStatus(_message.Message):
+    """Drafts of speculative decoding, and the latest round: some draft steps, and the step that verifies."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    MEASURED_S_FIELD_NUMBER: _builtins.int
+    num_drafted: _builtins.int
+    """Drafts verified so far."""
+    num_accepted: _builtins.int
+    """Drafts accepted so far."""
+    num_drafts: _builtins.int
+    """Drafts of the latest round, of all rows."""
+    expected_tokens: _builtins.float
+    """Tokens expected of the latest round, and seconds predicted for it; 0 where numbers of drafts are fixed."""
+    predicted_s: _builtins.float
+    measured_s: _builtins.float
+    """Seconds that the latest round took."""
+    def __init__(
+        self,
+        *,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        num_drafts: _builtins.int = ...,
+        expected_tokens: _builtins.float = ...,
+        predicted_s: _builtins.float = ...,
+        measured_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_tokens", b"expected_tokens", "measured_s", b"measured_s", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_drafts", b"num_drafts", "predicted_s", b"predicted_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationStatus: _TypeAlias = SpeculationStatus  # noqa: Y015
 
 @_typing.final
 class KvLedger(_message.Message):
@@ -416,6 +463,7 @@ class StepSample(_message.Message):
     NUM_PREFILL_TOKENS_FIELD_NUMBER: _builtins.int
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
     """Rows that got a token."""
     num_prefill_tokens: _builtins.int
@@ -423,6 +471,8 @@ class StepSample(_message.Message):
     context_tokens: _builtins.float
     """Tokens that a row attended to, the mean."""
     duration_s: _builtins.float
+    num_drafts: _builtins.int
+    """Drafts that were verified in the same step, of all rows; their making is part of the duration."""
     def __init__(
         self,
         *,
@@ -430,10 +480,11 @@ class StepSample(_message.Message):
         num_prefill_tokens: _builtins.int = ...,
         context_tokens: _builtins.float = ...,
         duration_s: _builtins.float = ...,
+        num_drafts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_s", b"duration_s", "num_prefill_tokens", b"num_prefill_tokens", "num_rows", b"num_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_s", b"duration_s", "num_drafts", b"num_drafts", "num_prefill_tokens", b"num_prefill_tokens", "num_rows", b"num_rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -37,6 +37,8 @@ class RowSpan:
     """Positions to run; their KV is in place afterwards."""
     samples: bool
     """Whether `tokens` reaches the last known token, so that the next one is sampled."""
+    num_drafts: int = 0
+    """Most drafts to verify behind `tokens`; the row has memory for their KV."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ of logits.
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from baton.clock import Clock
@@ -26,6 +26,7 @@ from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
 from generate_workers.engine.rows import EngineStream, EventSink, GenerationRequest, Row, RowEndHook, Ticket
+from generate_workers.engine.speculation import Speculation
 from generate_workers.engine.status import EngineStatus, StepStats
 from generate_workers.engine.step_runner import StepRunner
 from generate_workers.residency.port import Residency, RowError
@@ -49,13 +50,15 @@ class GenerationEngine:
         config: EngineConfig,
         *,
         batcher: Batcher,
+        speculation: Speculation | None = None,
         reclaim: Callable[[], bool] | None = None,
     ) -> None:
-        """`batcher` is the engine's own from now on. `reclaim` is called when memory is short: it releases slots that
-        hooks have taken over, and returns whether there were any."""
+        """`batcher` and `speculation` are the engine's own from now on. `reclaim` is called when memory is short: it
+        releases slots that hooks have taken over, and returns whether there were any."""
         self.residency: Residency = slots.memory.residency
         """Policy that keeps the rows' KV. Any thread may read its traits."""
         self._reclaim = reclaim or (lambda: False)
+        self._speculation = speculation
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._slots = slots
@@ -65,7 +68,7 @@ class GenerationEngine:
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
 
         # Used by the engine's thread alone:
-        self._running = RunningRows(slots, batcher)
+        self._running = RunningRows(slots, batcher, speculation)
         self._runner = StepRunner(decoder, self.residency)
         self._waiting: deque[EngineStream] = deque()
         self._leased: dict[Ticket, EngineStream] = {}
@@ -126,9 +129,7 @@ class GenerationEngine:
         self._join_committed()
         self._join_waiting()
         plan = self._running.plan(self._reclaim)
-        if plan and (sampled := self._run_plan(plan)) is not None:
-            for row, token in sampled:
-                self._accept(row, token)
+        if plan and self._run_plan(plan):
             self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s)
             self._running.batcher.took(plan, self._last_step.duration_s)
 
@@ -230,24 +231,28 @@ class GenerationEngine:
         self._running.add(rows)
         return rows[0]
 
-    def _run_plan(self, plan: StepPlan) -> Iterable[tuple[Row, SampledToken]] | None:
-        """Run the plan and return the token that each row sampled; None when it failed, and streams have ended."""
+    def _run_plan(self, plan: StepPlan) -> bool:
+        """Run the plan and accept the tokens that its rows sample; return False when it failed: streams have ended."""
         self._num_steps += 1
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
-        rows = [row for leader in leaders for row in (leader, *leader.followers)]
         try:
-            tokens = self._runner.run(plan, running.rows, rows)
+            drafts = {} if self._speculation is None else self._speculation.draft(plan, running.rows)
+            verified = self._runner.run(plan, running.rows, drafts)
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
+            for row, token in verified.accept():
+                self._accept(row, token)
+            if self._speculation is not None:
+                self._speculation.observe(plan, drafts, verified)
         except Exception as error:
             logger.exception("a step of %d rows failed", len(plan.spans))
             failed = [error.slot] if isinstance(error, RowError) else [span.slot for span in plan.spans]
-            for stream in {running.rows[slot].stream: None for slot in failed}:
+            for stream in {running.rows[slot].stream: None for slot in failed if slot in running.rows}:
                 self._end(stream, FinishReason.ERROR, _one_line(error))
-            return None
-        return zip(rows, tokens, strict=True)
+            return False
+        return True
 
     def _accept(self, row: Row, token: SampledToken) -> None:
         """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""

@@ -18,6 +18,7 @@ from baton.errors import ResourceExhaustedError
 from baton.ids import SlotId
 from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.speculation import Speculation
 from generate_workers.residency.port import KvBytes
 from generate_workers.slots.leases import Seat
 from generate_workers.slots.table import SlotTable
@@ -31,6 +32,7 @@ class RunningRows:
 
     slots: SlotTable
     batcher: Batcher
+    speculation: Speculation | None = None
     rows: dict[SlotId, Row] = field(default_factory=dict)
     """Rows of the batch, in the order in which they joined it. Followers join when their leader's KV is in place."""
     waiting: list[Row] = field(default_factory=list)
@@ -100,7 +102,7 @@ class RunningRows:
             plan = self.batcher.plan(self.rows)
             short = self._without_memory(plan)
             if short is None:
-                return plan
+                return plan if self.speculation is None else self.speculation.plan(plan, self.rows)
             if reclaim():
                 continue
             youngest = max(self.rows.values(), key=_AGE)
@@ -138,6 +140,8 @@ class RunningRows:
     def _unseat(self, rows: Iterable[Row], *, frees: bool = True) -> None:
         for row in rows:
             seat, row.seat = row.seat, None
+            if self.speculation is not None:
+                self.speculation.forget(row)
             if seat is None:  # the row is preempted
                 continue
             self.rows.pop(seat.ref.slot, None)  # a follower has not joined yet

@@ -173,6 +173,11 @@ class Row:
         return len(self.token_ids)
 
     @property
+    def num_left(self) -> int:
+        """Return the most output tokens that are still to come, for each of which the slot has room."""
+        return min(self.sampler.params.max_tokens - self.sampler.position, self._max_tokens - self.num_known + 1)
+
+    @property
     def age(self) -> tuple[Ticket, int]:
         """Return the key by which rows are ordered from oldest (least) to youngest."""
         return self.stream.ticket, self.choice

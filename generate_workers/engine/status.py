@@ -9,6 +9,7 @@ from typing import Self
 
 from generate_workers.engine.inbox import StreamBook
 from generate_workers.engine.preemption import RunningRows
+from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.slots.leases import SlotLedger
 from generate_workers.slots.table import SlotTable
 
@@ -27,6 +28,8 @@ class StepStats:
     """Bytes of weights, each read once."""
     num_link_bytes: int
     """Bytes copied between host and device."""
+    num_drafts: int = 0
+    """Drafts that were verified, of all rows."""
 
     @property
     def num_bytes(self) -> int:
@@ -51,6 +54,8 @@ class EngineStatus:
     num_preempted: int
     """Preempted rows that wait to resume."""
     last_step: StepStats | None
+    speculation: SpeculationStats | None = None
+    """Drafts of speculative decoding; None where it is off."""
 
     @classmethod
     def of(
@@ -65,4 +70,5 @@ class EngineStatus:
             num_preemptions=running.num_preemptions,
             num_preempted=len(running.waiting),
             last_step=last_step,
+            speculation=None if running.speculation is None else running.speculation.stats,
         )

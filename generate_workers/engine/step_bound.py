@@ -48,6 +48,20 @@ class Decoding:
 NO_DECODING = Decoding(0, 0)
 
 
+def model_shape(config: ModelConfig, dtype_bytes: int = 2) -> ModelShape:
+    """Return the sizes that a model's FLOPs and bytes follow from."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        dtype_bytes=dtype_bytes,
+    )
+
+
 @dataclass(frozen=True)
 class PrefillWork:
     """Work of prefilling tokens of a sequence, in units of one token's way through the matrices."""
@@ -58,15 +72,7 @@ class PrefillWork:
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
         """Derive the work of a pair from the model's FLOPs."""
-        shape = ModelShape(
-            num_layers=config.num_layers,
-            hidden=config.hidden_size,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            ffn=config.intermediate_size,
-            vocab=config.vocab_size,
-        )
+        shape = model_shape(config)
         return cls(shape.pair_flops / shape.linear_flops)
 
     def of(self, tokens: TokenRange) -> float:

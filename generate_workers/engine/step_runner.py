@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from baton.ids import SlotId
-from baton.types import SampledToken, TokenRange
+from baton.types import TokenRange
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.status import StepStats
+from generate_workers.engine.verified import Drafts, Verified
 from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder, DecoderWeights
 from modeling.forward.linear import Linear, LinearByRows
-from modeling.forward.sampling import sample, score
+from modeling.forward.sampling import score
 
 _SCORED_TOKENS = 64
 """Prompt tokens whose logits are made at once: each takes 4 bytes for every token of the vocabulary."""
@@ -37,6 +38,8 @@ class StepRunner:
         """Bytes of KV that attention read in the last step."""
         self._num_link_bytes = 0
         """Bytes copied between host and device before the last step."""
+        self._num_drafts = 0
+        """Drafts that the last step verified."""
 
     def stats(self, plan: StepPlan, duration_s: float) -> StepStats:
         """Return what the last step, which ran `plan`, read and took."""
@@ -47,30 +50,42 @@ class StepRunner:
             num_kv_bytes=self._num_kv_bytes,
             num_weight_bytes=self._num_weight_bytes,
             num_link_bytes=self._residency.num_link_bytes - self._num_link_bytes,
+            num_drafts=self._num_drafts,
         )
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], sampled: list[Row]) -> list[SampledToken]:
-        """Run one forward over the plan's spans, then sample once for the rows `sampled`, and return their tokens in
-        that order. They are the plan's rows that reach their last token, each followed by its followers."""
+    def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
+        """Run one forward over the plan's spans, each followed by its row's drafts. Return the logits of the rows that
+        reach their last token, each followed by its followers, which share them."""
         self._num_link_bytes = self._residency.num_link_bytes
+        self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
-        starts: dict[SlotId, int] = {}
-        last: list[int] = []
+        spans: list[tuple[SlotId, TokenRange]] = []
+        starts: list[int] = []
         for part in plan.spans:
-            row = rows[part.slot]
-            starts[part.slot] = len(token_ids)
-            token_ids += row.token_ids[part.tokens.start : part.tokens.end]
-            if part.samples:
-                last += [len(token_ids) - 1] * (1 + len(row.followers))
-        with self._residency.step([(part.slot, part.tokens) for part in plan.spans]) as step:
-            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns)
+            drafted = drafts.get(part.slot, [])
+            starts.append(len(token_ids))
+            token_ids += rows[part.slot].token_ids[part.tokens.start : part.tokens.end] + drafted
+            spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(drafted))))
+        most_queries = 1 + max(map(len, drafts.values()), default=0)
+        with self._residency.step(spans) as step:
+            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=most_queries)
             self._num_kv_bytes = step.num_bytes_read
+        for part, start in zip(plan.spans, starts, strict=True):
+            self._score(rows[part.slot], part.tokens, hidden_TD[start:])
+        return self._verified(plan, rows, drafts, hidden_TD)
+
+    def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
+        """Return the rows that sample, with the logits of their last known tokens and of their drafts."""
+        sampling, places, start = list[tuple[Row, list[int], int]](), list[int](), 0
         for part in plan.spans:
-            self._score(rows[part.slot], part.tokens, hidden_TD[starts[part.slot] :])
-        if not last:
-            return []
-        return sample(self._decoder.logits(hidden_TD[last]), [row.sampler for row in sampled])
+            drafted, end = drafts.get(part.slot, []), start + len(part.tokens)
+            if part.samples:
+                leader = rows[part.slot]
+                sampling += [(row, drafted, len(places)) for row in (leader, *leader.followers)]
+                places += range(end - 1, end + len(drafted))
+            start = end + len(drafted)
+        return Verified(self._decoder.logits(hidden_TD[places]) if places else hidden_TD[:0], sampling)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:
         """Score the prompt's tokens if the row asks for it; `hidden_TD` begins with the hidden states of `tokens`."""

@@ -111,6 +111,7 @@ class Decoder:
         self.device = weights.device
         self.dtype = weights.dtype
         self.kernel = kernel or default_kernel(self.device, self.dtype)
+        self._has_no_windows = all(window is None for window in config.windows)
         self._has_rows = kernel is None and has_native_rows(self.device, self.dtype, config.head_dim)
         self.fused = fuse(weights.layers, weights.positions, config) if self._has_rows else None
         """All layers in one call, if the layers and this machine allow it, else None."""
@@ -157,11 +158,17 @@ class Decoder:
         return self.weights.layers[layer].tail(hidden_TD, attended_TNH.flatten(1))
 
     def forward(
-        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[SequenceSpan],
+        turns: LayerTurns | None = None,
+        *,
+        most_queries: int = 1,
     ) -> Tensor:
         """Run all layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
-        `turns` that pick nothing the same bits as without any."""
-        step, others = self._begin_ragged(spans)
+        `turns` that pick nothing the same bits as without any. Spans of at most `most_queries` tokens are attended to
+        like rows of a generation step: fast for a few tokens. With turns that pick keys it must be 1."""
+        step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         hidden_TD = self.embed(token_ids, step)
         fused = self.fused if turns is None else None
         if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
@@ -186,16 +193,19 @@ class Decoder:
             torch.tensor([at for each in ranges for at in range(each.start, each.end)])
         )
 
-    def _begin_ragged(self, spans: Sequence[SequenceSpan]) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
-        """Return a step whose spans of one token are rows, where there is a kernel for them, and its other spans."""
-        others, single = [], []
+    def _begin_ragged(
+        self, spans: Sequence[SequenceSpan], most_queries: int
+    ) -> tuple[Step, list[tuple[SequenceSpan, slice]]]:
+        """Return a step whose spans of at most `most_queries` tokens are rows, where there is a kernel for them, and
+        its other spans."""
+        others, few = [], []
         for span, where in _slices(spans):
-            place = span.place() if self._has_rows and len(span.tokens) == 1 else None
+            place = span.place() if self._has_rows and len(span.tokens) <= most_queries else None
             if place is None:
                 others.append((span, where))
             else:
-                single.append((where.start, place))
-        rows = DecodeRows(single, self.layout.row_bytes, self.config.windows) if single else None
+                few.append((where.start, place))
+        rows = DecodeRows(few, self.layout.row_bytes, self.config.windows) if few else None
         return Step(self._positions(spans), tuple(others), rows), others
 
     def _attend(

@@ -61,7 +61,8 @@ class FusedLayers:
         """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
-        self._native.run(hidden_TD, positions.cos_T1H, positions.sin_T1H, rows.addresses_LB, rows.lengths_B)
+        turns = positions.cos_T1H, positions.sin_T1H
+        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, rows.queries_B, rows.unseen_B2)
         return hidden_TD
 
 

@@ -1,9 +1,10 @@
-"""The rows of a generation step: spans of one new token, attended to all at once, each over its own length.
+"""The rows of a generation step: spans of few new tokens, attended to all at once, each over its own length.
 
-`decoder` makes them from a step's spans. A batch of B rows has no common length and no common memory; a kernel needs B
-addresses and B lengths, which hold for a whole step but for the layer's offset. So a layer costs a handful of calls,
-however many rows it has. Rows may attend to some of their keys only: then the call takes their picks, and other keys
-are not read. Only on CPUs, and for dtypes, that have the native kernel
+`decoder` makes them from a step's spans. A row is a new token. A batch of B rows has no common length and no common
+memory; a kernel needs B addresses and B lengths, which hold for a whole step but for the layer's offset. So a layer
+costs a handful of calls, however many rows it has; tokens of one sequence share one reading of its keys. Rows may
+attend to some of their keys only: those that their place leaves, or the picks of a call; other keys are not read. Only
+on CPUs, and for dtypes, that have the native kernel
 (modeling/kernels/attention/decode_attention.cpp); elsewhere the rows are spans like any other.
 
 B rows, T tokens of the step, N heads, G kv heads, H head dim, L layers.
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from baton.types import TokenRange
 from modeling.forward.attention import is_native
 from modeling.forward.selection import Picks
 from modeling.kernels import native
@@ -22,17 +24,31 @@ from modeling.kv.buffers import KvPlace
 
 
 class DecodeRows:
-    """The spans of a step that have one new token. Holds addresses: the spans must outlive it."""
+    """The spans of a step that have few new tokens. Holds addresses: the spans must outlive it."""
 
-    def __init__(self, rows: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
-        """`rows`: the place of each row's token among the step's, and that of its keys; all have memory for the same
-        number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: of all layers."""
-        tokens = [token for token, _ in rows]
+    def __init__(self, spans: Sequence[tuple[int, KvPlace]], row_bytes: int, windows: Sequence[int | None]) -> None:
+        """`spans`: the place of each span's first token among the step's, and that of its keys; all have memory for the
+        same number of layers. `row_bytes`: of a token's K and V in one layer. `windows`: of all layers; only spans of
+        one token may have any."""
+        tokens = [first + index for first, place in spans for index in range(place.num_new)]
         self.tokens_B = torch.tensor(tokens)
         self.in_order = tokens == list(range(len(tokens)))
         """Whether these tokens are the step's first, one after the other."""
-        places = [place for _, place in rows]
+        places = [place for _, place in spans]
         addresses_LB, lengths_LB = _lie(places, len(windows))
+        self.queries_B: Tensor | None = None
+        """At the first row of each span the number of its rows; None: one each."""
+        if any(place.num_new > 1 for place in places):
+            counts_S = torch.tensor([place.num_new for place in places])
+            later_B = torch.tensor([back for place in places for back in reversed(range(place.num_new))])
+            addresses_LB = addresses_LB.repeat_interleave(counts_S, 1)
+            lengths_LB = lengths_LB.repeat_interleave(counts_S, 1) - later_B
+            self.queries_B = counts_S.repeat_interleave(counts_S)
+        self.unseen_B2: Tensor | None = None
+        """Keys of each row, from the first to before the second number, that it does not attend to; None: none."""
+        if any(place.unseen is not None for place in places):
+            unseen = [(place.num_new, place.unseen or TokenRange(0, 0)) for place in places]
+            self.unseen_B2 = torch.tensor([(keys.start, keys.end) for num_new, keys in unseen for _ in range(num_new)])
         self.addresses_LB = addresses_LB
         """Addresses of each row's first key, by layer."""
         self.lengths_B = lengths_LB[0] if all(place.others is None for place in places) else None
@@ -61,8 +77,9 @@ class DecodeRows:
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
             lists = picks.keys_BGK, picks.num_BG
+        spans = (self.queries_B, self.unseen_B2) if picks is None else (None, None)
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *lists
+            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *spans, *lists
         )
         return out_BNH
 

@@ -37,7 +37,7 @@ class SamplerState:
     """The state that sampling a request's next token depends on. A state that is rebuilt from history equals the one
     that was appended to.
 
-    Owned by the row; `append` is the only change.
+    Owned by the row; `append` is the only change, and `drop` undoes it.
     """
 
     def __init__(
@@ -68,6 +68,13 @@ class SamplerState:
         self.output_ids.append(token_id)
         if self._seen is not None:
             self._seen.count(token_id)
+
+    def drop(self, num_tokens: int) -> None:
+        """Forget the latest tokens, as if they had never been appended."""
+        for _ in range(num_tokens):
+            token_id = self.output_ids.pop()
+            if self._seen is not None:
+                self._seen.uncount(token_id)
 
     def finish_after_last(self) -> FinishReason | None:
         """Return why the stream ends with the last token; None if it goes on. Stop strings are not checked."""
@@ -108,6 +115,7 @@ class _SeenTokens:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt_ids))}
         self._ids = array("q", self._places)
         self._counts = array("f", bytes(4 * len(self._ids)))
+        self._num_prompt = len(self._ids)
 
     def __len__(self) -> int:
         return len(self._ids)
@@ -119,6 +127,14 @@ class _SeenTokens:
             self._ids.append(token_id)
             self._counts.append(0)
         self._counts[place] += 1
+
+    def uncount(self, token_id: int) -> None:
+        """Undo the latest `count`, which must have been for this token."""
+        place = self._places[token_id]
+        self._counts[place] -= 1
+        if not self._counts[place] and place >= self._num_prompt:  # only the output had it
+            assert place == len(self._ids) - 1
+            del self._places[token_id], self._ids[place], self._counts[place]
 
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return `(ids_C, counts_C)`, copies; at least one token must have been seen."""
@@ -134,11 +150,15 @@ def sample(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[SampledTok
     """
     assert logits_BV.dtype == torch.float32 and logits_BV.shape[0] == len(states), (logits_BV.dtype, logits_BV.shape)
     with torch.inference_mode():
-        for logits_V, state in zip(logits_BV, states, strict=True):
-            state.adjust(logits_V)
-        token_ids = _choose(logits_BV, states)
-        rows = zip(logits_BV, token_ids, states, strict=True)
+        rows = zip(logits_BV, choose(logits_BV, states), states, strict=True)
         return [_report(logits_V, token_id, state.params.logprobs) for logits_V, token_id, state in rows]
+
+
+def choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
+    """Choose each row's next token, as `sample` does, and return its id; `logits_BV` (fp32) are adjusted in place."""
+    for logits_V, state in zip(logits_BV, states, strict=True):
+        state.adjust(logits_V)
+    return _choose(logits_BV, states)
 
 
 def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[SampledToken]:

@@ -162,6 +162,10 @@ class KvPlace:
     """Layers that have memory there: the model's layer l is number l modulo this, unless `others` is given."""
     num_keys: int
     """Keys of the sequence, those of new tokens included."""
+    num_new: int = 1
+    """Keys of new tokens, the last ones; each new token sees the keys up to its own."""
+    unseen: TokenRange | None = None
+    """Keys, numbered from the first position's, that no new token attends to; the new ones are not among them."""
     others: "KvPlace | None" = None
     """Where the layers from number `num_layers` on lie. None: here."""
 
@@ -185,7 +189,8 @@ class BufferSpan:
         assert held.start <= self.tokens.start, f"{self.tokens} outside {held}"
         assert self.tokens.end <= held.end, f"{self.tokens} outside {held}"
         num_keys = self.tokens.end - self.buffer.tokens.start
-        return KvPlace(data.data_ptr(), data.stride(0) * data.element_size(), len(data), num_keys)
+        layer_bytes = data.stride(0) * data.element_size()
+        return KvPlace(data.data_ptr(), layer_bytes, len(data), num_keys, len(self.tokens))
 
 
 def _shape(layout: KvLayout, tokens: TokenRange) -> tuple[int, ...]:

@@ -89,6 +89,19 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     yield _gauge("baton_ledger_imbalance", "1 where slots or bytes do not add up", unbalanced, "group")
     preemptions = of_each(lambda status: status.num_preemptions)
     yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
+    drafting = {name: status.speculation for name, status in groups.items() if status.HasField("speculation")}
+    drafts = [
+        ((name, end), num)
+        for name, each in drafting.items()
+        for end, num in (("accepted", each.num_accepted), ("rejected", each.num_drafted - each.num_accepted))
+    ]
+    yield _counter("baton_drafts", "Drafts of speculative decoding that were verified", drafts, "group", "end")
+    rounds = [
+        ((name, kind), value)
+        for name, each in drafting.items()
+        for kind, value in (("predicted", each.predicted_s), ("measured", each.measured_s))
+    ]
+    yield _gauge("baton_round_seconds", "The latest round of drafts and their step", rounds, "group", "kind")
     stores = {name: status.prefix_store for name, status in groups.items() if status.HasField("prefix_store")}
     read = [
         ((name, tier), num_bytes)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.types import TokenRange
 from modeling.forward.fused_layers import FusedLayers
 from modeling.forward.linear import PanelLinear
 from modeling.forward.model_config import ModelConfig
@@ -83,7 +84,18 @@ def config_of(shape: tuple[int, int, int, int, int]) -> ModelConfig:
 class Pieces:
     """Random layers, and a batch of rows; whoever runs the layers is handed copies of what they write to."""
 
-    def __init__(self, path: Path, config: ModelConfig, num_rows: int, int8: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        config: ModelConfig,
+        num_rows: int,
+        *,
+        int8: bool = False,
+        num_new: int = 1,
+        unseen: bool = False,
+    ) -> None:
+        """`num_new`: tokens of a sequence, of which there are as many as fit; `unseen`: whether rows leave out keys."""
+        self.num_new, self.unseen = num_new, unseen
         self.path, self.config, self.num_rows = path, config, num_rows
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
         self.width, self.kv_width = width, config.num_kv_heads * config.head_dim
@@ -105,15 +117,24 @@ class Pieces:
         self.hidden_TD = random(num_rows, hidden, seed=7, scale=3)
         cos_T1H, sin_T1H = (random(num_rows, 1, config.head_dim, seed=seed) for seed in (8, 9))
         self.rotation = Rotation(cos_T1H, sin_T1H, in_place=True)
-        self.lengths = [LENGTHS[row % len(LENGTHS)] for row in range(num_rows)]
+        num_spans = num_rows // num_new
+        self.lengths = [num_new - 1 + LENGTHS[row % len(LENGTHS)] for row in range(num_spans)]
         self.caches = [
             random(NUM_LAYERS, length, 2, config.num_kv_heads, config.head_dim, seed=300 + row)
             for row, length in enumerate(self.lengths)
         ]
 
     def rows(self, caches: list[Tensor]) -> DecodeRows:
-        places = [KvPlace(each.data_ptr(), each[0].nbytes, NUM_LAYERS, each.shape[1]) for each in caches]
-        return DecodeRows(list(enumerate(places)), 4 * self.kv_width, (None,) * NUM_LAYERS)
+        num = self.num_new
+        keys = [
+            TokenRange(1, each.shape[1] - num) if self.unseen and each.shape[1] > num + 2 else None for each in caches
+        ]
+        places = [
+            KvPlace(each.data_ptr(), each[0].nbytes, NUM_LAYERS, each.shape[1], num, unseen)
+            for each, unseen in zip(caches, keys, strict=True)
+        ]
+        spans = [(index * num, place) for index, place in enumerate(places)]
+        return DecodeRows(spans, 4 * self.kv_width, (None,) * NUM_LAYERS)
 
     def layers(self) -> FusedLayers:
         """All linears as one."""
@@ -135,8 +156,8 @@ class Pieces:
         """The same by the operators alone."""
         hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
         operators: Any = getattr(torch.ops, native.namespace(self.path.instruction_set))
-        config, addresses_LB = self.config, self.rows(caches).addresses_LB
-        lengths_B = torch.tensor(self.lengths)
+        config, rows = self.config, self.rows(caches)
+        addresses_LB, lengths_B = rows.addresses_LB, rows.lengths_B
         splits = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
         for layer in range(NUM_LAYERS):
             (qkv, norm), (output, _), (gate_up, mlp_norm), (down, _) = self.linears[4 * layer : 4 * layer + 4]
@@ -145,7 +166,8 @@ class Pieces:
             q_TNH, k_TGH, v_TGH = torch.split(qkv_TKH, splits, dim=1)
             operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
             attended_TNH = operators.decode_attention(
-                q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention
+                *(q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention),
+                *(rows.queries_B, rows.unseen_B2),
             )
             hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
             hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)
@@ -173,6 +195,14 @@ def test_one_call_makes_the_bits_of_many(
 @pytest.mark.parametrize("num_rows", [1, 9, 33])
 def test_and_of_int8_weights(path: Path, num_rows: int, two_threads: None) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), num_rows, int8=True).check()
+
+
+@pytest.mark.parametrize("unseen", [False, True])
+@pytest.mark.parametrize("num_new", [1, 2, 5, 8])
+def test_and_of_several_tokens_a_sequence_and_keys_left_out(
+    path: Path, num_new: int, unseen: bool, two_threads: None
+) -> None:
+    Pieces(path, config_of((72, 200, 6, 2, 64)), 40, num_new=num_new, unseen=unseen).check()
 
 
 def test_and_for_several_callers_at_a_time(path: Path, two_threads: None) -> None:

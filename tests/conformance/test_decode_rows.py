@@ -1,6 +1,8 @@
 """The native attention of a generation step, against the definition of attention in float64: to all keys, and to those
 that are picked."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -119,6 +121,57 @@ def test_rows_attend_to_what_is_picked_and_read_nothing_else(window: int | None)
             expected.append(brute_attention(q_1NH[:, 3 * g : 3 * g + 3], picked, 0, dense=True)[0])
     out_BNH = rows.attend(1, q_TNH, 3, picks)
     torch.testing.assert_close(out_BNH.double(), torch.cat(expected).view(out_BNH.shape), atol=2e-2, rtol=2e-2)
+
+
+def check_spans(heads: tuple[int, int], head_dim: int, num_new: int, unseen: TokenRange | None, dtype: str) -> None:
+    """Spans of `num_new` tokens, of all LENGTHS that are longer, in the last layer; keys left out are NaN."""
+    num_heads, num_kv_heads = heads
+    lengths = [length for length in LENGTHS if length > num_new]
+    buffers = [filled(num_kv_heads, head_dim, length, seed, dtype) for seed, length in enumerate(lengths)]
+    spans = [BufferSpan(each, TokenRange(each.tokens.end - num_new, each.tokens.end)) for each in buffers]
+    hidden = [unseen if unseen is not None and unseen.end <= span.tokens.start else None for span in spans]
+    places = [replace(span.place(), unseen=keys) for span, keys in zip(spans, hidden, strict=True)]
+    rows = DecodeRows(
+        [(index * num_new, place) for index, place in enumerate(places)],
+        buffers[0].layout.row_bytes,
+        (None,) * NUM_LAYERS,
+    )
+    width, layer = num_heads + 2 * num_kv_heads, NUM_LAYERS - 1
+    fused = random(len(spans) * num_new, width, head_dim, seed=99, dtype=getattr(torch, dtype))
+    q_TNH, k_TGH, v_TGH = torch.split(fused, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+    for span, keys in zip(spans, hidden, strict=True):
+        if keys is not None:
+            span.buffer.data[layer, keys.start : keys.end] = float("nan")
+    rows.append(layer, k_TGH, v_TGH)
+    out_BNH = rows.attend(layer, q_TNH, num_kv_heads)
+    for index, (span, keys) in enumerate(zip(spans, hidden, strict=True)):
+        new = slice(index * num_new, (index + 1) * num_new)
+        assert torch.equal(span.own(layer)[:, 0], k_TGH[new])
+        assert torch.equal(span.own(layer)[:, 1], v_TGH[new])
+        for query in range(num_new):
+            kv_S2GH = span.buffer.data[layer, : span.tokens.start + query + 1]
+            if keys is not None:
+                kv_S2GH = torch.cat((kv_S2GH[: keys.start], kv_S2GH[keys.end :]))
+            seen = KvRows(kv_S2GH[:, 0], kv_S2GH[:, 1], 0)
+            token = index * num_new + query
+            expected_1NH, _ = brute_attention(q_TNH[token : token + 1], seen, 0, dense=True)
+            tolerance = 2.5 * TOLERANCES[dtype] if dtype == "float32" else TOLERANCES[dtype]  # the worst of many more
+            torch.testing.assert_close(out_BNH[token].double(), expected_1NH[0], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("unseen", [None, TokenRange(0, 14), TokenRange(4, 500), TokenRange(16, 16)], ids=str)
+@pytest.mark.parametrize("num_new", [1, 2, 4, 6, 9])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_tokens_of_one_sequence_see_the_keys_up_to_their_own_but_for_those_left_out(
+    dtype: str, heads: tuple[int, int], num_new: int, unseen: TokenRange | None
+) -> None:
+    check_spans(heads, 64, num_new, unseen, dtype)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_and_whatever_the_head_dim(head_dim: int) -> None:
+    check_spans((6, 2), head_dim, 5, TokenRange(4, 40), "bfloat16")
 
 
 def test_rows_that_are_all_of_a_step_in_order_need_no_choosing() -> None:

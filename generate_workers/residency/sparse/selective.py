@@ -71,7 +71,7 @@ class SplitSpan:
 
     def place(self) -> KvPlace:
         whole = self.whole.place()
-        return KvPlace(whole.address, whole.layer_bytes, whole.num_layers, whole.num_keys, self.others.place())
+        return replace(whole, others=self.others.place())
 
     def _locate(self, layer: int) -> tuple[SequenceSpan, int]:
         num_whole = len(self.whole.buffer.data)

@@ -1,17 +1,19 @@
-// Attention of one query token a row over that row's own keys: the ragged batch of a generation step. Its floor is
+// Attention of a few query tokens a sequence over its own keys: the ragged batch of a generation step. Its floor is
 // reading every key and value once; nothing is padded, copied or gathered.
 //
-// A row is a sequence; its KV lies as [keys][2][G][H], keys before values, in bf16 or fp32, and is read in that order, a
-// tile of kKeys tokens at a time; or only those keys are read that a list of the row's kv head picks, in its order. A
-// task is a run of a row's keys, so that long rows are shared among threads; runs of one row are merged by log-sum-exp.
-// The R query heads that share a kv head are served from one reading:
+// A row is a query token. Its sequence's KV lies as [keys][2][G][H], keys before values, in bf16 or fp32, and is read in
+// that order, a tile of kKeys tokens at a time. A sequence's rows, its last tokens, follow each other; each sees the keys
+// up to its own. A row may leave out keys: those between its first and its last ones, or, if it is its sequence's only
+// row, all that a list of the kv head does not pick. They are not read. A task is a run of a sequence's keys, so that
+// long sequences are shared among threads; runs of one sequence are merged by log-sum-exp. The R query heads of all rows
+// that share a kv head are served from one reading:
 //   scores   kLanes keys at a time: 32-bit words of each key are loaded and transposed, so that a register holds one word
 //            of each of these keys, and a query's part of it is broadcast; or, in tiles, 16 keys as they lie are multiplied
 //            with the queries of up to 16 heads, and only their scores are transposed;
 //   softmax  online, a tile at a time;
 //   values   a key's channels (in products of depth 2, two keys', interleaved) are multiplied by its weights, broadcast.
 //
-// B rows, N heads, G kv heads, R = N / G, H head dim, K picks at most.
+// B rows, N heads, G kv heads, R = N / G, H head dim, K picks at most. decode_checks.h has what rows must fulfil.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -21,6 +23,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "attention/decode_checks.h"
 #include "attention/decode_tasks.h"
 
 namespace {
@@ -45,12 +48,6 @@ void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, int64_t B
   TORCH_CHECK(rows.scalar_type() == at::kBFloat16 || rows.scalar_type() == at::kFloat, "rows are bfloat16 or float32");
   TORCH_CHECK(rows.dim() == 3 && rows.stride(2) == 1, "rows must be [B, heads, H], each head contiguous");
   TORCH_CHECK(rows.size(0) == B && addresses_B.numel() == B && addresses_B.is_contiguous(), "an address for each row");
-}
-
-void check_lengths(const at::Tensor& lengths_B) {
-  const auto* lengths = lengths_B.const_data_ptr<int64_t>();
-  TORCH_CHECK(std::all_of(lengths, lengths + lengths_B.numel(), [](int64_t length) { return length > 0; }),
-              "every row has a key, its own");
 }
 
 void check_picks(const AttentionProblem& p) {
@@ -81,7 +78,8 @@ void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tenso
 }
 
 at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses_B, const at::Tensor& lengths_B,
-                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& picks_BGK,
+                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& queries_B,
+                            const std::optional<at::Tensor>& unseen_B2, const std::optional<at::Tensor>& picks_BGK,
                             const std::optional<at::Tensor>& num_picks_BG) {
   const int64_t B = q_BNH.size(0), N = q_BNH.size(1), H = q_BNH.size(2), G = num_kv_heads;
   check_rows(q_BNH, addresses_B, B);
@@ -94,7 +92,10 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
   const auto *addresses = addresses_B.const_data_ptr<int64_t>(), *lengths = lengths_B.const_data_ptr<int64_t>();
   AttentionProblem p{q_BNH.const_data_ptr(), addresses, lengths, nullptr, nullptr, o_BNH.data_ptr(), B, N, G, N / G, H, 0,
                      q_BNH.stride(0), q_BNH.stride(1), kLog2E / std::sqrt(float(H))};
+  p.queries = queries_of(p, queries_B);
+  p.unseen = unseen_of(p, unseen_B2);
   if (picks_BGK) {
+    TORCH_CHECK(!p.queries && !p.unseen, "rows with picks are their sequences' only ones, and leave out no other keys");
     p.K = picks_BGK->size(2);
     TORCH_CHECK(picks_BGK->is_contiguous() && picks_BGK->numel() == B * G * p.K, "picks must be [B, G, K]");
     TORCH_CHECK(num_picks_BG->is_contiguous() && num_picks_BG->numel() == B * G, "numbers of picks must be [B, G]");
@@ -112,7 +113,7 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
   m.def("append_kv(Tensor k_BGH, Tensor v_BGH, Tensor addresses_B, Tensor lengths_B) -> ()");
   m.def("decode_attention(Tensor q_BNH, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, str product, "
-        "Tensor? picks_BGK=None, Tensor? num_picks_BG=None) -> Tensor");
+        "Tensor? queries_B=None, Tensor? unseen_B2=None, Tensor? picks_BGK=None, Tensor? num_picks_BG=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
   m.impl("append_kv", &append_kv);

@@ -1,4 +1,4 @@
-// A thread's part of decode attention: a run of one row's keys, for all of its heads (decode_attention.cpp).
+// A thread's part of decode attention: a run of one sequence's keys, for all of its queries (decode_attention.cpp).
 
 #pragma once
 
@@ -19,12 +19,16 @@ constexpr int kLine = 64;       // bytes that are fetched at a time
 struct AttentionProblem {
   const void* q;             // [B][N][H]
   const int64_t* addresses;  // address of each row's first key
-  const int64_t* lengths;    // number of keys of each row
+  const int64_t* lengths;    // number of keys of each row, up to its own
   const int32_t* picks;      // [B][G][K], or null: all keys
   const int32_t* num_picks;  // [B][G]
   void* o;                   // [B][N][H]
   int64_t B, N, G, R, H, K, q_row, q_head;
   float scale;
+  const int64_t* queries = nullptr;  // [B] rows from this one on that are one sequence's last tokens; null: 1 each
+  const int64_t* unseen = nullptr;   // [B][2] keys between a row's first and last ones, not attended to; null: none
+
+  int64_t num_queries(int64_t row) const { return queries ? queries[row] : 1; }
 };
 
 // Returns where a row's key number `index` begins; its value lies behind the heads of the key. `bytes`: of one key, and
@@ -33,10 +37,14 @@ inline char* place_of(int64_t address, int64_t index, int64_t bytes) {
   return reinterpret_cast<char*>(address) + index * 2 * bytes;
 }
 
-// The keys [first, end) of a row, or of the keys that its kv head picks, for the kv heads [head, end_head). Results are
-// kept from `place` on, query head by query head.
+// The keys [first, end) of a sequence, or of the keys that a kv head picks, for the kv heads [head, end_head) and the
+// queries of `num_queries` rows from `row` on. A kv head has `width` = num_queries * R query heads, those of the first
+// row first. Results are kept from `place` on, query head by query head.
 struct Task {
-  int64_t row, head, end_head, first, end, place;
+  int64_t sequence, row, num_queries, width, head, end_head, first, end, place;
+
+  // Returns where the results of a query head are kept: of a kv head, its number `index` among that one's.
+  int64_t place_of(int64_t kv_head, int64_t index) const { return place + (kv_head - head) * width + index; }
 };
 
 // Results of tasks: for each query head of a task, the weighted sums [H] and the softmax.
@@ -61,7 +69,9 @@ class Attention {
 
   Attention(const AttentionProblem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found) {
     if constexpr (kInTiles) {
-      tiles_.resize(kMostHeads * p_.G * H_);
+      int64_t most_queries = 1;
+      for (int64_t row = 0; row < p_.B; row += p_.num_queries(row)) most_queries = std::max(most_queries, p_.num_queries(row));
+      tiles_.resize(p_.G * num_tiles(most_queries * p_.R) * kMostHeads * H_);
       rows_.resize(kMostHeads * H_);
     } else {
       q_.resize(kHeads * H_);
@@ -91,9 +101,12 @@ class Attention {
  private:
   static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
 
+  // Returns the tiles of queries for `width` query heads that share a kv head.
+  static int64_t num_tiles(int64_t width) { return (width + kMostHeads - 1) / kMostHeads; }
+
   // Clears the task's results.
   void clear(const Task& task) {
-    const int64_t num = (task.end_head - task.head) * p_.R, width = H_ / kLanes;
+    const int64_t num = (task.end_head - task.head) * task.width, width = H_ / kLanes;
     std::fill_n(&found_.softmax[task.place], num, Softmax());
     std::fill_n(&found_.sums[task.place * width], num * width, Floats{});
   }
@@ -101,24 +114,24 @@ class Attention {
   void attend(const Task& task, int64_t first, int count) {
     for (int64_t g = task.head; g < task.end_head; ++g) {
       find(task.row, g, first, count);
-      in_parts(g, [&](int64_t head, auto num) {
-        load_queries<num>(task.row, head);
+      in_parts(0, task.width, [&](int64_t index, auto num) {
+        load_queries<num>(task, g, index);
         for (int j = 0; j < count; j += kLanes) score<num>(j);
-        weigh<num>(scores_, count, task.place + head - task.head * p_.R);
+        weigh<num>(task, g, index, scores_, first, count);
       });
     }
   }
 
-  // Calls part(head, number) for all query heads of a kv head, at most kHeads at a time.
+  // Calls part(index, number) for the query heads [first, end) of a kv head, at most kHeads at a time.
   template <class Part>
-  void in_parts(int64_t g, Part part) {
-    for (int64_t r = 0, num = 0; r < p_.R; r += num) {
-      num = std::min<int64_t>(kHeads, p_.R - r);
+  void in_parts(int64_t first, int64_t end, Part part) {
+    for (int64_t num = 0; first < end; first += num) {
+      num = std::min<int64_t>(kHeads, end - first);
       switch (num) {
-        case 1: part(g * p_.R + r, std::integral_constant<int, 1>()); break;
-        case 2: part(g * p_.R + r, std::integral_constant<int, 2>()); break;
-        case 3: part(g * p_.R + r, std::integral_constant<int, 3>()); break;
-        default: part(g * p_.R + r, std::integral_constant<int, kHeads>());
+        case 1: part(first, std::integral_constant<int, 1>()); break;
+        case 2: part(first, std::integral_constant<int, 2>()); break;
+        case 3: part(first, std::integral_constant<int, 3>()); break;
+        default: part(first, std::integral_constant<int, kHeads>());
       }
     }
   }
@@ -148,61 +161,84 @@ class Attention {
   }
 
   template <int C>
-  void load_queries(int64_t row, int64_t head) {
+  void load_queries(const Task& task, int64_t g, int64_t index) {
     for (int r = 0; r < C; ++r) {
-      const Element* q = query(row, head + r);
+      const Element* q = query(task, g, index + r);
       for (int h = 0; h < H_; h += kLanes) store_floats(&q_[r * H_ + h], load_floats(q + h));
     }
   }
 
-  const Element* query(int64_t row, int64_t head) const {
+  // Returns the query of a kv head's query head number `index`.
+  const Element* query(const Task& task, int64_t g, int64_t index) const {
+    const int64_t row = task.row + index / p_.R, head = g * p_.R + index % p_.R;
     return static_cast<const Element*>(p_.q) + row * p_.q_row + head * p_.q_head;
   }
 
-  // Adds a tile's scores of C query heads, and its values, to the results at `at`.
+  // Returns how many of the `count` keys from `first` on a query head sees: none that come after its own token.
+  int num_seen(const Task& task, int64_t index, int64_t first, int count) const {
+    if constexpr (kPicked) return count;
+    return int(std::clamp<int64_t>(p_.lengths[task.row + index / p_.R] - first, 0, count));
+  }
+
+  // Adds a tile's scores of C query heads of a kv head, from number `index` on, and its values, to their results.
   template <int C>
-  void weigh(const Floats (*scores)[kKeys / kLanes], int count, int64_t at) {
+  void weigh(const Task& task, int64_t g, int64_t index, const Floats (*scores)[kKeys / kLanes], int64_t first, int count) {
     const int padded = (count + kLanes - 1) / kLanes * kLanes;
+    const int64_t at = task.place_of(g, index);
     float factors[C];
+    int seen[C];
     Softmax* softmax = &found_.softmax[at];
-    for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores[r], count, p_.scale);
-    for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, count, p_.scale, factors[r]);
+    for (int r = 0; r < C; ++r) seen[r] = num_seen(task, index + r, first, count);
+    for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores[r], seen[r], p_.scale);
+    for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, seen[r], p_.scale, factors[r]);
     for_parts(H_ / kLanes, [&](int from, auto width) { accumulate<C, width>(from, factors, count, at); });
   }
 
 #ifdef __AMX_BF16__
-  // tiles_: for each kv head, for each kTileDepth channels, a tile of pairs of channels: columns are the query heads of all kv
-  // heads that are scored together, zeros in those of others.
+  // tiles_: for each kv head, and each kMostHeads of its query heads, for each kTileDepth channels a tile of pairs of
+  // channels: columns are the query heads of all kv heads that are scored together, zeros in those of others.
   void pack_queries(const Task& task) {
     std::fill(tiles_.begin(), tiles_.end(), Element());
     for (int64_t g = task.head; g < task.end_head; ++g) {
-      for (int64_t r = 0; r < p_.R; ++r) {
-        const Element* q = query(task.row, g * p_.R + r);
-        Element* to = &tiles_[(g - task.head) * kMostHeads * H_] + 2 * (g % together() * p_.R + r);
+      for (int64_t index = 0; index < task.width; ++index) {
+        const Element* q = query(task, g, index);
+        Element* to = &tiles_[tile_of(task, g, index)] + 2 * (column_of(task, g) + index % kMostHeads);
         for (int h = 0; h < H_; h += 2) std::copy_n(q + h, 2, to + h / 2 * 2 * kMostHeads);
       }
     }
   }
 
-  // Number of kv heads whose query heads have their scores in one tile. The first kv head of a tile is number 0,
-  // `together`, 2 * `together`, ...
-  int64_t together() const { return kMostHeads / p_.R; }
+  // Returns where the packed tiles of a kv head's query head number `index` begin.
+  int64_t tile_of(const Task& task, int64_t g, int64_t index) const {
+    return ((g - task.head) * num_tiles(task.width) + index / kMostHeads) * kMostHeads * H_;
+  }
+
+  // Returns the number of kv heads whose query heads have their scores in one tile. The first kv head of a tile is
+  // number 0, `together`, 2 * `together`, ...
+  static int64_t together(const Task& task) { return std::max<int64_t>(kMostHeads / task.width, 1); }
+
+  // Returns the column of a kv head's first query head.
+  static int64_t column_of(const Task& task, int64_t g) { return g % together(task) * task.width; }
 
   void attend_in_tiles(const Task& task, int64_t first, int count) {
     for (int64_t g = task.head, end = 0; g < task.end_head; g = end) {
-      end = std::min(task.end_head, (g / together() + 1) * together());
-      for (int j = 0; j < count; j += kTileHeight) score_in_tiles(task, g, end, first, j, count);
-      for (; g < end; ++g) {
-        find(task.row, g, first, count);
-        in_parts(g, [&](int64_t head, auto num) {
-          weigh<num>(scores_ + head % (together() * p_.R), count, task.place + head - task.head * p_.R);
-        });
+      end = std::min(task.end_head, (g / together(task) + 1) * together(task));
+      for (int64_t index = 0; index < task.width; index += kMostHeads) {
+        const int64_t end_index = std::min(task.width, index + kMostHeads);
+        for (int j = 0; j < count; j += kTileHeight) score_in_tiles(task, g, end, index, first, j, count);
+        for (int64_t k = g; k < end; ++k) {
+          find(task.row, k, first, count);
+          in_parts(index, end_index, [&](int64_t from, auto num) {
+            weigh<num>(task, k, from, scores_ + column_of(task, k) + from - index, first, count);
+          });
+        }
       }
     }
   }
 
-  // Scores the keys [j, j + 16) of a tile for the kv heads [g, end).
-  void score_in_tiles(const Task& task, int64_t g, int64_t end, int64_t first, int j, int count) {
+  // Scores the keys [j, j + 16) of a tile for the kv heads [g, end), at most kMostHeads query heads of each from number
+  // `index` on.
+  void score_in_tiles(const Task& task, int64_t g, int64_t end, int64_t index, int64_t first, int j, int count) {
     const bool lie_in_order = !p_.picks && j + kTileHeight <= count;
     alignas(64) float scores[kTileHeight][kMostHeads];
     Words columns[kLanes] = {};
@@ -211,7 +247,7 @@ class Attention {
       for (int i = 0; i < num && !lie_in_order; ++i) std::copy_n(key(task.row, g, first + j + i), H_, &rows_[i * H_]);
       const Element* keys = lie_in_order ? key(task.row, g, first + j) : rows_.data();
       const int64_t stride = (lie_in_order ? 2 * p_.G * H_ : H_) * sizeof(Element);
-      const Element* q = &tiles_[(g - task.head) * kMostHeads * H_];
+      const Element* q = &tiles_[tile_of(task, g, index)];
       settle_memory();
       _tile_zero(0);
       for (int h = 0; h < H_; h += kTileDepth) {
@@ -222,8 +258,8 @@ class Attention {
       fetch<Element>(kTileHeight * H_);
       _tile_stored(0, scores, sizeof(scores[0]));
       settle_memory();
-      const int own = int(g % together() * p_.R);  // the other columns are 0, or NaN where a key holds NaN
-      const Ints is_own = (lanes() >= own) & (lanes() < own + int(p_.R));
+      const int own = int(column_of(task, g));  // the other columns are 0, or NaN where a key holds NaN
+      const Ints is_own = (lanes() >= own) & (lanes() < own + int(task.width));
       for (int i = 0; i < kTileHeight; ++i) columns[i] = is_own ? load<Words>(scores[i]) : columns[i];
     }
     transpose(columns);

@@ -13,7 +13,7 @@
 
 namespace {
 
-constexpr int64_t kRun = 512;  // keys of a task, about; fixed, so that a row's result depends on no other row
+constexpr int64_t kRun = 512;  // keys of a task, about; fixed, so that a result depends on no other sequence
 
 // Calls `run` with the product for rows of this kind: by name as `with_product` does, with scores in tiles where they
 // fit.
@@ -26,20 +26,20 @@ void with_scores(const AttentionProblem& p, bool is_bf16, std::string_view name,
   with_product(is_bf16, name == "tiles" ? "widened" : name, run);
 }
 
-// Merges the results of the tasks [begin, end) of one query head of their row, into its output.
+// Merges the results of the tasks [begin, end), all those of a sequence, for a query head of its row number `query`.
 template <class Element>
-void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_t head, const Found& found) {
-  const int64_t num = p.H / kLanes;
+void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_t query, int64_t head, const Found& found) {
+  const int64_t num = p.H / kLanes, kv_head = head / p.R;
   const auto of_head = [&](auto use) {
     for (const Task* task = begin; task != end; ++task) {
-      const int64_t place = task->place + head - task->head * p.R;
-      if (task->head <= head / p.R && head / p.R < task->end_head) use(found.softmax[place], &found.sums[place * num]);
+      const int64_t place = task->place_of(kv_head, query * p.R + head % p.R);
+      if (task->head <= kv_head && kv_head < task->end_head) use(found.softmax[place], &found.sums[place * num]);
     }
   };
   float largest = kNothing, total = 0.0f;
   of_head([&](const Softmax& softmax, const Floats*) { largest = std::max(largest, softmax.largest); });
   of_head([&](const Softmax& softmax, const Floats*) { total += std::exp2(softmax.largest - largest) * softmax.sum(); });
-  Element* to = static_cast<Element*>(p.o) + (begin->row * p.N + head) * p.H;
+  Element* to = static_cast<Element*>(p.o) + ((begin->row + query) * p.N + head) * p.H;
   for (int64_t i = 0; i < num; ++i) {
     Floats all = {};
     of_head([&](const Softmax& softmax, const Floats* sums) { all += sums[i] * std::exp2(softmax.largest - largest); });
@@ -49,29 +49,36 @@ void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_
 
 // The tasks of a batch. Each thread has a range of tasks to itself and runs them in order, so that a task's keys are
 // fetched while the task before it is at work. A thread that has finished its range helps with the others. The thread
-// that finishes a row's last task merges the row's results.
+// that finishes a sequence's last task merges its results.
 class Tasks {
  public:
-  // Divides all rows' keys into runs: a task has all kv heads of a run; with picks, whose numbers differ, each kv head
-  // has runs of its own. Returns the number of threads for which there is work.
+  // Divides all sequences' keys into runs: a task has all kv heads of a run; with picks, whose numbers differ, each kv
+  // head has runs of its own. Returns the number of threads for which there is work.
   int64_t divide(const AttentionProblem& p, int64_t num_threads) {
     int64_t place = 0;
     tasks_.clear();
-    const auto add = [&](int64_t row, int64_t head, int64_t end_head, int64_t length) {
-      const int64_t num_runs = (length + kRun - 1) / kRun;
-      for (int64_t i = 0; i < num_runs; ++i, place += (end_head - head) * p.R) {
-        tasks_.push_back({row, head, end_head, length * i / num_runs, length * (i + 1) / num_runs, place});
-      }
-    };
     ends_.clear();
-    for (int64_t row = 0; row < p.B; ++row) {
-      if (!p.picks) add(row, 0, p.G, p.lengths[row]);
-      for (int64_t g = 0; p.picks && g < p.G; ++g) add(row, g, g + 1, p.num_picks[row * p.G + g]);
+    for (int64_t row = 0, num = 1; row < p.B; row += num) {
+      num = p.num_queries(row);
+      const auto add = [&](int64_t head, int64_t end_head, int64_t first, int64_t end) {
+        const int64_t num_runs = (end - first + kRun - 1) / kRun;
+        for (int64_t i = 0; i < num_runs; ++i, place += (end_head - head) * num * p.R) {
+          const int64_t from = first + (end - first) * i / num_runs, to = first + (end - first) * (i + 1) / num_runs;
+          tasks_.push_back({int64_t(ends_.size()), row, num, num * p.R, head, end_head, from, to, place});
+        }
+      };
+      const int64_t length = p.lengths[row + num - 1], unseen = p.unseen ? p.unseen[2 * row] : length;
+      if (p.picks) {
+        for (int64_t g = 0; g < p.G; ++g) add(g, g + 1, 0, p.num_picks[row * p.G + g]);
+      } else {
+        add(0, p.G, 0, std::min(unseen, length));
+        if (unseen < length) add(0, p.G, p.unseen[2 * row + 1], length);
+      }
       ends_.push_back(int64_t(tasks_.size()));
     }
     found_.sums.resize(place * p.H / kLanes);
     found_.softmax.resize(place);
-    left_ = std::vector<std::atomic<int64_t>>(p.B);
+    left_ = std::vector<std::atomic<int64_t>>(ends_.size());
     next_ = std::vector<std::atomic<int64_t>>(std::min<int64_t>(num_threads, tasks_.size()));
     return int64_t(next_.size());
   }
@@ -79,7 +86,7 @@ class Tasks {
   // Marks all tasks as not done. Called while no thread works on them.
   void rewind() {
     for (int64_t thread = 0; thread < int64_t(next_.size()); ++thread) next_[thread] = first(thread);
-    for (int64_t row = 0; row < int64_t(left_.size()); ++row) left_[row] = ends_[row] - begin(row);
+    for (int64_t i = 0; i < int64_t(left_.size()); ++i) left_[i] = ends_[i] - begin(i);
   }
 
   Found& found() { return found_; }
@@ -94,9 +101,10 @@ class Tasks {
       for (int64_t i = next_[range]++; i < end; i = next_[range]++) {
         const Task& task = tasks_[i];
         attention.run(task, i + 1 < end ? &tasks_[i + 1] : nullptr);
-        if (--left_[task.row] == 0) {
-          const Task *begin_row = &tasks_[begin(task.row)], *end_row = tasks_.data() + ends_[task.row];
-          for (int64_t head = 0; head < p.N; ++head) merge<typename P::Element>(p, begin_row, end_row, head, found_);
+        if (--left_[task.sequence] > 0) continue;
+        const Task *first_task = &tasks_[begin(task.sequence)], *end_task = tasks_.data() + ends_[task.sequence];
+        for (int64_t i = 0; i < task.num_queries * p.N; ++i) {
+          merge<typename P::Element>(p, first_task, end_task, i / p.N, i % p.N, found_);
         }
       }
     }
@@ -104,11 +112,11 @@ class Tasks {
 
  private:
   int64_t first(int64_t thread) const { return int64_t(tasks_.size()) * thread / int64_t(next_.size()); }
-  int64_t begin(int64_t row) const { return row ? ends_[row - 1] : 0; }
+  int64_t begin(int64_t sequence) const { return sequence ? ends_[sequence - 1] : 0; }
 
   std::vector<Task> tasks_;
-  std::vector<int64_t> ends_;               // index behind each row's last task
-  std::vector<std::atomic<int64_t>> left_;  // tasks of each row that are not done
+  std::vector<int64_t> ends_;               // index behind each sequence's last task
+  std::vector<std::atomic<int64_t>> left_;  // tasks of each sequence that are not done
   std::vector<std::atomic<int64_t>> next_;  // next task of each thread's range
   Found found_;
 };

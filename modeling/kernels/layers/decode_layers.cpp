@@ -5,6 +5,8 @@
 // One call saves the time between the operators, when no memory is read, whose rate bounds a step. Threads are started
 // once a step, and wait for each other where one reads what another wrote.
 //
+// Rows may be several tokens of one sequence, and may leave out keys, as in decode_attention.cpp.
+//
 // T tokens, a row each; L layers, D hidden, N heads, G kv heads, H head dim, I intermediate.
 
 #include <ATen/core/Tensor.h>
@@ -22,6 +24,7 @@
 #include <utility>
 #include <vector>
 
+#include "attention/decode_checks.h"
 #include "attention/decode_tasks.h"
 #include "linear/weights.h"
 #include "layers/meeting.h"
@@ -69,6 +72,8 @@ struct Rows {
   const uint16_t *cos, *sin;  // [T][H]
   const int64_t *addresses;   // [L][T], address of each row's first key
   const int64_t *lengths;     // [T] keys of each row, the new one included
+  const int64_t *queries;     // [T] rows of a sequence, as AttentionProblem has them
+  const int64_t *unseen;      // [T][2] keys left out, as AttentionProblem has them
   int64_t T;
 };
 
@@ -94,6 +99,8 @@ class Step {
     problem.q_head = heads.H;
     problem.o = attended_.data();
     problem.lengths = rows.lengths;
+    problem.queries = rows.queries;
+    problem.unseen = rows.unseen;
     problem.B = rows.T;
     tasks_.divide(problem, num_threads);
     int64_t most_bytes = 0;
@@ -222,18 +229,22 @@ class DecodeLayers : public torch::CustomClassHolder {
 
   // Runs all layers in place. The rows' new keys and values go to their caches.
   void run(const at::Tensor& hidden_TD, const at::Tensor& cos_TH, const at::Tensor& sin_TH,
-           const at::Tensor& addresses_LT, const at::Tensor& lengths_T) {
+           const at::Tensor& addresses_LT, const at::Tensor& lengths_T, const std::optional<at::Tensor>& queries_T,
+           const std::optional<at::Tensor>& unseen_T2) {
     const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
     TORCH_CHECK(L > 0 && added_.empty(), "layers are not complete");
     TORCH_CHECK(T > 0 && T <= kFewRows, "not for ", T, " rows: at most ", kFewRows);
-    const Rows rows{
+    Rows rows{
         of<uint16_t>(hidden_TD, at::kBFloat16, T * layers_[0][kQkv].weights.K, "hidden states"),
         of<uint16_t>(cos_TH, at::kBFloat16, T * heads_.H, "cosines"),
         of<uint16_t>(sin_TH, at::kBFloat16, T * heads_.H, "sines"),
         of<int64_t>(addresses_LT, at::kLong, L * T, "addresses"),
-        of<int64_t>(lengths_T, at::kLong, T, "lengths"), T};
-    TORCH_CHECK(std::all_of(rows.lengths, rows.lengths + T, [](int64_t length) { return length > 0; }),
-                "every row has a key, its own");
+        of<int64_t>(lengths_T, at::kLong, T, "lengths"), nullptr, nullptr, T};
+    check_lengths(lengths_T);
+    AttentionProblem problem = heads_;
+    problem.addresses = rows.addresses, problem.lengths = rows.lengths, problem.B = T;
+    rows.queries = queries_of(problem, queries_T);
+    rows.unseen = unseen_of(problem, unseen_T2);
     const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
     with_scores(heads_, true, scores_, [&](auto way) { Step<decltype(way)>(layers_, rows, heads_, num_threads).run(); });
   }

@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.config import EngineConfig
+from generate_workers.config import EngineConfig, SpeculationName
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -25,6 +25,7 @@ from generate_workers.residency.host import CopyTensor, copy_tensor
 from generate_workers.residency.port import KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.making import make_speculation
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
@@ -172,6 +173,9 @@ def harness(
     poison: bool = True,
     store: PrefixStore | None = None,
     batcher: Batcher | None = None,
+    speculation: SpeculationName = "off",
+    draft_tokens: int = 3,
+    draft_keys: int = 16,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
@@ -180,12 +184,24 @@ def harness(
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
-        num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting, max_step_stretch=max_step_stretch
+        num_slots,
+        max_slot_tokens,
+        max_prefill_tokens_per_step,
+        max_waiting,
+        max_step_stretch=max_step_stretch,
+        speculation=speculation,
+        draft_tokens=draft_tokens,
+        draft_keys=draft_keys,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     reclaim = saver.give_up if saver is not None else None
     batcher = batcher or DecodeFirst.of(config, decoder.config)
-    engine = GenerationEngine(decoder, letter_tokenizer(), slots, clock, config, batcher=batcher, reclaim=reclaim)
+    engine = GenerationEngine(
+        *(decoder, letter_tokenizer(), slots, clock, config),
+        batcher=batcher,
+        speculation=make_speculation(decoder, slots, config, clock),
+        reclaim=reclaim,
+    )
     made = Harness(decoder, slots, engine, clock, saver)
     try:
         with ends_empty(slots):

@@ -200,11 +200,16 @@ class FailingDecoder(Decoder):
     error: Exception | None = None
 
     def forward(
-        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[SequenceSpan],
+        turns: LayerTurns | None = None,
+        *,
+        most_queries: int = 1,
     ) -> Tensor:
         if self.error is not None:
             raise self.error
-        return super().forward(token_ids, spans, turns)
+        return super().forward(token_ids, spans, turns, most_queries=most_queries)
 
 
 def failing_decoder() -> FailingDecoder:

@@ -24,11 +24,16 @@ class Timed(Decoder):
         self._clock = clock
 
     def forward(
-        self, token_ids: Sequence[int], spans: Sequence[SequenceSpan], turns: LayerTurns | None = None
+        self,
+        token_ids: Sequence[int],
+        spans: Sequence[SequenceSpan],
+        turns: LayerTurns | None = None,
+        *,
+        most_queries: int = 1,
     ) -> Tensor:
         num_decoded = sum(len(span.tokens) == 1 for span in spans)
         self._clock.advance(0.010 + 0.001 * num_decoded + 0.001 * (len(token_ids) - num_decoded))
-        return super().forward(token_ids, spans, turns)
+        return super().forward(token_ids, spans, turns, most_queries=most_queries)
 
 
 @pytest.mark.parametrize(("stretch", "most_s"), [(3.0, 0.040), (float("inf"), 0.075)])

@@ -1,0 +1,107 @@
+"""Generation engines whose rows continue natural texts: real prompts, their real KV, prefilled once for all engines.
+
+So drafts are accepted as they are in service, which random KV would not tell. Used by one thread.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from baton.clock import SystemClock
+from baton.ids import RequestId
+from baton.sampling_params import SamplingParams
+from baton.types import SampledToken, TokenEvent, TokenRange
+from generate_workers.config import EngineConfig
+from generate_workers.engine.core import GenerationEngine
+from generate_workers.engine.decode_first import DecodeFirst
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.engine.rows import GenerationRequest
+from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.making import make_speculation
+from modeling.forward.decoder import Decoder
+from modeling.kv.buffers import BufferSpan, KvBuffer
+from text.tokenizer import Tokenizer
+from transport.kv_sink import ReserveSpec
+
+_TTL_S = 3600.0
+_CHUNK = 512
+"""Tokens that are prefilled at a time."""
+
+
+@dataclass(frozen=True)
+class PrefilledText:
+    """A prompt, its KV, and the token that follows it."""
+
+    token_ids: tuple[int, ...]
+    kv: KvBuffer
+    first: SampledToken
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, decoder: Decoder, token_ids: Sequence[int]) -> "PrefilledText":
+        """Prefill a prompt, and choose what follows greedily."""
+        with torch.inference_mode(False):
+            kv = KvBuffer(decoder.layout, TokenRange(0, len(token_ids)))
+        hidden_TD = torch.empty(0)
+        for part in kv.tokens.split(_CHUNK):
+            hidden_TD = decoder.forward(token_ids[part.start : part.end], [BufferSpan(kv, part)])
+        first = int(decoder.logits(hidden_TD[-1:]).argmax())
+        return cls(tuple(token_ids), kv, SampledToken(first))
+
+
+class TextRows:
+    """An engine with a running row for each text. Make one with `running`."""
+
+    def __init__(self, engine: GenerationEngine) -> None:
+        self.engine = engine
+        self.num_tokens = 0
+        """Tokens sampled so far, in all rows."""
+
+    @classmethod
+    @contextlib.contextmanager
+    def running(
+        cls,
+        decoder: Decoder,
+        folder: Path,
+        texts: Sequence[PrefilledText],
+        params: SamplingParams,
+        config: EngineConfig,
+    ) -> Iterator["TextRows"]:
+        """Make an engine whose rows have their prompts' KV, and close it afterwards."""
+        clock = SystemClock()
+        slots = SlotTable(make_memory(decoder, config), clock, endpoint="none:0")
+        batcher = DecodeFirst.of(config, decoder.config)
+        speculation = make_speculation(decoder, slots, config, clock)
+        engine = GenerationEngine(
+            *(decoder, Tokenizer.load(folder), slots, clock, config), batcher=batcher, speculation=speculation
+        )
+        rows = cls(engine)
+        try:
+            for number, text in enumerate(texts):
+                name, length = RequestId(f"row-{number}"), len(text.token_ids)
+                lease = slots.reserve(ReserveSpec(name, 1, length, length + params.max_tokens, _TTL_S))
+                with slots.open_push(lease.ref) as target:
+                    for layer in range(slots.layout.num_layers):
+                        target.write(layer, text.kv.tokens, text.kv.export(layer, text.kv.tokens))
+                asyncio.run(slots.commit(lease.ref, [text.first]))
+                engine.submit(GenerationRequest(name, text.token_ids, (), params, lease.ref), rows._count)
+            yield rows
+        finally:
+            engine.close()
+
+    def rate(self, num_tokens: int) -> float:
+        """Step until so many more tokens have come; return tokens a second."""
+        before, start_s = self.num_tokens, time.perf_counter()
+        with torch.inference_mode():
+            while self.num_tokens - before < num_tokens:
+                self.engine.step()
+        return (self.num_tokens - before) / (time.perf_counter() - start_s)
+
+    def _count(self, event: TokenEvent) -> None:
+        assert not event.error, event.error
+        self.num_tokens += event.token is not None

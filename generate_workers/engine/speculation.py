@@ -1,0 +1,59 @@
+"""The port of speculation: drafts of what rows come to sample, which one step verifies for all.
+
+`preemption` asks it for a plan's drafts once the plan has its memory; `core` has them made, verified (`verified`) and
+observed. `generate_workers.speculation` is the implementation. Whatever is drafted changes no text, only how many
+tokens a step brings.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from baton.ids import SlotId
+from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.rows import Row
+from generate_workers.engine.verified import Drafts, Verified
+
+
+@dataclass(frozen=True)
+class SpeculationStats:
+    """What was drafted so far, and the latest round."""
+
+    num_drafted: int = 0
+    """Drafts verified so far."""
+    num_accepted: int = 0
+    """Drafts accepted so far."""
+    num_drafts: int = 0
+    """Drafts of the latest round, of all rows."""
+    expected_tokens: float = 0.0
+    """Tokens expected of the latest round; 0 where numbers of drafts are fixed."""
+    predicted_s: float = 0.0
+    """Seconds predicted for the latest round; 0 where numbers of drafts are fixed."""
+    measured_s: float = 0.0
+    """Seconds that the latest round took."""
+
+
+class Speculation(Protocol):
+    """Drafts for rows that decode. Owned by the engine's thread, but for `stats`."""
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """Return what was drafted so far. Any thread."""
+        ...
+
+    def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
+        """Return the plan with numbers of drafts, for which memory is promised. Rows that have no memory for drafts get
+        none."""
+        ...
+
+    def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
+        """Return the drafts of a plan's rows: at most as many as planned. Called right before the plan is run."""
+        ...
+
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
+        """Learn from a round that has ended: what was accepted, and how long its steps took."""
+        ...
+
+    def forget(self, row: Row) -> None:
+        """Drop what is kept of a row, which gives its slot back."""
+        ...

@@ -1,0 +1,33 @@
+"""The port of drafting: tokens that a row may come to sample next, guessed at less than a step's cost.
+
+`speculator` asks for drafts before a step, which verifies them (`engine.verified`).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+from generate_workers.engine.rows import Row
+
+
+class DraftWish(NamedTuple):
+    """A row that decodes, and the most tokens to draft for it."""
+
+    row: Row
+    num_drafts: int
+
+
+class Drafter(Protocol):
+    """Drafts tokens for rows of the batch. Owned by the engine's thread."""
+
+    def most_drafts(self, row: Row, wished: int) -> int:
+        """Return how many of so many wished drafts the row can have now."""
+        ...
+
+    def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
+        """Return the drafts of each row: tokens that follow its known ones, perhaps fewer than wished for, or none. The
+        rows are unchanged; their memory behind the known tokens may hold anything."""
+        ...
+
+    def forget(self, row: Row) -> None:
+        """Drop what is kept of a row, which has ended."""
+        ...

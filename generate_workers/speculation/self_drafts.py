@@ -1,0 +1,76 @@
+"""Drafts by the model itself over a part of each row's KV (MagicDec; Sadhukhan et al., 2024).
+
+At long contexts a step's time goes into reading KV; a step over few keys takes a small part of it, and its tokens are
+mostly those of the whole KV. A view says which keys those are. A draft step writes its keys and values where the row's
+next ones belong; the step that verifies writes them anew, so that drafts never read what they have computed before.
+
+`speculator` calls this on the engine's thread.
+"""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+
+from baton.types import TokenRange
+from generate_workers.engine.rows import Row
+from generate_workers.residency.port import StepKv, StepRows
+from generate_workers.speculation.port import DraftWish
+from modeling.forward.decoder import Decoder
+from modeling.forward.sampling import choose
+
+
+class DraftView(Protocol):
+    """The part of each row's KV that draft steps attend to."""
+
+    def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
+        """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view."""
+        ...
+
+    def forget(self, row: Row) -> None:
+        """Drop what is kept of a row, which has ended."""
+        ...
+
+
+class SelfDrafter:
+    """A Drafter that runs the model over a view of the rows' KV, a token at a time for all rows."""
+
+    def __init__(self, decoder: Decoder, view: DraftView) -> None:
+        self._decoder = decoder
+        self._view = view
+
+    def most_drafts(self, row: Row, wished: int) -> int:
+        """Return `wished`: the model always finds a token."""
+        return wished
+
+    @torch.inference_mode()
+    def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
+        """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
+        drafts: list[list[int]] = [[] for _ in wishes]
+        try:
+            for index in range(max(wish.num_drafts for wish in wishes)):
+                going = [
+                    (wish.row, found) for wish, found in zip(wishes, drafts, strict=True) if wish.num_drafts > index
+                ]
+                for (row, found), token_id in zip(going, self._next(going, index), strict=True):
+                    found.append(token_id)
+                    row.sampler.append(token_id)
+        finally:
+            for wish, found in zip(wishes, drafts, strict=True):
+                wish.row.sampler.drop(len(found))
+        return drafts
+
+    def forget(self, row: Row) -> None:
+        """Let the view forget the row."""
+        self._view.forget(row)
+
+    def _next(self, going: Sequence[tuple[Row, list[int]]], index: int) -> list[int]:
+        """Return the next draft of each row that has `index` drafts already."""
+        last_ids = [found[-1] if found else row.token_ids[-1] for row, found in going]
+        ends = [row.num_known + index for row, _ in going]
+        with self._view.step(
+            [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
+        ) as step:
+            hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns)
+        return choose(self._decoder.logits(hidden_TD), [row.sampler for row, _ in going])

@@ -1,0 +1,51 @@
+// Checks of decode attention's rows, shared by the operators that run it.
+
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <optional>
+
+#include "attention/decode_attention.h"
+
+namespace {
+
+void check_lengths(const at::Tensor& lengths) {
+  const auto* first = lengths.const_data_ptr<int64_t>();
+  TORCH_CHECK(std::all_of(first, first + lengths.numel(), [](int64_t length) { return length > 0; }),
+              "every row has a key, its own");
+}
+
+// Returns how many rows each sequence has, at the place of its first row; null: one each. `p` has addresses and lengths.
+const int64_t* queries_of(const AttentionProblem& p, const std::optional<at::Tensor>& queries_B) {
+  if (!queries_B) return nullptr;
+  TORCH_CHECK(queries_B->scalar_type() == at::kLong && queries_B->is_contiguous() && queries_B->numel() == p.B,
+              "numbers of queries must be [B] int64, contiguous");
+  const auto* queries = queries_B->const_data_ptr<int64_t>();
+  for (int64_t row = 0, num = 1; row < p.B; row += num) {
+    num = queries[row];
+    TORCH_CHECK(num > 0 && row + num <= p.B, "a sequence has ", num, " rows from row ", row, " on");
+    for (int64_t i = 1; i < num; ++i) {
+      TORCH_CHECK(p.addresses[row + i] == p.addresses[row] && p.lengths[row + i] == p.lengths[row] + i,
+                  "a sequence's rows are tokens that follow each other");
+    }
+  }
+  return queries;
+}
+
+// Returns the keys that each sequence leaves out, at the place of its first row; null: none.
+const int64_t* unseen_of(const AttentionProblem& p, const std::optional<at::Tensor>& unseen_B2) {
+  if (!unseen_B2) return nullptr;
+  TORCH_CHECK(unseen_B2->scalar_type() == at::kLong && unseen_B2->is_contiguous() && unseen_B2->numel() == 2 * p.B,
+              "keys that are left out must be [B, 2] int64, contiguous");
+  const auto* unseen = unseen_B2->const_data_ptr<int64_t>();
+  for (int64_t row = 0; row < p.B; ++row) {
+    TORCH_CHECK(0 <= unseen[2 * row] && unseen[2 * row] <= unseen[2 * row + 1] && unseen[2 * row + 1] < p.lengths[row],
+                "a row leaves out keys that it does not have, or its own");
+  }
+  return unseen;
+}
+
+}  // namespace

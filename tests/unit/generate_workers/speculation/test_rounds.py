@@ -1,0 +1,104 @@
+"""Speculation changes how many tokens a step brings, never which: against the same engine without it."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from baton.sampling_params import SamplingParams
+from baton.types import FinishReason
+from generate_workers.config import SpeculationName
+from tests.support.engines.generation import Harness, harness
+
+SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
+PARAMS = {
+    "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
+    "sampled": SamplingParams(max_tokens=24, temperature=0.9, seed=7, ignore_eos=True),
+    "filtered": SamplingParams(max_tokens=24, temperature=0.7, top_k=9, top_p=0.9, min_p=0.01, seed=3, ignore_eos=True),
+    "penalized": SamplingParams(
+        max_tokens=24,
+        temperature=0.7,
+        seed=5,
+        repetition_penalty=1.3,
+        frequency_penalty=0.4,
+        presence_penalty=0.3,
+        logit_bias={4: 2.0, 9: -3.0},
+        min_tokens=9,
+        logprobs=2,
+    ),
+    "ends": SamplingParams(max_tokens=24, temperature=1.0, seed=11, stop=("ab", "e")),
+}
+
+
+def prompts(num: int, seed: int = 0) -> list[list[int]]:
+    """Of uneven lengths; some quote themselves."""
+    chance = random.Random(seed)
+    made = [[chance.randrange(3, 20) for _ in range(chance.randrange(1, 60))] for _ in range(num)]
+    return [each if index % 2 else (each * 3)[:60] for index, each in enumerate(made)]
+
+
+Said = tuple[int, int, list[int], str, FinishReason | None]
+
+
+def answers(
+    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName
+) -> tuple[list[list[Said]], list[float]]:
+    """What each stream brings, when all run together, and all logprobs."""
+    with harness(num_slots=32, max_waiting=32, speculation=speculation) as made:
+        streams = [made.submit(prompt, params)[1] for prompt, params in asked]
+        made.run()
+    said, logprobs = list[list[Said]](), list[float]()
+    for stream in streams:
+        said.append([])
+        for event in stream.events:
+            assert event.token is not None, event.error
+            top_ids = [each.token_id for each in event.token.top]
+            said[-1].append((event.index, event.token.token_id, top_ids, event.text, event.finish))
+            if event.token.logprob is not None:
+                logprobs += [event.token.logprob, *(each.logprob for each in event.token.top)]
+    return said, logprobs
+
+
+def check(asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName) -> None:
+    """The same without speculation; logprobs as far as sums in fp32 agree."""
+    (said, logprobs), (plain, plain_logprobs) = answers(asked, speculation), answers(asked, "off")
+    assert said == plain
+    assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+@pytest.mark.parametrize("num_rows", [1, 5, 32])
+def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
+    num_rows: int, speculation: SpeculationName
+) -> None:
+    """Each row has parameters and a length of its own, so that rows end at different times."""
+    params = list(PARAMS.values())
+    asked = [(prompt, params[index % len(params)]) for index, prompt in enumerate(prompts(num_rows))]
+    check(asked, speculation)
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_and_those_of_one_row_whatever_it_asks_for(params: SamplingParams, speculation: SpeculationName) -> None:
+    asked = [(prompts(1)[0], params)]
+    check(asked, speculation)
+
+
+def steps_for(made: Harness, prompt: list[int], params: SamplingParams) -> int:
+    made.answer(prompt, params)
+    return made.engine.status().num_steps
+
+
+def test_drafts_over_all_keys_are_all_accepted() -> None:
+    """One token by the step that prefills, then rounds of one and three drafts."""
+    params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
+    with harness(speculation="streaming", draft_keys=128) as made:
+        assert steps_for(made, prompts(1)[0][:12], params) == 1 + 6
+
+
+def test_a_row_without_room_for_drafts_goes_on_without() -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with harness(speculation="streaming", max_slot_tokens=12) as made:
+        ended = made.answer([3, 4, 5, 6], params)
+    assert len(ended.token_ids) == 8
+    assert ended.finish is FinishReason.LENGTH

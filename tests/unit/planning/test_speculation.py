@@ -1,0 +1,88 @@
+"""Rounds are planned by what drafts cost and bring: against trying every number of drafts, and the paper's formula."""
+
+import itertools
+import random
+
+import pytest
+
+from planning.speculation import Prospect, Round, expected_tokens, plan_round
+from planning.step_costs import StepCost, StepWork
+
+COST = StepCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
+"""Of a machine that is bound by reading."""
+
+
+def seconds(rows: list[Prospect], numbers: tuple[int, ...]) -> float:
+    """Of a round with these drafts, by its steps one after another."""
+    total = 0.0
+    for depth in range(max(numbers)):
+        keys = [min(row.draft_keys, row.context) for row, num in zip(rows, numbers, strict=True) if num > depth]
+        if any(keys):
+            drafting = [each for each in keys if each]
+            total += COST.seconds(StepWork(len(drafting), sum(drafting), sum(drafting)))
+    num_keys = sum(row.context for row in rows)
+    num_pairs = sum((1 + num) * row.context for row, num in zip(rows, numbers, strict=True))
+    return total + COST.seconds(StepWork(len(rows) + sum(numbers), num_keys, num_pairs))
+
+
+def best_by_trying(rows: list[Prospect]) -> float:
+    """The most expected tokens a second of all rounds."""
+    rates = []
+    for numbers in itertools.product(*(range(row.most_drafts + 1) for row in rows)):
+        tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
+        rates.append(tokens / seconds(rows, numbers))
+    return max(rates)
+
+
+def rate_of(rows: list[Prospect], planned: Round) -> float:
+    tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, planned.num_drafts, strict=True))
+    assert planned.num_tokens == pytest.approx(tokens)
+    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts))
+    return planned.rate
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_round_is_the_best_of_all(seed: int) -> None:
+    chance = random.Random(seed)
+    rows = [
+        Prospect(
+            chance.randrange(100, 9000), chance.uniform(0.1, 0.95), chance.randrange(0, 5), chance.choice((0, 256))
+        )
+        for _ in range(4)
+    ]
+    assert rate_of(rows, plan_round(rows, COST)) >= best_by_trying(rows) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
+def test_equal_rows_get_the_best_equal_number(acceptance: float) -> None:
+    rows = [Prospect(4096, acceptance, 8, 256)] * 16
+    rates = [16 * expected_tokens(acceptance, num) / seconds(rows, (num,) * 16) for num in range(9)]
+    assert plan_round(rows, COST).rate >= max(rates) * (1 - 1e-9)
+
+
+def test_drafts_that_do_not_pay_are_not_made() -> None:
+    short = [Prospect(256, 0.8, 8, 256)]
+    assert plan_round(short, COST).num_drafts == (0,)
+    hopeless = [Prospect(8000, 0.0, 8, 256)] * 16
+    assert set(plan_round(hopeless, COST).num_drafts) == {0}
+    assert plan_round([Prospect(8000, 0.9, 0, 256)] * 3, COST).num_drafts == (0, 0, 0)
+
+
+def test_more_drafts_for_rows_that_accept_more() -> None:
+    rows = [Prospect(4096, acceptance, 8, 256) for acceptance in (0.5, 0.7, 0.9)] * 4
+    numbers = plan_round(rows, COST).num_drafts
+    assert numbers[0] <= numbers[1] <= numbers[2]
+    assert numbers[2] > 0
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.5, 0.82, 1.0])
+@pytest.mark.parametrize("num_drafts", [0, 1, 4, 8])
+def test_tokens_of_a_round_follow_the_formula(acceptance: float, num_drafts: int) -> None:
+    """(1 - a^(g + 1)) / (1 - a), Leviathan et al., equation 1; and by simulation."""
+    expected = num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
+    assert expected_tokens(acceptance, num_drafts) == pytest.approx(expected)
+    chance, total, num_rounds = random.Random(3), 0, 4000
+    for _ in range(num_rounds):
+        accepted = itertools.takewhile(lambda _: chance.random() < acceptance, range(num_drafts))
+        total += 1 + len(list(accepted))
+    assert total / num_rounds == pytest.approx(expected, abs=4 * (num_drafts + 1) / num_rounds**0.5)
