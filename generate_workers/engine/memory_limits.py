@@ -10,10 +10,11 @@ from baton.process.memory import free_bytes
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
 from generate_workers.residency.policies import SelectionSource, make_residency
-from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from modeling.forward.decoder import Decoder
+from planning.speculation import MOST_DRAFTS
 
 _SHARE = 0.5
 """Largest part of the free memory for KV of all engines by default: weights and other processes need some too."""
@@ -22,7 +23,8 @@ _SHARE = 0.5
 def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) -> KvMemory:
     """Make a group's KV memory as configured, for one of `num_engines` that share the machine. Raises ConfigError for
     an unknown policy or memory that cannot be had, ModelError when the file of `baton prepare` is missing."""
-    shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens)
+    drafts = None if config.speculation in ("off", "ngram") else DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
     residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))

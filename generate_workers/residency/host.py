@@ -14,7 +14,7 @@ asked for, while the engine's thread computes; no other thread touches memory of
 device is the CPU, the link is memory bandwidth.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 
@@ -22,8 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.residency.port import KvShape
+from generate_workers.residency.beside import Beside, BesideSpan
+from generate_workers.residency.port import KvShape, StepRows
 from generate_workers.residency.rows import Area, AreaRow, MakeMemory, PagedKv
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
@@ -84,9 +86,9 @@ class HostLink:
 class HostRow(AreaRow):
     """A StoredRow with home memory for all layers, and an area for two on the device: layer l has number l modulo 2."""
 
-    def __init__(self, kv: PagedKv, area: Area) -> None:
-        super().__init__([kv], [area])
-        self.home, self.area = kv, area
+    def __init__(self, kv: PagedKv, area: Area, beside: Beside | None = None) -> None:
+        super().__init__([kv], [area] if beside is None else [area, beside])
+        self.home, self.area, self.beside = kv, area, beside
 
 
 class HostStep(RowStep[HostRow]):
@@ -130,10 +132,37 @@ class HostResidency(RowResidency[HostRow]):
     def __init__(self, shape: KvShape, make_home: MakeMemory, make_area: MakeMemory, link: HostLink) -> None:
         """Own `link` from now on. Raises what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
         layout, most = shape.layout, shape.max_slot_tokens
-        areas = replace(layout, num_layers=_NUM_AREAS)
-        rows = [HostRow(PagedKv(layout, make_home, most), Area(areas, make_area, most)) for _ in range(shape.num_slots)]
+        areas, drafts = replace(layout, num_layers=_NUM_AREAS), shape.draft_keys
+        rows = [
+            HostRow(
+                PagedKv(layout, make_home, most),
+                Area(areas, make_area, most),
+                None if drafts is None else Beside(layout, make_area, drafts),
+            )
+            for _ in range(shape.num_slots)
+        ]
         super().__init__(rows, lambda rows: HostStep(shape, rows, link))
         self._link = link
+
+    def draft_spans(self, rows: StepRows) -> list[BesideSpan]:
+        """Return spans of one new token each over the copies of their rows."""
+        return [self._besides(slot).span(tokens) for slot, tokens in rows]
+
+    def follow(self, rows: Iterable[tuple[SlotId, int]]) -> None:
+        """Copy to the device what drafts attend to of the rows' first so many tokens, as far as it is not there."""
+
+        def fetch(copies: Copies) -> None:
+            self._link.fetch(copies).result()
+
+        num_bytes = self._link.num_bytes
+        for slot, num_tokens in rows:
+            self._besides(slot).follow(self._rows[slot].home.buffer, num_tokens, fetch)
+        self.num_link_bytes += self._link.num_bytes - num_bytes
+
+    def _besides(self, slot: SlotId) -> Beside:
+        beside = self._rows[slot].beside
+        assert beside is not None, "the policy was made without drafts"
+        return beside
 
     def close(self) -> None:
         """End the link's thread."""

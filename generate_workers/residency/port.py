@@ -9,13 +9,15 @@ it needs to choose them from `RowKv.write`, from its turns' `begin` and `picks`,
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from baton.ids import SlotId
 from baton.types import KvLayout, TokenRange
 from generate_workers.residency.traits import PolicyTraits
 from modeling.forward.decoder import LayerTurns, SequenceSpan
 
+_NUM_SINKS = 16
+"""First keys that drafts attend to, as in MagicDec (Sadhukhan et al., 2024)."""
 StepRows = Sequence[tuple[SlotId, TokenRange]]
 """The slots of one forward, each with its new tokens; the KV of all earlier tokens is in place."""
 
@@ -46,6 +48,30 @@ class KvBytes:
 
 
 @dataclass(frozen=True)
+class DraftKeys:
+    """The part of a row's keys that drafts attend to: the first and the latest."""
+
+    num_first: int
+    """Tokens at the row's start."""
+    num_last: int
+    """Latest tokens, those of drafts included."""
+    most_drafts: int
+    """Most tokens that drafts add before the step that verifies them."""
+
+    @property
+    def num_places(self) -> int:
+        """Return the tokens that a copy of these keys has room for: the latest ones move along in it, and only rarely
+        back to its start."""
+        return self.num_first + 2 * self.num_last + self.most_drafts
+
+    @classmethod
+    def of(cls, num_keys: int, most_drafts: int) -> Self:
+        """Divide so many keys, at least two, into a few first ones and the latest."""
+        num_first = min(_NUM_SINKS, num_keys // 2)
+        return cls(num_first, num_keys - num_first, most_drafts)
+
+
+@dataclass(frozen=True)
 class KvShape:
     """Size of the model's KV and of the batch, for which a policy reserves memory."""
 
@@ -54,6 +80,8 @@ class KvShape:
     """By layer: the sliding window in tokens, or None."""
     num_slots: int
     max_slot_tokens: int
+    draft_keys: DraftKeys | None = None
+    """Keys that a policy which keeps KV at home copies to the device for drafts. None: there are no drafts."""
 
     def bytes_read(self, rows: Iterable[TokenRange]) -> int:
         """Return the bytes that attention reads for rows with these new tokens, each key and value once."""

@@ -7,18 +7,19 @@ from baton.errors import ConfigError
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_bound import model_shape
 from generate_workers.engine.step_runner import bytes_per_step
+from generate_workers.residency.host import HostResidency
+from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
+from generate_workers.speculation.beside import BesideView
 from generate_workers.speculation.ngrams import NgramDrafter
-from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
 from generate_workers.speculation.speculator import Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
 from modeling.forward.decoder import Decoder
 from planning.hardware import cpu_rank
+from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
-
-_NUM_SINKS = 16
-"""First keys that drafts attend to, as in MagicDec."""
 
 
 def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock) -> Speculator | None:
@@ -34,7 +35,10 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
         )
     sources = {"ngram": Source("ngram", NgramDrafter(), Acceptances(0.5))}
     if all(window is None for window in decoder.config.windows):
-        view = StreamingView(residency, config.draft_keys, min(_NUM_SINKS, config.draft_keys // 2))
+        keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+        view: DraftView = StreamingView(residency, keys)
+        if isinstance(residency, HostResidency):
+            view = BesideView(residency)
         drafter = SelfDrafter(decoder, view)
         sources["streaming"] = Source("streaming", drafter, Acceptances(0.8), config.draft_keys)
     if name != "auto" and name not in sources:

@@ -9,6 +9,7 @@ next ones belong; the step that verifies writes them anew, so that drafts never 
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,20 +18,29 @@ from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import StepKv, StepRows
 from generate_workers.speculation.port import DraftWish
-from modeling.forward.decoder import Decoder
+from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from modeling.forward.sampling import choose
 
 
 class DraftView(Protocol):
     """The part of each row's KV that draft steps attend to."""
 
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Prepare for the drafts of a round: the rows' KV is final up to `num_cached`."""
+        ...
+
     def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
         """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view."""
         ...
 
-    def forget(self, row: Row) -> None:
-        """Drop what is kept of a row, which has ended."""
-        ...
+
+@dataclass(frozen=True)
+class NarrowStep:
+    """A StepKv of a draft step."""
+
+    spans: Sequence[SequenceSpan]
+    turns: LayerTurns | None
+    num_bytes_read: int
 
 
 class SelfDrafter:
@@ -48,6 +58,7 @@ class SelfDrafter:
     def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
         """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
         drafts: list[list[int]] = [[] for _ in wishes]
+        self._view.begin([wish.row for wish in wishes])
         try:
             for index in range(max(wish.num_drafts for wish in wishes)):
                 going = [
@@ -62,8 +73,7 @@ class SelfDrafter:
         return drafts
 
     def forget(self, row: Row) -> None:
-        """Let the view forget the row."""
-        self._view.forget(row)
+        """Do nothing: what a view keeps, it keeps with the row's slot."""
 
     def _next(self, going: Sequence[tuple[Row, list[int]]], index: int) -> list[int]:
         """Return the next draft of each row that has `index` drafts already."""

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
-from generate_workers.residency.port import Residency, StepKv, StepRows
-from modeling.forward.decoder import LayerTurns, SequenceSpan
+from generate_workers.residency.port import DraftKeys, Residency, StepKv, StepRows
+from generate_workers.speculation.self_drafts import NarrowStep
+from modeling.forward.decoder import SequenceSpan
 from modeling.kv.buffers import KvPlace, KvRows
 
 
@@ -42,22 +43,15 @@ class NarrowSpan:
         return None if place is None else replace(place, unseen=self.unseen)
 
 
-@dataclass(frozen=True)
-class NarrowStep:
-    """A StepKv over narrow spans."""
-
-    spans: Sequence[SequenceSpan]
-    turns: LayerTurns | None
-    num_bytes_read: int
-
-
 class StreamingView:
-    """A DraftView of `num_first` sinks and the latest tokens, `num_keys` together."""
+    """A DraftView of the rows' first and latest keys, where they lie."""
 
-    def __init__(self, residency: Residency, num_keys: int, num_first: int) -> None:
+    def __init__(self, residency: Residency, keys: DraftKeys) -> None:
         self._residency = residency
-        self._num_first = num_first
-        self._num_last = num_keys - num_first
+        self._num_first, self._num_last = keys.num_first, keys.num_last
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Do nothing: the view is of the rows' own KV."""
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[StepKv]:
@@ -68,6 +62,3 @@ class StreamingView:
             ]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
             yield NarrowStep(spans, step.turns, 0)
-
-    def forget(self, row: Row) -> None:
-        """Do nothing: the view keeps nothing of a row."""

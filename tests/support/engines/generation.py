@@ -22,7 +22,7 @@ from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.host import CopyTensor, copy_tensor
-from generate_workers.residency.port import KvShape
+from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
@@ -30,6 +30,7 @@ from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.prefix_store.store import PrefixStore
+from planning.speculation import MOST_DRAFTS
 from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -180,7 +181,8 @@ def harness(
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
     clock = clock or ManualClock(start_s=100.0)
-    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens)
+    drafts = None if speculation in ("off", "ngram") else DraftKeys.of(draft_keys, MOST_DRAFTS)
+    shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(

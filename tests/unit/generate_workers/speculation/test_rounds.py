@@ -9,6 +9,7 @@ from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from generate_workers.config import SpeculationName
 from tests.support.engines.generation import Harness, harness
+from tests.support.engines.slot_tables import Policy
 
 SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
 PARAMS = {
@@ -41,10 +42,10 @@ Said = tuple[int, int, list[int], str, FinishReason | None]
 
 
 def answers(
-    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName
+    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName, policy: Policy
 ) -> tuple[list[list[Said]], list[float]]:
     """What each stream brings, when all run together, and all logprobs."""
-    with harness(num_slots=32, max_waiting=32, speculation=speculation) as made:
+    with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy) as made:
         streams = [made.submit(prompt, params)[1] for prompt, params in asked]
         made.run()
     said, logprobs = list[list[Said]](), list[float]()
@@ -59,22 +60,25 @@ def answers(
     return said, logprobs
 
 
-def check(asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName) -> None:
+def check(
+    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName, policy: Policy = "device"
+) -> None:
     """The same without speculation; logprobs as far as sums in fp32 agree."""
-    (said, logprobs), (plain, plain_logprobs) = answers(asked, speculation), answers(asked, "off")
+    (said, logprobs), (plain, plain_logprobs) = answers(asked, speculation, policy), answers(asked, "off", policy)
     assert said == plain
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("num_rows", [1, 5, 32])
+@pytest.mark.parametrize("policy", ["device", "host"])
 def test_the_streams_of_a_ragged_batch_are_those_without_speculation(
-    num_rows: int, speculation: SpeculationName
+    policy: Policy, num_rows: int, speculation: SpeculationName
 ) -> None:
     """Each row has parameters and a length of its own, so that rows end at different times."""
     params = list(PARAMS.values())
     asked = [(prompt, params[index % len(params)]) for index, prompt in enumerate(prompts(num_rows))]
-    check(asked, speculation)
+    check(asked, speculation, policy)
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)

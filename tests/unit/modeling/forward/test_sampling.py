@@ -60,6 +60,18 @@ def test_a_rebuilt_state_goes_on_like_the_one_that_was_appended_to() -> None:
         assert [state.position for state in states] == [step + 1] * 16
 
 
+def test_a_state_forgets_the_latest_tokens_as_if_they_had_never_been() -> None:
+    states = mixed_states()
+    for num_tokens in (0, 1, 5):
+        for state in states:
+            for token_id in (7, 3, 7, 11, PROMPT[0])[:num_tokens]:
+                state.append(token_id)
+            state.drop(num_tokens)
+    logits = torch.stack([normal_logits(50, row) for row in range(16)])
+    assert sample(logits.clone(), states) == sample(logits.clone(), mixed_states())
+    assert [state.position for state in states] == [len(OUTPUT)] * 16
+
+
 def test_sampling_does_not_change_the_state() -> None:
     state = make(4, repetition_penalty=1.5)
     assert ids_of(draw([state])) == ids_of(draw([state]))

@@ -1,0 +1,29 @@
+"""A draft view of rows whose KV lives at home: their first and latest keys, in a copy on the device.
+
+So the drafts of a round cost the link a few tokens, and the step that verifies reads all KV once for all of them: exact
+output at a part of the bytes (`generate_workers.residency.beside`).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from generate_workers.engine.rows import Row
+from generate_workers.residency.host import HostResidency
+from generate_workers.residency.port import StepKv, StepRows
+from generate_workers.speculation.self_drafts import NarrowStep
+
+
+class BesideView:
+    """A DraftView of the copies that a HostResidency keeps."""
+
+    def __init__(self, residency: HostResidency) -> None:
+        self._residency = residency
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Bring the rows' copies up to date."""
+        self._residency.follow((row.slot, row.num_cached) for row in rows)
+
+    @contextmanager
+    def step(self, rows: StepRows) -> Iterator[StepKv]:
+        """Prepare a forward over the copies; the new tokens' KV goes there only."""
+        yield NarrowStep(self._residency.draft_spans(rows), None, 0)
