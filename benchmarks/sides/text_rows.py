@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from baton.clock import SystemClock
-from baton.ids import RequestId
+from baton.ids import RequestId, SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import SampledToken, TokenEvent, TokenRange
 from generate_workers.config import EngineConfig
@@ -21,8 +21,10 @@ from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
+from generate_workers.speculation.streaming import StreamingView
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from text.tokenizer import Tokenizer
@@ -57,8 +59,11 @@ class PrefilledText:
 class TextRows:
     """An engine with a running row for each text. Make one with `running`."""
 
-    def __init__(self, engine: GenerationEngine) -> None:
+    def __init__(self, engine: GenerationEngine, decoder: Decoder, slots: SlotTable, lengths: Sequence[int]) -> None:
         self.engine = engine
+        self._decoder = decoder
+        self._residency = slots.memory.residency
+        self._lengths = lengths
         self.num_tokens = 0
         """Tokens sampled so far, in all rows."""
 
@@ -80,7 +85,7 @@ class TextRows:
         engine = GenerationEngine(
             *(decoder, Tokenizer.load(folder), slots, clock, config), batcher=batcher, speculation=speculation
         )
-        rows = cls(engine)
+        rows = cls(engine, decoder, slots, [len(text.token_ids) for text in texts])
         try:
             for number, text in enumerate(texts):
                 name, length = RequestId(f"row-{number}"), len(text.token_ids)
@@ -93,6 +98,19 @@ class TextRows:
             yield rows
         finally:
             engine.close()
+
+    @torch.inference_mode()
+    def bare_ms(self, num_drafts: int, keys: DraftKeys | None = None) -> float:
+        """Return the milliseconds of one forward and its logits, without the engine: of each row's last prompt token
+        and so many drafts over all keys, or of one token over `keys`. It overwrites the rows' KV."""
+        spans = [(SlotId(slot), TokenRange(end - 1, end + num_drafts)) for slot, end in enumerate(self._lengths)]
+        view = self._residency if keys is None else StreamingView(self._residency, keys)
+        token_ids = [1] * sum(len(tokens) for _, tokens in spans)
+        start_s = time.perf_counter()
+        with view.step(spans) as step:
+            hidden_TD = self._decoder.forward(token_ids, step.spans, step.turns, most_queries=1 + num_drafts)
+        self._decoder.logits(hidden_TD)
+        return (time.perf_counter() - start_s) * 1e3
 
     def rate(self, num_tokens: int) -> float:
         """Step until so many more tokens have come; return tokens a second."""

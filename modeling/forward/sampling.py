@@ -167,6 +167,26 @@ def score(logits_BV: Tensor, token_ids: Sequence[int], num_top: int) -> list[Sam
     return [_report(logits_V, token_id, num_top) for logits_V, token_id in zip(logits_BV, token_ids, strict=True)]
 
 
+def report(logits_V: Tensor, token_id: int, state: SamplerState) -> SampledToken:
+    """Return a chosen token with the logprobs that the row asks for; `logits_V` are adjusted."""
+    return _report(logits_V, token_id, state.params.logprobs)
+
+
+def probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """Return the distribution `[V]` in float64 from which a row with these adjusted logits is sampled."""
+    found_V = torch.zeros(len(logits_V), dtype=torch.float64, device=logits_V.device)
+    largest = float(logits_V.amax())
+    if params.temperature < _GREEDY_BELOW or not math.isfinite(largest):
+        found_V[logits_V.argmax()] = 1.0
+        return found_V
+    scaled_V = (logits_V - largest) / params.temperature
+    if not _filters(params, len(logits_V)):
+        return scaled_V.double().softmax(0)
+    ids_C = kept_ids(scaled_V, params)
+    found_V[ids_C] = scaled_V[ids_C].double().softmax(0)
+    return found_V
+
+
 def _choose(logits_BV: Tensor, states: Sequence[SamplerState]) -> list[int]:
     num_tokens = logits_BV.shape[1]
     drawn = [row for row, state in enumerate(states) if state.params.temperature >= _GREEDY_BELOW]
@@ -290,6 +310,17 @@ def _mix(value: int) -> int:
     for shift, factor in zip(_SHIFTS, (*_FACTORS, 1), strict=True):
         value = (value ^ (value >> shift)) * factor & _MASK
     return value
+
+
+def draw(weights_V: Tensor, key: int) -> int:
+    """Draw a token in proportion to weights, float64, of which one is above 0; the same for the same key."""
+    noise_RV = gumbel_noise([key], torch.arange(len(weights_V), device=weights_V.device))
+    return int((noise_RV[0] + weights_V.log()).argmax())
+
+
+def uniform(key: int) -> float:
+    """Return a number above 0 and below 1, a function of the key alone."""
+    return ((_mix(key + _STEP) >> (64 - _NOISE_BITS)) + 0.5) * 2.0**-_NOISE_BITS
 
 
 def gumbel_noise(keys_R: Sequence[int], ids_C: Tensor) -> Tensor:

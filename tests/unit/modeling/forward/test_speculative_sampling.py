@@ -1,0 +1,87 @@
+"""Tokens after drafts are distributed as the model's own: chi-square against the target, whatever the drafts."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from baton.sampling_params import SamplingParams
+from modeling.forward.sampling import SamplerState, choose, probabilities
+from modeling.forward.speculative_sampling import verify_draft
+
+VOCAB = 12
+NUM_DRAWS = 6000
+PARAMS = {
+    "plain": SamplingParams(temperature=1.0),
+    "cold": SamplingParams(temperature=0.4),
+    "top_k": SamplingParams(temperature=1.2, top_k=5),
+    "top_p": SamplingParams(temperature=1.0, top_p=0.7),
+    "min_p": SamplingParams(temperature=1.0, min_p=0.1),
+    "biased": SamplingParams(temperature=1.0, logit_bias={2: 1.5, 5: -2.0}, repetition_penalty=1.4),
+}
+
+
+def logits(seed: int) -> Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 1.5
+
+
+def state_of(params: SamplingParams, seed: int) -> SamplerState:
+    return SamplerState(replace(params, seed=seed), [1, 2, 3])
+
+
+def drafted(kind: str, params: SamplingParams, seed: int) -> tuple[int, Tensor | None]:
+    """A draft, and the distribution that it was drawn from, in the way that a drafter does it."""
+    if kind == "certain":
+        return 3, None
+    near_V = logits(0) + (0.3 if kind == "near" else 3.0) * logits(1)
+    state = state_of(params, seed)
+    (token_id,) = choose(near_V.unsqueeze(0), [state])
+    return token_id, probabilities(near_V, state.params)
+
+
+def target(params: SamplingParams) -> Tensor:
+    adjusted_V = logits(0)
+    state_of(params, 0).adjust(adjusted_V)
+    return probabilities(adjusted_V, params)
+
+
+def p_value(counts_V: Tensor, expected_V: Tensor) -> float:
+    """Of a chi-square test, in which rare tokens count as one; tokens that cannot be must not be there."""
+    assert not counts_V[expected_V == 0].any()
+    expected_V = expected_V / expected_V.sum() * counts_V.sum()
+    is_rare_V = expected_V < 5
+    expected = [*expected_V[~is_rare_V].tolist(), float(expected_V[is_rare_V].sum())]
+    counts = [*counts_V[~is_rare_V].tolist(), float(counts_V[is_rare_V].sum())]
+    if not expected[-1]:
+        expected, counts = expected[:-1], counts[:-1]
+    return float(stats.chisquare(counts, expected).pvalue) if len(expected) > 1 else 1.0
+
+
+@pytest.mark.parametrize("kind", ["near", "far", "certain"])
+@pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
+def test_tokens_are_distributed_as_without_drafts(params: SamplingParams, kind: str) -> None:
+    """All of them, and those after a rejection as max(p - q, 0)."""
+    counts_V, rejected_V = torch.zeros(VOCAB), torch.zeros(VOCAB)
+    p_V, q_V, num_accepted = target(params), torch.zeros(VOCAB, dtype=torch.float64), 0
+    for seed in range(NUM_DRAWS):
+        draft_id, drafted_V = drafted(kind, params, seed)
+        token, is_accepted = verify_draft(logits(0), state_of(params, seed), draft_id, drafted_V)
+        counts_V[token.token_id] += 1
+        num_accepted += is_accepted
+        if not is_accepted:
+            rejected_V[token.token_id] += 1
+        q_V = torch.eye(VOCAB, dtype=torch.float64)[draft_id] if drafted_V is None else drafted_V
+    assert p_value(counts_V, p_V) > 1e-4
+    share = float(torch.minimum(p_V, q_V).sum())
+    assert num_accepted / NUM_DRAWS == pytest.approx(share, abs=4 * (share * (1 - share) / NUM_DRAWS) ** 0.5 + 1e-9)
+    if rejected_V.sum() > 100:
+        assert p_value(rejected_V, (p_V - q_V).clamp(min=0)) > 1e-4
+
+
+def test_a_greedy_row_accepts_its_own_choice_and_no_other() -> None:
+    greedy, best = SamplingParams(temperature=0.0), int(logits(0).argmax())
+    for draft_id in range(VOCAB):
+        token, is_accepted = verify_draft(logits(0), state_of(greedy, 1), draft_id, None)
+        assert (token.token_id, is_accepted) == (best, draft_id == best)
