@@ -19,6 +19,7 @@ ResidencyName = Annotated[str, AfterValidator(_known_policy)]
 EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the ways to evict tokens from a pool of KV."""
+AcceptanceName = Literal["coupled", "maximal"]
 SpeculationName = Literal["off", "auto", "streaming", "ngram"]
 
 
@@ -52,6 +53,8 @@ class EngineConfig:
     """How tokens are drafted that a step verifies: by the model over few keys (streaming), or from the text (ngram)."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
+    acceptance: AcceptanceName = "coupled"
+    """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
     """Keys that a draft attends to, with speculation streaming."""
     growth_tokens: Count = 256

@@ -63,6 +63,7 @@ class GenerationEngine:
         self._tokenizer = tokenizer
         self._slots = slots
         self._clock = clock
+        self._is_maximal = config.acceptance == "maximal"
         self._max_tokens = min(slots.max_slot_tokens, decoder.config.max_position)
         self._book = StreamBook(config.max_waiting, lambda: slots.ledger().num_free)
         slots.on_change, slots.on_abandon = self._book.wake, self._book.abandon
@@ -242,7 +243,7 @@ class GenerationEngine:
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
-            for row, token in verified.accept():
+            for row, token in verified.accept(is_maximal=self._is_maximal):
                 self._accept(row, token)
             if self._speculation is not None:
                 self._speculation.observe(plan, drafts, verified)

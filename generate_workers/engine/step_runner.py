@@ -17,7 +17,7 @@ from baton.types import TokenRange
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.status import StepStats
-from generate_workers.engine.verified import Drafts, Verified
+from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
 from generate_workers.residency.port import Residency
 from modeling.forward.decoder import Decoder, DecoderWeights
 from modeling.forward.linear import Linear, LinearByRows
@@ -63,7 +63,7 @@ class StepRunner:
         spans: list[tuple[SlotId, TokenRange]] = []
         starts: list[int] = []
         for part in plan.spans:
-            drafted = drafts.get(part.slot, [])
+            drafted = drafts.get(part.slot, NO_DRAFT).token_ids
             starts.append(len(token_ids))
             token_ids += rows[part.slot].token_ids[part.tokens.start : part.tokens.end] + drafted
             spans.append((part.slot, TokenRange(part.tokens.start, part.tokens.end + len(drafted))))
@@ -77,14 +77,14 @@ class StepRunner:
 
     def _verified(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts, hidden_TD: Tensor) -> Verified:
         """Return the rows that sample, with the logits of their last known tokens and of their drafts."""
-        sampling, places, start = list[tuple[Row, list[int], int]](), list[int](), 0
+        sampling, places, start = list[tuple[Row, Draft, int]](), list[int](), 0
         for part in plan.spans:
-            drafted, end = drafts.get(part.slot, []), start + len(part.tokens)
+            draft, end = drafts.get(part.slot, NO_DRAFT), start + len(part.tokens)
             if part.samples:
                 leader = rows[part.slot]
-                sampling += [(row, drafted, len(places)) for row in (leader, *leader.followers)]
-                places += range(end - 1, end + len(drafted))
-            start = end + len(drafted)
+                sampling += [(row, draft, len(places)) for row in (leader, *leader.followers)]
+                places += range(end - 1, end + len(draft))
+            start = end + len(draft)
         return Verified(self._decoder.logits(hidden_TD[places]) if places else hidden_TD[:0], sampling)
 
     def _score(self, row: Row, tokens: TokenRange, hidden_TD: Tensor) -> None:

@@ -1,8 +1,10 @@
-"""Which drafts become tokens: those that the model samples too.
+"""Which drafts become tokens: those that the model samples too, by one of two rules.
 
-The rule is coupled: a draft is accepted if and only if it is the token that the model samples at that place, by the
-row's own seed and output position. So a row's text is the one that it would have without speculation, whatever was
-drafted, and with temperature, filters, penalties and logprobs as they are.
+Coupled: a draft is accepted if and only if it is the token that the model samples at that place, by the row's own seed
+and output position. So a row's text is the one that it would have without speculation, whatever was drafted, and with
+temperature, filters, penalties and logprobs as they are. Maximal (`modeling.forward.speculative_sampling`): as many
+drafts are accepted as a rule can that leaves tokens distributed as without drafts; but the text of a seed changes with
+what was drafted.
 
 `engine.step_runner` makes the logits; the engine takes each token before the next one is sampled.
 
@@ -18,8 +20,23 @@ from baton.ids import SlotId
 from baton.types import SampledToken
 from generate_workers.engine.rows import Row
 from modeling.forward.sampling import sample
+from modeling.forward.speculative_sampling import verify_draft
 
-Drafts = Mapping[SlotId, list[int]]
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens drafted for a row."""
+
+    token_ids: list[int]
+    drafted_V: list[Tensor] | None = None
+    """The distributions that they were drawn from, for the maximal rule. None: each was certain."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+NO_DRAFT = Draft([])
+Drafts = Mapping[SlotId, Draft]
 """Drafts of rows, by slot; rows without any are not in it."""
 
 
@@ -29,30 +46,46 @@ class Verified:
 
     logits_RV: Tensor
     """Logits of what follows, fp32: of a row's last known token, then of its drafts, one after the other."""
-    rows: Sequence[tuple[Row, Sequence[int], int]]
-    """Rows, each with its drafts and the place of its first logits, which followers share with their leader."""
+    rows: Sequence[tuple[Row, Draft, int]]
+    """Rows, each with its draft and the place of its first logits, which followers share with their leader."""
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Rows that had drafts, by the slot that they had, and how many were accepted; complete once `accept` has ended."""
 
-    def accept(self) -> Iterator[tuple[Row, SampledToken]]:
+    def accept(self, *, is_maximal: bool = False) -> Iterator[tuple[Row, SampledToken]]:
         """Yield each row's next tokens: its accepted drafts, and one more. The caller takes each token into its row, or
         ends the row, before it asks for the next; once only. A row's KV counts as far as its tokens are the drafts."""
         num_cached = {row: row.num_cached for row, *_ in self.rows}
-        slots = {row: row.slot for row, drafts, _ in self.rows if drafts}
+        slots = {row: row.slot for row, draft, _ in self.rows if draft}
         going, index = list(self.rows), 0
         while going:
-            places = [first + index for *_, first in going]
-            are_all = places == list(range(len(self.logits_RV)))
-            logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them
-            tokens = sample(logits_BV, [row.sampler for row, *_ in going])
+            drafting = [each for each in going if is_maximal and index < len(each[1])]
+            found = {each[0]: self._maximal(each, index) for each in drafting}
+            found |= self._coupled([each for each in going if each[0] not in found], index)
             agreeing = []
-            for each, token in zip(going, tokens, strict=True):
-                row, drafts, _ = each
+            for each in going:
+                row, draft, _ = each
+                token, is_accepted = found[row]
                 row.num_cached = num_cached[row] + index
                 yield row, token
-                if index < len(drafts):
-                    is_accepted = token.token_id == drafts[index]
+                if index < len(draft):
                     self.num_accepted[slots[row]] = row, index + is_accepted
                     if is_accepted and row.seat is not None:
                         agreeing.append(each)
             going, index = agreeing, index + 1
+
+    def _coupled(self, rows: Sequence[tuple[Row, Draft, int]], index: int) -> dict[Row, tuple[SampledToken, bool]]:
+        """Sample each row's next token, and say whether it is the draft."""
+        places = [first + index for *_, first in rows]
+        are_all = places == list(range(len(self.logits_RV)))
+        logits_BV = self.logits_RV if are_all else self.logits_RV[places]  # a copy: sampling changes them
+        tokens = sample(logits_BV, [row.sampler for row, *_ in rows]) if rows else []
+        found = zip(rows, tokens, strict=True)
+        return {
+            row: (token, [token.token_id] == draft.token_ids[index : index + 1]) for (row, draft, _), token in found
+        }
+
+    def _maximal(self, each: tuple[Row, Draft, int], index: int) -> tuple[SampledToken, bool]:
+        """Accept a row's draft, or draw another token."""
+        row, draft, first = each
+        drafted_V = None if draft.drafted_V is None else draft.drafted_V[index]
+        return verify_draft(self.logits_RV[first + index].clone(), row.sampler, draft.token_ids[index], drafted_V)

@@ -39,7 +39,7 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = BesideView(residency)
-        drafter = SelfDrafter(decoder, view)
+        drafter = SelfDrafter(decoder, view, keeps=config.acceptance == "maximal")
         sources["streaming"] = Source("streaming", drafter, Acceptances(0.8), config.draft_keys)
     if name != "auto" and name not in sources:
         raise ConfigError(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from generate_workers.engine.rows import Row
+from generate_workers.engine.verified import Draft
 from generate_workers.speculation.port import DraftWish
 
 LONGEST = 4
@@ -48,9 +49,9 @@ class NgramDrafter:
         """Return how many tokens are known to have followed the row's last ones, at most `wished`."""
         return len(self._draft(row, wished))
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return what followed each row's last tokens when they last occurred; nothing for a row of new tokens."""
-        return [self._draft(*wish) for wish in wishes]
+        return [Draft(self._draft(*wish)) for wish in wishes]
 
     def forget(self, row: Row) -> None:
         """Drop the row's index."""

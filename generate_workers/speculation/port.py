@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from generate_workers.engine.rows import Row
+from generate_workers.engine.verified import Draft
 
 
 class DraftWish(NamedTuple):
@@ -23,8 +24,8 @@ class Drafter(Protocol):
         """Return how many of so many wished drafts the row can have now."""
         ...
 
-    def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
-        """Return the drafts of each row: tokens that follow its known ones, perhaps fewer than wished for, or none. The
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        """Return the draft of each row: tokens that follow its known ones, perhaps fewer than wished for, or none. The
         rows are unchanged; their memory behind the known tokens may hold anything."""
         ...
 

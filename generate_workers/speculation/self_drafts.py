@@ -16,10 +16,11 @@ import torch
 
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
+from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepKv, StepRows
 from generate_workers.speculation.port import DraftWish
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
-from modeling.forward.sampling import choose
+from modeling.forward.sampling import choose, probabilities
 
 
 class DraftView(Protocol):
@@ -46,41 +47,44 @@ class NarrowStep:
 class SelfDrafter:
     """A Drafter that runs the model over a view of the rows' KV, a token at a time for all rows."""
 
-    def __init__(self, decoder: Decoder, view: DraftView) -> None:
+    def __init__(self, decoder: Decoder, view: DraftView, *, keeps: bool = False) -> None:
+        """`keeps`: whether drafts come with the distributions that they were drawn from."""
         self._decoder = decoder
         self._view = view
+        self._keeps = keeps
 
     def most_drafts(self, row: Row, wished: int) -> int:
         """Return `wished`: the model always finds a token."""
         return wished
 
     @torch.inference_mode()
-    def draft(self, wishes: Sequence[DraftWish]) -> list[list[int]]:
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
-        drafts: list[list[int]] = [[] for _ in wishes]
+        drafts = [Draft([], [] if self._keeps else None) for _ in wishes]
         self._view.begin([wish.row for wish in wishes])
         try:
             for index in range(max(wish.num_drafts for wish in wishes)):
-                going = [
-                    (wish.row, found) for wish, found in zip(wishes, drafts, strict=True) if wish.num_drafts > index
-                ]
-                for (row, found), token_id in zip(going, self._next(going, index), strict=True):
-                    found.append(token_id)
-                    row.sampler.append(token_id)
+                found = zip(wishes, drafts, strict=True)
+                self._extend([(wish.row, draft) for wish, draft in found if wish.num_drafts > index], index)
         finally:
-            for wish, found in zip(wishes, drafts, strict=True):
-                wish.row.sampler.drop(len(found))
+            for wish, draft in zip(wishes, drafts, strict=True):
+                wish.row.sampler.drop(len(draft))
         return drafts
 
     def forget(self, row: Row) -> None:
         """Do nothing: what a view keeps, it keeps with the row's slot."""
 
-    def _next(self, going: Sequence[tuple[Row, list[int]]], index: int) -> list[int]:
-        """Return the next draft of each row that has `index` drafts already."""
-        last_ids = [found[-1] if found else row.token_ids[-1] for row, found in going]
+    def _extend(self, going: Sequence[tuple[Row, Draft]], index: int) -> None:
+        """Add the next token to the draft of each row, which has `index` tokens already."""
+        last_ids = [draft.token_ids[-1] if draft else row.token_ids[-1] for row, draft in going]
         ends = [row.num_known + index for row, _ in going]
-        with self._view.step(
-            [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
-        ) as step:
+        spans = [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
+        with self._view.step(spans) as step:
             hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns)
-        return choose(self._decoder.logits(hidden_TD), [row.sampler for row, _ in going])
+        logits_BV = self._decoder.logits(hidden_TD)
+        token_ids = choose(logits_BV, [row.sampler for row, _ in going])
+        for (row, draft), token_id, logits_V in zip(going, token_ids, logits_BV, strict=True):
+            draft.token_ids.append(token_id)
+            if draft.drafted_V is not None:
+                draft.drafted_V.append(probabilities(logits_V, row.sampler.params))
+            row.sampler.append(token_id)

@@ -12,7 +12,7 @@ from baton.ids import SlotId
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SpeculationStats
-from generate_workers.engine.verified import Drafts, Verified
+from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import Drafter, DraftWish
@@ -79,7 +79,7 @@ class Speculator:
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of a plan's rows, by the sources that the rows were planned with."""
         started_s = self._clock.now_s()
-        found: dict[SlotId, list[int]] = {}
+        found: dict[SlotId, Draft] = {}
         for source in self._sources:
             mine = [span for span in plan.spans if span.num_drafts and self._source_of[span.slot] is source]
             if mine:
@@ -105,7 +105,7 @@ class Speculator:
             self._source_of[slot].acceptances.took(row, num_accepted, len(drafts[slot]))
         if plan.num_prefill_tokens:
             return  # prefill is not what these costs are of
-        drafted = {span.slot: len(drafts.get(span.slot, ())) for span in plan.spans}
+        drafted = {span.slot: len(drafts.get(span.slot, NO_DRAFT)) for span in plan.spans}
         num_keys = sum(span.tokens.end for span in plan.spans)
         num_pairs = sum((1 + drafted[span.slot]) * span.tokens.end for span in plan.spans)
         self._costs.observe(StepWork(len(plan.spans) + sum(drafted.values()), num_keys, num_pairs), verify_s)

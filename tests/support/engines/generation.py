@@ -15,7 +15,7 @@ from baton.clock import Clock
 from baton.ids import RequestId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenRange
-from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.config import AcceptanceName, EngineConfig, SpeculationName
 from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
@@ -177,6 +177,7 @@ def harness(
     speculation: SpeculationName = "off",
     draft_tokens: int = 3,
     draft_keys: int = 16,
+    acceptance: AcceptanceName = "coupled",
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
@@ -194,6 +195,7 @@ def harness(
         speculation=speculation,
         draft_tokens=draft_tokens,
         draft_keys=draft_keys,
+        acceptance=acceptance,
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     reclaim = saver.give_up if saver is not None else None

@@ -7,7 +7,7 @@ import pytest
 
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from generate_workers.config import SpeculationName
+from generate_workers.config import AcceptanceName, SpeculationName
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
@@ -42,10 +42,13 @@ Said = tuple[int, int, list[int], str, FinishReason | None]
 
 
 def answers(
-    asked: Sequence[tuple[list[int], SamplingParams]], speculation: SpeculationName, policy: Policy
+    asked: Sequence[tuple[list[int], SamplingParams]],
+    speculation: SpeculationName,
+    policy: Policy = "device",
+    acceptance: AcceptanceName = "coupled",
 ) -> tuple[list[list[Said]], list[float]]:
     """What each stream brings, when all run together, and all logprobs."""
-    with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy) as made:
+    with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy, acceptance=acceptance) as made:
         streams = [made.submit(prompt, params)[1] for prompt, params in asked]
         made.run()
     said, logprobs = list[list[Said]](), list[float]()
@@ -106,3 +109,15 @@ def test_a_row_without_room_for_drafts_goes_on_without() -> None:
         ended = made.answer([3, 4, 5, 6], params)
     assert len(ended.token_ids) == 8
     assert ended.finish is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_the_maximal_rule_leaves_greedy_texts_as_they_are(speculation: SpeculationName) -> None:
+    asked = [(prompt, PARAMS["greedy"]) for prompt in prompts(5)]
+    assert answers(asked, speculation, acceptance="maximal")[0] == answers(asked, "off")[0]
+
+
+def test_the_maximal_rule_accepts_all_drafts_over_all_keys() -> None:
+    params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
+    with harness(speculation="streaming", draft_keys=128, acceptance="maximal") as made:
+        assert steps_for(made, prompts(1)[0][:12], params) == 1 + 6
