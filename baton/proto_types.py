@@ -44,9 +44,7 @@ def read(kind: type[T], message: Message, **converted: Any) -> T:
 
 
 @cache
-def _copied_fields(
-    kind: "type[DataclassInstance]", descriptor: Descriptor, *converted: str
-) -> tuple[tuple[str, bool], ...]:
+def _copied_fields(kind: type[Any], descriptor: Descriptor, *converted: str) -> tuple[tuple[str, bool], ...]:
     """Return the fields of a dataclass but for `converted`, and whether each is optional on the wire."""
     names = [each.name for each in fields(kind) if each.name not in converted]
     return tuple([(name, descriptor.fields_by_name[name].containing_oneof is not None) for name in names])
