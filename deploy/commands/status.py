@@ -38,7 +38,7 @@ def show_status(name: str, api_key: str | None = None) -> int:
             return 1
     queued = f"{state.num_queued} queued with {state.num_queued_tokens} prompt tokens"
     print(f"cluster {name} on {record.endpoint}: {state.num_running} running, {queued}")
-    for line in (*_health(state), *predictions, *processors_of(state)):
+    for line in (*_health(state), *predictions, *processors_of(state), *drafts_of(state)):
         print(line)
     if state.metrics_endpoint:
         print(f"metrics on http://{state.metrics_endpoint}/metrics")
@@ -117,6 +117,18 @@ def processors_of(state: ClusterState) -> Iterator[str]:
             kernels = kernels_from_proto(status.kernels)
             groups.setdefault(f"{kernels.processor}: {kernels}", {})[group.name] = None
     yield from (f"{', '.join(names)} on {processor}" for processor, names in groups.items())
+
+
+def drafts_of(state: ClusterState) -> Iterator[str]:
+    """Yield a line for each group that drafts tokens: how many are accepted, and what its latest round took."""
+    for group in state.groups:
+        if group.generation is None or not group.generation.HasField("speculation"):
+            continue
+        seen = group.generation.speculation
+        accepted = f"{seen.num_accepted / seen.num_drafted:.0%} of {seen.num_drafted}" if seen.num_drafted else "none"
+        predicted = f", predicted {seen.predicted_s * 1e3:.0f} ms" if seen.predicted_s else ""
+        latest = f"latest round: {seen.num_drafts} drafts, {seen.measured_s * 1e3:.0f} ms{predicted}"
+        yield f"{group.name}: drafts accepted so far: {accepted}; {latest}"
 
 
 def _predictions(planning: PlanningStub) -> Iterator[str]:

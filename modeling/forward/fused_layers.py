@@ -23,8 +23,8 @@ from modeling.forward.rows import DecodeRows
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 
-_MOST_ROWS = 48
-"""Most rows that the kernel takes: with more, products take the time, and linear layers alone share work better."""
+_MOST_ROWS = 288
+"""Most rows that the kernel takes: 32 sequences with a token and eight drafts each."""
 
 _Linears = list[tuple[PanelLinear, Transform]]
 

@@ -73,13 +73,12 @@ class DecodeRows:
         RuntimeError when a row is to attend to a key that it does not have, or to none.
         """
         keys = self._first_seen[layer], self._num_seen[layer]
-        lists: tuple[Tensor, ...] = ()
+        others: tuple[Tensor | None, ...] = (None, None, self.queries_B, self.unseen_B2)
         if picks is not None:
             keys = self._addresses[layer], self._lengths[layer]
-            lists = picks.keys_BGK, picks.num_BG
-        spans = (self.queries_B, self.unseen_B2) if picks is None else (None, None)
+            others = picks.keys_BGK, picks.num_BG
         out_BNH: Tensor = torch.ops.baton.decode_attention(
-            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *spans, *lists
+            self._of_rows(q_TNH), *keys, num_kv_heads, KERNELS.choice.attention, *others
         )
         return out_BNH
 

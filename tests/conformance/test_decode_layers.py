@@ -167,7 +167,7 @@ class Pieces:
             operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
             attended_TNH = operators.decode_attention(
                 *(q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention),
-                *(rows.queries_B, rows.unseen_B2),
+                *(None, None, rows.queries_B, rows.unseen_B2),
             )
             hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
             hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)
@@ -185,7 +185,7 @@ class Pieces:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 16, 17, 32, 33, 48])
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 16, 17, 32, 33, 48, 49, 150])
 def test_one_call_makes_the_bits_of_many(
     path: Path, num_rows: int, shape: tuple[int, int, int, int, int], two_threads: None
 ) -> None:

@@ -31,7 +31,7 @@ namespace {
 template <class P, bool kPicked>
 void run_tasks(const AttentionProblem& p) {
   Tasks tasks;
-  const int64_t num_threads = tasks.divide(p, at::get_num_threads());
+  const int64_t num_threads = tasks.divide(p, at::get_num_threads(), Attention<P, kPicked>::height);
   tasks.rewind();
   at::parallel_for(0, num_threads, 1, [&](int64_t own, int64_t) {
     Attention<P, kPicked> attention(p, tasks.found());
@@ -78,9 +78,9 @@ void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tenso
 }
 
 at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses_B, const at::Tensor& lengths_B,
-                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& queries_B,
-                            const std::optional<at::Tensor>& unseen_B2, const std::optional<at::Tensor>& picks_BGK,
-                            const std::optional<at::Tensor>& num_picks_BG) {
+                            int64_t num_kv_heads, c10::string_view product, const std::optional<at::Tensor>& picks_BGK,
+                            const std::optional<at::Tensor>& num_picks_BG, const std::optional<at::Tensor>& queries_B,
+                            const std::optional<at::Tensor>& unseen_B2) {
   const int64_t B = q_BNH.size(0), N = q_BNH.size(1), H = q_BNH.size(2), G = num_kv_heads;
   check_rows(q_BNH, addresses_B, B);
   check_rows(q_BNH, lengths_B, B);
@@ -113,7 +113,7 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
 TORCH_LIBRARY_FRAGMENT(BATON_OPERATORS, m) {
   m.def("append_kv(Tensor k_BGH, Tensor v_BGH, Tensor addresses_B, Tensor lengths_B) -> ()");
   m.def("decode_attention(Tensor q_BNH, Tensor addresses_B, Tensor lengths_B, int num_kv_heads, str product, "
-        "Tensor? queries_B=None, Tensor? unseen_B2=None, Tensor? picks_BGK=None, Tensor? num_picks_BG=None) -> Tensor");
+        "Tensor? picks_BGK=None, Tensor? num_picks_BG=None, Tensor? queries_B=None, Tensor? unseen_B2=None) -> Tensor");
 }
 TORCH_LIBRARY_IMPL(BATON_OPERATORS, CPU, m) {
   m.impl("append_kv", &append_kv);

@@ -39,12 +39,12 @@ inline char* place_of(int64_t address, int64_t index, int64_t bytes) {
 
 // The keys [first, end) of a sequence, or of the keys that a kv head picks, for the kv heads [head, end_head) and the
 // queries of `num_queries` rows from `row` on. A kv head has `width` = num_queries * R query heads, those of the first
-// row first. Results are kept from `place` on, query head by query head.
+// row first. Results are kept from `place` on, query head by query head, with room for `height` of each kv head.
 struct Task {
-  int64_t sequence, row, num_queries, width, head, end_head, first, end, place;
+  int64_t sequence, row, num_queries, width, height, head, end_head, first, end, place;
 
   // Returns where the results of a query head are kept: of a kv head, its number `index` among that one's.
-  int64_t place_of(int64_t kv_head, int64_t index) const { return place + (kv_head - head) * width + index; }
+  int64_t place_of(int64_t kv_head, int64_t index) const { return place + (kv_head - head) * height + index; }
 };
 
 // Results of tasks: for each query head of a task, the weighted sums [H] and the softmax.
@@ -54,7 +54,7 @@ struct Found {
 };
 
 #ifdef __AMX_BF16__
-// Scores in tiles; values as vectors, because they lie in the wrong order for tiles.
+// Scores in tiles; values, too, where many query heads share them, for they lie in the wrong order for tiles.
 struct TiledScores : Fma<uint16_t> {
   using Scope = TileScope;
 };
@@ -98,6 +98,11 @@ class Attention {
     }
   }
 
+  // Returns the query heads for which a kv head's results need room: whole tiles, where values are multiplied in tiles.
+  static int64_t height(int64_t width) {
+    return kInTiles && width > kHeads ? num_tiles(width) * kMostHeads : width;
+  }
+
  private:
   static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
 
@@ -106,7 +111,7 @@ class Attention {
 
   // Clears the task's results.
   void clear(const Task& task) {
-    const int64_t num = (task.end_head - task.head) * task.width, width = H_ / kLanes;
+    const int64_t num = (task.end_head - task.head) * task.height, width = H_ / kLanes;
     std::fill_n(&found_.softmax[task.place], num, Softmax());
     std::fill_n(&found_.sums[task.place * width], num * width, Floats{});
   }
@@ -228,12 +233,51 @@ class Attention {
         for (int j = 0; j < count; j += kTileHeight) score_in_tiles(task, g, end, index, first, j, count);
         for (int64_t k = g; k < end; ++k) {
           find(task.row, k, first, count);
+          if (task.width > kHeads) {
+            weigh_in_tiles(task, k, index, int(end_index - index), first, count);
+            continue;
+          }
           in_parts(index, end_index, [&](int64_t from, auto num) {
             weigh<num>(task, k, from, scores_ + column_of(task, k) + from - index, first, count);
           });
         }
       }
     }
+  }
+
+  // Does as `weigh` for up to kMostHeads query heads at once: pairs of keys' values are interleaved as tiles want them.
+  void weigh_in_tiles(const Task& task, int64_t g, int64_t index, int num, int64_t first, int count) {
+    const Floats(*scores)[kKeys / kLanes] = scores_ + column_of(task, g);
+    const int padded = round_up(count, kLanes), whole = round_up(count, kTileDepth);
+    const int64_t at = task.place_of(g, index), row = H_ / kLanes;
+    float factors[kMostHeads];
+    int seen[kMostHeads];
+    Softmax* softmax = &found_.softmax[at];
+    for (int r = 0; r < num; ++r) seen[r] = num_seen(task, index + r, first, count);
+    for (int r = 0; r < num; ++r) factors[r] = softmax[r].take(scores[r], seen[r], p_.scale);
+    for (int r = 0; r < num; ++r) {
+      softmax[r].weigh(scores[r], halves_[r], padded, seen[r], p_.scale, factors[r]);
+      std::fill(halves_[r] + padded, halves_[r] + whole, uint16_t());
+    }
+    for (int r = num; r < kMostHeads; ++r) {
+      factors[r] = 1.0f;
+      std::fill_n(halves_[r], whole, uint16_t());
+    }
+    for_parts(int(row), [&](int from, auto width) {
+      for (int j = 0; j < whole; j += 2) {
+        for (int w = 0; w < width; ++w) values_[j / 2 * width + w] = pair_of_values(j, count, from + w);
+        fetch<Element>(2 * width * kLanes);
+      }
+      multiply_tiles<width>(&found_.sums[at * row + from], int(row), factors, halves_[0], kKeys, values_, whole / 2);
+    });
+  }
+
+  // Returns kLanes channels, register number `part` of a value, of the tile's keys j and j + 1, channel by channel; zeros
+  // for keys beyond `count`.
+  Words pair_of_values(int j, int count, int part) const {
+    const int64_t channel = p_.G * H_ + part * kLanes;  // values lie behind keys
+    const Words low = j < count ? (Words)load_floats(keys_[j] + channel) >> 16 : Words{};
+    return low | (j + 1 < count ? (Words)load_floats(keys_[j + 1] + channel) : Words{});
   }
 
   // Scores the keys [j, j + 16) of a tile for the kv heads [g, end), at most kMostHeads query heads of each from number
@@ -355,6 +399,8 @@ class Attention {
   int num_next_ = 0, num_fetched_ = 0, fetched_bytes_ = 0;
   alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
   alignas(64) Factor weights_[kHeads][kKeys];
+  alignas(64) uint16_t halves_[kInTiles ? kMostHeads : 1][kKeys];  // weights in bf16
+  alignas(64) Words values_[kInTiles ? kKeys / 2 * kWide : 1];  // of a tile's keys, interleaved in pairs
 };
 
 }  // namespace

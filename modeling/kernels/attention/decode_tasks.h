@@ -53,8 +53,8 @@ void merge(const AttentionProblem& p, const Task* begin, const Task* end, int64_
 class Tasks {
  public:
   // Divides all sequences' keys into runs: a task has all kv heads of a run; with picks, whose numbers differ, each kv
-  // head has runs of its own. Returns the number of threads for which there is work.
-  int64_t divide(const AttentionProblem& p, int64_t num_threads) {
+  // head has runs of its own. `height`: of Attention. Returns the number of threads for which there is work.
+  int64_t divide(const AttentionProblem& p, int64_t num_threads, int64_t (*height)(int64_t)) {
     int64_t place = 0;
     tasks_.clear();
     ends_.clear();
@@ -62,9 +62,10 @@ class Tasks {
       num = p.num_queries(row);
       const auto add = [&](int64_t head, int64_t end_head, int64_t first, int64_t end) {
         const int64_t num_runs = (end - first + kRun - 1) / kRun;
-        for (int64_t i = 0; i < num_runs; ++i, place += (end_head - head) * num * p.R) {
+        const int64_t width = num * p.R, rows = height(width);
+        for (int64_t i = 0; i < num_runs; ++i, place += (end_head - head) * rows) {
           const int64_t from = first + (end - first) * i / num_runs, to = first + (end - first) * (i + 1) / num_runs;
-          tasks_.push_back({int64_t(ends_.size()), row, num, num * p.R, head, end_head, from, to, place});
+          tasks_.push_back({int64_t(ends_.size()), row, num, width, rows, head, end_head, from, to, place});
         }
       };
       const int64_t length = p.lengths[row + num - 1], unseen = p.unseen ? p.unseen[2 * row] : length;

@@ -32,6 +32,8 @@
 
 namespace {
 
+constexpr int64_t kMostTokens = 288;  // of a step: 32 sequences with a token and eight drafts each
+
 // Blocks in which a step's rows are multiplied by a linear layer, and the bytes that they take packed.
 struct Packing {
   std::vector<Block> blocks;
@@ -102,7 +104,7 @@ class Step {
     problem.queries = rows.queries;
     problem.unseen = rows.unseen;
     problem.B = rows.T;
-    tasks_.divide(problem, num_threads);
+    tasks_.divide(problem, num_threads, Attention<P, false>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
       packings_[part] = layers[0][part].packing(rows.T, layers[0][part].weights.K);
@@ -233,7 +235,7 @@ class DecodeLayers : public torch::CustomClassHolder {
            const std::optional<at::Tensor>& unseen_T2) {
     const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
     TORCH_CHECK(L > 0 && added_.empty(), "layers are not complete");
-    TORCH_CHECK(T > 0 && T <= kFewRows, "not for ", T, " rows: at most ", kFewRows);
+    TORCH_CHECK(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
     Rows rows{
         of<uint16_t>(hidden_TD, at::kBFloat16, T * layers_[0][kQkv].weights.K, "hidden states"),
         of<uint16_t>(cos_TH, at::kBFloat16, T * heads_.H, "cosines"),

@@ -7,7 +7,8 @@ from rich.console import Console, RenderableType
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus
 from baton.types import KernelChoice
 from baton.v1.common_pb2 import PrefixStoreStatus
-from deploy.commands.status import groups_table, processors_of, slots_table
+from baton.v1.generate_pb2 import SpeculationStatus
+from deploy.commands.status import drafts_of, groups_table, processors_of, slots_table
 from transport.proto_types import kernels_to_proto
 
 MIB = 2**20
@@ -60,6 +61,21 @@ def test_slots_and_memory_are_shown_by_state() -> None:
     assert slots == ["generate-0", "slots", "8", "3", "2", "2", "1"]
     assert memory == ["infinigen", "(approximate)", "KV,", "MiB", "64.0", "32.0", "8.0", "16.0", "8.0", "5.0"]
     assert store == ["prefill-0", "prefixes,", "MiB", "8.0", "5.0", "3.0"]
+
+
+def test_groups_that_draft_say_what_is_accepted() -> None:
+    assert not list(drafts_of(STATE))
+    latest = SpeculationStatus(num_drafted=400, num_accepted=300, num_drafts=32, predicted_s=0.19, measured_s=0.2)
+    drafting = GenerationStatus(speculation=latest)
+    idle = GenerationStatus(speculation=SpeculationStatus(measured_s=0.02))
+    groups = [
+        GroupState(f"g-{index}", "generate", (), 0, True, 0, 0, generation=each)
+        for index, each in enumerate((drafting, idle))
+    ]
+    assert list(drafts_of(ClusterState(tuple(groups), 0, 0, 0, "v"))) == [
+        "g-0: drafts accepted so far: 75% of 400; latest round: 32 drafts, 200 ms, predicted 190 ms",
+        "g-1: drafts accepted so far: none; latest round: 0 drafts, 20 ms",
+    ]
 
 
 def test_groups_on_one_kind_of_processor_share_a_line() -> None:

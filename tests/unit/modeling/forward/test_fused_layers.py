@@ -133,8 +133,8 @@ def test_steps_that_do_not_fit_are_told() -> None:
     def rows_of(tokens: Sequence[int], place: KvPlace = place) -> DecodeRows:
         return DecodeRows([(token, place) for token in tokens], 64, config.windows)
 
-    assert fused.fit(rows_of(range(48)), 48)
-    assert not fused.fit(rows_of(range(49)), 49)
+    assert fused.fit(rows_of(range(288)), 288)
+    assert not fused.fit(rows_of(range(289)), 289)
     assert not fused.fit(rows_of([1, 0]), 2)
     assert not fused.fit(rows_of([0, 1]), 3)
     apart = replace(place, num_layers=1, others=replace(place, num_layers=config.num_layers - 1))
