@@ -12,7 +12,7 @@ from modeling.forward.sampling import SamplerState, choose, probabilities
 from modeling.forward.speculative_sampling import verify_draft
 
 VOCAB = 12
-NUM_DRAWS = 3000
+NUM_DRAWS = 2000
 PARAMS = {
     "plain": SamplingParams(temperature=1.0),
     "cold": SamplingParams(temperature=0.4),
