@@ -50,7 +50,7 @@ class EngineConfig:
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     speculation: SpeculationName = "off"
-    """How tokens are drafted that a step verifies: by the model over few keys (streaming), or from the text (ngram)."""
+    """Drafts that a step verifies: off, by the model over few keys (streaming), from the text (ngram), or auto."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
     acceptance: AcceptanceName = "coupled"
