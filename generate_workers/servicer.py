@@ -199,17 +199,17 @@ class GenerationServer:
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
         answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
         this one included, share the machine's memory. Raises ConfigError when it cannot listen there or make that
-        folder, and for memory that cannot be had."""
+        folder, for memory that cannot be had, and for speculation that cannot be."""
         memory = make_memory(decoder, config, num_engines)
         server = make_server()
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
+        speculation = make_speculation(decoder, slots, config, clock)  # may refuse: nothing of the store is open yet
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         batcher = DecodeFirst.of(config, decoder.config)
-        speculation = make_speculation(decoder, slots, config, clock)
         engine = GenerationEngine(
             *(decoder, tokenizer, slots, clock, config), batcher=batcher, speculation=speculation, reclaim=reclaim
         )

@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planning.step_costs import StepCost
+from planning.step_costs import WorkCost
 
 MOST_DRAFTS = 8
 """Most drafts of a row in a round."""
@@ -58,7 +58,7 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
-def plan_round(rows: Sequence[Prospect], cost: StepCost) -> Round:
+def plan_round(rows: Sequence[Prospect], cost: WorkCost) -> Round:
     """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps.
 
     For a given number of draft steps, each further draft of a row adds its share of the expected tokens, which falls

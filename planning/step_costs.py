@@ -48,7 +48,7 @@ class StepWork:
 
 
 @dataclass(frozen=True)
-class StepCost:
+class WorkCost:
     """Seconds that a step takes."""
 
     step_s: float
@@ -67,12 +67,12 @@ class StepCost:
 
 
 class StepCosts:
-    """Learns a StepCost from steps that ran."""
+    """Learns a WorkCost from steps that ran."""
 
     def __init__(self, shape: ModelShape, rates: Hardware, *, weight_bytes: float) -> None:
         """Begin with nominal costs. `weight_bytes`: those of all weights that a step reads."""
         weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
-        self.cost = StepCost(
+        self.cost = WorkCost(
             step_s=weight_bytes / rates.memory_bandwidth,
             token_s=2 * weights / rates.linear_flops,
             key_s=shape.num_layers * shape.kv_bytes / rates.memory_bandwidth,
@@ -103,4 +103,4 @@ class StepCosts:
         columns = np.array([work.columns for work, _ in steps], np.float64)
         num_known = 4 if columns[:, 3].any() else 3
         costs, _ = fit_relative(columns[:, :num_known], np.array([seconds for _, seconds in steps]))
-        self.cost = StepCost(*costs, *([self.cost.pair_s] if num_known == 3 else []))
+        self.cost = WorkCost(*costs, *([self.cost.pair_s] if num_known == 3 else []))

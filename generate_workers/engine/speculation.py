@@ -1,8 +1,8 @@
 """The port of speculation: drafts of what rows come to sample, which one step verifies for all.
 
 `preemption` asks it for a plan's drafts once the plan has its memory; `core` has them made, verified (`verified`) and
-observed. `generate_workers.speculation` is the implementation. Whatever is drafted changes no text, only how many
-tokens a step brings.
+observed. `generate_workers.speculation` is the implementation. By the coupled rule of `verified`, what is drafted
+changes how many tokens a step brings, and a text only as far as a step of more tokens rounds otherwise in bf16.
 """
 
 from collections.abc import Mapping

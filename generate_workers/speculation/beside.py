@@ -9,8 +9,8 @@ from contextlib import contextmanager
 
 from generate_workers.engine.rows import Row
 from generate_workers.residency.host import HostResidency
-from generate_workers.residency.port import StepKv, StepRows
-from generate_workers.speculation.self_drafts import NarrowStep
+from generate_workers.residency.port import StepRows
+from generate_workers.speculation.self_drafts import DraftStep
 
 
 class BesideView:
@@ -24,6 +24,6 @@ class BesideView:
         self._residency.follow((row.slot, row.num_cached) for row in rows)
 
     @contextmanager
-    def step(self, rows: StepRows) -> Iterator[StepKv]:
+    def step(self, rows: StepRows) -> Iterator[DraftStep]:
         """Prepare a forward over the copies; the new tokens' KV goes there only."""
-        yield NarrowStep(self._residency.draft_spans(rows), None, 0)
+        yield DraftStep(self._residency.draft_spans(rows))

@@ -33,14 +33,14 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
             f"speculation = {name!r} verifies with all KV, and residency {residency.traits.name} attends to a part of "
             "it: use residency device or host, or speculation off"
         )
-    sources = {"ngram": Source("ngram", NgramDrafter(), Acceptances(0.5))}
+    sources = {"ngram": Source(NgramDrafter(), Acceptances(0.5))}
     if all(window is None for window in decoder.config.windows):
         keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = BesideView(residency)
         drafter = SelfDrafter(decoder, view, keeps=config.acceptance == "maximal")
-        sources["streaming"] = Source("streaming", drafter, Acceptances(0.8), config.draft_keys)
+        sources["streaming"] = Source(drafter, Acceptances(0.8), config.draft_keys)
     if name != "auto" and name not in sources:
         raise ConfigError(
             f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"

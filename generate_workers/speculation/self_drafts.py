@@ -17,10 +17,20 @@ import torch
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.residency.port import StepKv, StepRows
+from generate_workers.residency.port import StepRows
 from generate_workers.speculation.port import DraftWish
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from modeling.forward.sampling import choose, probabilities
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """One forward's view of its rows."""
+
+    spans: Sequence[SequenceSpan]
+    """A span of one new token for each row, over the keys of the view."""
+    turns: LayerTurns | None = None
+    """What is to be done between layers; None: nothing."""
 
 
 class DraftView(Protocol):
@@ -30,18 +40,9 @@ class DraftView(Protocol):
         """Prepare for the drafts of a round: the rows' KV is final up to `num_cached`."""
         ...
 
-    def step(self, rows: StepRows) -> AbstractContextManager[StepKv]:
+    def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
         """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view."""
         ...
-
-
-@dataclass(frozen=True)
-class NarrowStep:
-    """A StepKv of a draft step."""
-
-    spans: Sequence[SequenceSpan]
-    turns: LayerTurns | None
-    num_bytes_read: int
 
 
 class SelfDrafter:

@@ -24,7 +24,6 @@ from planning.step_costs import StepCosts, StepWork
 class Source:
     """A way to draft, and how often its drafts are accepted."""
 
-    name: str
     drafter: Drafter
     acceptances: Acceptances
     draft_keys: int = 0
@@ -62,12 +61,11 @@ class Speculator:
         decoding = [rows[span.slot] for span in plan.spans if len(span.tokens) == 1 and span.samples]
         sources, prospects = zip(*map(self._prospect, decoding), strict=True) if decoding else ((), ())
         self._source_of = {row.slot: source for row, source in zip(decoding, sources, strict=True)}
-        self._planned = None
-        if self._fixed_drafts is None and decoding:
-            self._planned = plan_round(prospects, self._costs.cost)
-            numbers: Sequence[int] = self._planned.num_drafts
+        if self._fixed_drafts is None:
+            self._planned = plan_round(prospects, self._costs.cost) if decoding else None
+            numbers: Sequence[int] = () if self._planned is None else self._planned.num_drafts
         else:
-            numbers = [min(self._fixed_drafts or 0, prospect.most_drafts) for prospect in prospects]
+            numbers = [min(self._fixed_drafts, prospect.most_drafts) for prospect in prospects]
         with_drafts = {
             row.slot: num
             for row, num in zip(decoding, numbers, strict=True)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
-from generate_workers.residency.port import DraftKeys, Residency, StepKv, StepRows
-from generate_workers.speculation.self_drafts import NarrowStep
+from generate_workers.residency.port import DraftKeys, Residency, StepRows
+from generate_workers.speculation.self_drafts import DraftStep
 from modeling.forward.decoder import SequenceSpan
 from modeling.kv.buffers import KvPlace, KvRows
 
@@ -54,11 +54,11 @@ class StreamingView:
         """Do nothing: the view is of the rows' own KV."""
 
     @contextmanager
-    def step(self, rows: StepRows) -> Iterator[StepKv]:
+    def step(self, rows: StepRows) -> Iterator[DraftStep]:
         """Prepare a forward over the first and latest keys of each row, the new token's among them."""
         with self._residency.step(rows) as step:
             unseen = [
                 TokenRange(self._num_first, max(tokens.end - self._num_last, self._num_first)) for _, tokens in rows
             ]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
-            yield NarrowStep(spans, step.turns, 0)
+            yield DraftStep(spans, step.turns)

@@ -159,8 +159,9 @@ def test_a_cancelled_waiter_gives_its_place_back() -> None:
         ticket, _ = made.submit(prompt(5), SHORT)
         made.engine.cancel(ticket)
         made.engine.step()
-        made.submit(prompt(5), SHORT)
+        _, next_in_line = made.submit(prompt(5), SHORT)
         made.run()
+        assert next_in_line.finish is FinishReason.LENGTH
 
 
 def test_a_bad_request_opens_nothing() -> None:
