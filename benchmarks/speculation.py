@@ -166,7 +166,7 @@ def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[Prefill
         if choice.num_drafts:
             keys |= {"keys": choice.num_keys, "drafts": choice.num_drafts}
         row = reporter.add(case(**keys), "tokens_s", "tokens/s", "plain", Pairs(each.rates, plain.rates))
-        reporter.add(case(**keys), "tokens", "tokens/step", "plain", Pairs(each.tokens, plain.tokens))
+        reporter.add(case(**keys), "tokens_step", "tokens/step", "plain", Pairs(each.tokens, plain.tokens))
         ratios[choice] = row.ratio
     best = max(fixed, key=ratios.__getitem__)
     where, auto = f"{batch} x {context}", ratios[Choice("auto")]
