@@ -93,6 +93,7 @@ async def test_a_prefix_outlives_its_ranks(smollm2: Path) -> None:
         assert (await ask(relay, prompt, GREEDY)).finished.usage.num_cached_tokens == BLOCK
 
 
+@pytest.mark.ci
 async def test_a_killed_launcher_takes_the_folder_along(smollm2: Path) -> None:
     """Its ranks see their input end; the last of them removes the folder. So they do at any other end."""
     program = f"""

@@ -121,6 +121,7 @@ def test_status_shows_the_groups(cluster: ServedCluster) -> None:
     assert {"prefill-0", "generate-0"} <= set(shown.stdout.split())
 
 
+@pytest.mark.ci
 def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
     cluster: ServedCluster, client: Client, tmp_path: Path
 ) -> None:
@@ -288,7 +289,8 @@ def test_a_stream_survives_a_lost_worker(
     assert re.search(told, cluster.stderr[num_told:], re.MULTILINE)
 
 
-@pytest.mark.parametrize("with_signal", LOSS_PARAMS)
+@pytest.mark.ci
+@pytest.mark.parametrize("with_signal", LOSSES)
 def test_streams_survive_a_lost_supervisor(
     cluster: ServedCluster, client: Client, answers: Answers, with_signal: signal.Signals
 ) -> None:
