@@ -114,16 +114,23 @@ void for_parts(int num, Run run) {
   }
 }
 
+// Memory to fetch during products: `step` bytes after each step.
+struct Lines {
+  const char* from = nullptr;
+  int step = 0;
+};
+
 // sums[r] = sums[r] * scales[r] + sum over i < num_steps of factors[r * stride + i * kDepth] * packed[i], for kHeight
 // rows of W registers, `row` registers apart. Not inlined, so that the compiler gives all registers to this loop.
 template <class P, int W>
 [[gnu::noinline]] void multiply_vectors(Floats* to, int row, const float* scales, const typename P::Factor* factors,
-                                int64_t stride, const Words* packed, int num_steps) {
+                                int64_t stride, const Words* packed, int num_steps, Lines lines) {
   Floats sums[kRows][W];
   for (int r = 0; r < kRows; ++r) {
     for (int w = 0; w < W; ++w) sums[r][w] = scales ? to[r * row + w] * scales[r] : Floats{};
   }
-  for (int i = 0; i < num_steps; ++i, factors += P::kDepth, packed += W) {
+  for (int i = 0; i < num_steps; ++i, factors += P::kDepth, packed += W, lines.from += lines.step) {
+    __builtin_prefetch(lines.from, 0, 2);
     Words operands[W];
     for (int w = 0; w < W; ++w) operands[w] = in_register(packed[w]);
     for (int r = 0; r < kRows; ++r) {
@@ -142,6 +149,7 @@ template <int W>
   static_assert(W <= 4);
   const int64_t to_bytes = row * sizeof(Floats), factor_bytes = stride * sizeof(*factors);
   for (int r = 0; scales && r < kTileHeight; ++r) {
+    if (scales[r] == 1.0f) continue;  // most often, and tiles wait for what was stored
     for (int w = 0; w < W; ++w) to[r * row + w] *= scales[r];
   }
   settle_memory();
@@ -177,11 +185,11 @@ template <int W>
 
 template <class P, int W>
 void multiply(Floats* to, int row, const float* scales, const typename P::Factor* factors, int64_t stride,
-              const Words* packed, int num_steps) {
+              const Words* packed, int num_steps, Lines lines) {
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<P, Tiles>) return multiply_tiles<W>(to, row, scales, factors, stride, packed, num_steps);
 #endif
-  multiply_vectors<P, W>(to, row, scales, factors, stride, packed, num_steps);
+  multiply_vectors<P, W>(to, row, scales, factors, stride, packed, num_steps, lines);
 }
 
 // The state of a row's online softmax (Milakov and Gimelshein, 2018), in powers of two: score * scale * log2(e).

@@ -7,56 +7,30 @@
 #include <type_traits>
 #include <vector>
 
-#include "attention/common.h"
+#include "attention/decode_problem.h"
+#include "attention/next_tile.h"
+#include "attention/packed_tile.h"
 
 namespace {
 
-constexpr int kKeys = 64;       // keys of a tile
 constexpr int kHeads = 4;       // query heads whose sums are held in registers at a time
 constexpr int kMostHeads = 16;  // query heads whose scores are held
-constexpr int kLine = 64;       // bytes that are fetched at a time
 
-struct AttentionProblem {
-  const void* q;             // [B][N][H]
-  const int64_t* addresses;  // address of each row's first key
-  const int64_t* lengths;    // number of keys of each row, up to its own
-  const int32_t* picks;      // [B][G][K], or null: all keys
-  const int32_t* num_picks;  // [B][G]
-  void* o;                   // [B][N][H]
-  int64_t B, N, G, R, H, K, q_row, q_head;
-  float scale;
-  const int64_t* queries = nullptr;  // [B] rows from this one on that are one sequence's last tokens; null: 1 each
-  const int64_t* unseen = nullptr;   // [B][2] keys between a row's first and last ones, not attended to; null: none
-
-  int64_t num_queries(int64_t row) const { return queries ? queries[row] : 1; }
-};
-
-// Returns where a row's key number `index` begins; its value lies behind the heads of the key. `bytes`: of one key, and
-// of one value.
-inline char* place_of(int64_t address, int64_t index, int64_t bytes) {
-  return reinterpret_cast<char*>(address) + index * 2 * bytes;
-}
-
-// The keys [first, end) of a sequence, or of the keys that a kv head picks, for the kv heads [head, end_head) and the
-// queries of `num_queries` rows from `row` on. A kv head has `width` = num_queries * R query heads, those of the first
-// row first. Results are kept from `place` on, query head by query head, with room for `height` of each kv head.
-struct Task {
-  int64_t sequence, row, num_queries, width, height, head, end_head, first, end, place;
-
-  // Returns where the results of a query head are kept: of a kv head, its number `index` among that one's.
-  int64_t place_of(int64_t kv_head, int64_t index) const { return place + (kv_head - head) * height + index; }
-};
-
-// Results of tasks: for each query head of a task, the weighted sums [H] and the softmax.
-struct Found {
-  std::vector<Floats> sums;
-  std::vector<Softmax> softmax;
+// The product of keys and values that more than kHeads query heads share: they are packed for all (packed_tile.h).
+template <class P>
+struct Shared {
+  using Product = P;
 };
 
 #ifdef __AMX_BF16__
-// Scores in tiles; values, too, where many query heads share them, for they lie in the wrong order for tiles.
+// Scores in tiles; values only where they are packed, for they lie in the wrong order for tiles.
 struct TiledScores : Fma<uint16_t> {
   using Scope = TileScope;
+};
+
+template <>
+struct Shared<TiledScores> {
+  using Product = Tiles;
 };
 #endif
 
@@ -67,14 +41,16 @@ class Attention {
   using Element = typename P::Element;
   using Factor = typename P::Factor;
 
-  Attention(const AttentionProblem& problem, Found& found) : p_(problem), H_(int(problem.H)), found_(found) {
+  Attention(const AttentionProblem& problem, Found& found)
+      : p_(problem), H_(int(problem.H)), found_(found), packed_(H_), next_(H_ * int(sizeof(Element)), p_.G) {
+    int64_t most_queries = 1;
+    for (int64_t row = 0; row < p_.B; row += p_.num_queries(row)) most_queries = std::max(most_queries, p_.num_queries(row));
+    const int64_t width = most_queries * p_.R;
     if constexpr (kInTiles) {
-      int64_t most_queries = 1;
-      for (int64_t row = 0; row < p_.B; row += p_.num_queries(row)) most_queries = std::max(most_queries, p_.num_queries(row));
-      tiles_.resize(p_.G * num_tiles(most_queries * p_.R) * kMostHeads * H_);
+      tiles_.resize(p_.G * num_tiles(width) * kMostHeads * H_);
       rows_.resize(kMostHeads * H_);
     } else {
-      q_.resize(kHeads * H_);
+      q_.resize(width > kHeads ? p_.G * height(width) * packed_.depth() : kHeads * H_);
     }
   }
 
@@ -82,7 +58,11 @@ class Attention {
   // next task is `next`, whose first tile is fetched meanwhile.
   void run(const Task& task, const Task* next) {
     clear(task);
-    if constexpr (kInTiles) this->pack_queries(task);  // tiles do not exist on every processor
+    if constexpr (kInTiles) {
+      this->pack_queries(task);  // tiles do not exist on every processor
+    } else if (task.width > kHeads) {
+      pack_shared_queries(task);
+    }
     for (int64_t first = task.first; first < task.end; first += kKeys) {
       const int count = int(std::min<int64_t>(kKeys, task.end - first));
       if (first + count < task.end) {
@@ -92,20 +72,20 @@ class Attention {
       }
       if constexpr (kInTiles) {
         this->attend_in_tiles(task, first, count);
+      } else if (task.width > kHeads) {
+        attend_shared(task, first, count);
       } else {
         attend(task, first, count);
       }
     }
   }
 
-  // Returns the query heads for which a kv head's results need room: whole tiles, where values are multiplied in tiles.
-  static int64_t height(int64_t width) {
-    return kInTiles && width > kHeads ? num_tiles(width) * kMostHeads : width;
-  }
+  // Returns the query heads for which a kv head's results need room: whole blocks, where they share keys and values.
+  static int64_t height(int64_t width) { return width > kHeads ? round_up(int(width), Packed::kHeight) : width; }
 
  private:
   static constexpr bool kInTiles = !std::is_same_v<typename P::Scope, OfVectors::Scope>;
-
+  using Packed = PackedTile<typename Shared<P>::Product, kKeys>;
   // Returns the tiles of queries for `width` query heads that share a kv head.
   static int64_t num_tiles(int64_t width) { return (width + kMostHeads - 1) / kMostHeads; }
 
@@ -119,38 +99,78 @@ class Attention {
   void attend(const Task& task, int64_t first, int count) {
     for (int64_t g = task.head; g < task.end_head; ++g) {
       find(task.row, g, first, count);
-      in_parts(0, task.width, [&](int64_t index, auto num) {
-        load_queries<num>(task, g, index);
+      with_number(task.width, [&](auto num) {
+        load_queries<num>(task, g);
         for (int j = 0; j < count; j += kLanes) score<num>(j);
-        weigh<num>(task, g, index, scores_, first, count);
+        weigh<num>(task, g, scores_, first, count);
       });
     }
   }
 
-  // Calls part(index, number) for the query heads [first, end) of a kv head, at most kHeads at a time.
+  // Calls part(number) with the number of query heads of a kv head, at most kHeads.
   template <class Part>
-  void in_parts(int64_t first, int64_t end, Part part) {
-    for (int64_t num = 0; first < end; first += num) {
-      num = std::min<int64_t>(kHeads, end - first);
-      switch (num) {
-        case 1: part(first, std::integral_constant<int, 1>()); break;
-        case 2: part(first, std::integral_constant<int, 2>()); break;
-        case 3: part(first, std::integral_constant<int, 3>()); break;
-        default: part(first, std::integral_constant<int, kHeads>());
+  void with_number(int64_t num, Part part) {
+    switch (num) {
+      case 1: part(std::integral_constant<int, 1>()); break;
+      case 2: part(std::integral_constant<int, 2>()); break;
+      case 3: part(std::integral_constant<int, 3>()); break;
+      default: part(std::integral_constant<int, kHeads>());
+    }
+  }
+
+  // Copies the queries of all query heads to q_: for each kv head [height][depth].
+  void pack_shared_queries(const Task& task) {
+    for (int64_t g = task.head; g < task.end_head; ++g) {
+      for (int64_t index = 0; index < task.width; ++index) load_query(task, g, index, shared_query(task, g, index));
+    }
+  }
+
+  Factor* shared_query(const Task& task, int64_t g, int64_t index) {
+    return &q_[((g - task.head) * task.height + index) * packed_.depth()];
+  }
+
+  // Does as `attend` where more than kHeads query heads share keys and values.
+  void attend_shared(const Task& task, int64_t first, int count) {
+    for (int64_t g = task.head; g < task.end_head; ++g) {
+      find(task.row, g, first, count);
+      packed_.pack_keys(count, [&](int j) { return keys_[j]; });
+      pack_values(count);
+      for (int64_t index = 0; index < task.width; index += Packed::kHeight) {
+        packed_.score(shared_query(task, g, index), count, shared_scores_, fetching(task));
+        weigh_shared(task, g, index, shared_scores_, int(std::min<int64_t>(Packed::kHeight, task.width - index)), first, count);
       }
     }
   }
 
-  // Makes the task's tile from key `first` on the next one to fetch: keys that lie in order, or picked keys.
+  // Packs the values of the tile's keys.
+  void pack_values(int count) {
+    packed_.pack_values(count, [&](int j) { return keys_[j] + p_.G * H_; });  // values lie behind keys
+  }
+
+  // Adds a tile's scores of `num` query heads of a kv head, from number `index` on, and its packed values, to their
+  // results.
+  void weigh_shared(const Task& task, int64_t g, int64_t index, const Floats (*scores)[kKeys / kLanes], int num,
+                    int64_t first, int count) {
+    const int64_t at = task.place_of(g, index);
+    packed_.weigh(scores, num, count, p_.scale, &found_.softmax[at], &found_.sums[at * H_ / kLanes],
+                  [&](int r) { return num_seen(task, index + r, first, count); },
+                  fetching(task));
+  }
+
+  // Makes the task's tile from key `first` on the next one to fetch.
   void look_ahead(const Task& task, int64_t first) {
-    const int64_t num = std::min<int64_t>(kKeys, task.end - first), key_bytes = 2 * p_.G * H_ * sizeof(Element);
-    if constexpr (kPicked) {
-      for (int64_t j = 0; j < num; ++j) next_[j] = reinterpret_cast<const char*>(key(task.row, task.head, first + j));
-      num_next_ = int(num), num_fetched_ = 0, fetched_bytes_ = 0;
-    } else {
-      ahead_ = reinterpret_cast<const char*>(p_.addresses[task.row]) + first * key_bytes;
-      end_ahead_ = ahead_ + num * key_bytes;
-    }
+    const int64_t num = std::min<int64_t>(kKeys, task.end - first);
+    next_.begin(num, [&](int64_t j) { return reinterpret_cast<const char*>(key(task.row, task.head, first + j)); });
+  }
+
+  // Fetches as many bytes of the next tile as `count` elements take, which were read of this one.
+  void fetch(int count) { next_.fetch(count * int(sizeof(Element))); }
+
+  // Returns what fetches the next tile while packed keys and values of a task are at work.
+  auto fetching(const Task& task) {
+    const int all = 2 * kKeys * H_ * int(sizeof(Element)), num_steps = (packed_.depth() + kKeys) / Packed::kDepth;
+    const int during = kInTiles ? all / 2 : int(task.height) / Packed::kHeight * num_steps * kLine;
+    return FetchNext<kPicked>{next_, std::max(all - during, 0) / int(task.width) + kLine, !kInTiles};
   }
 
   // Finds the addresses of the tile's keys.
@@ -166,11 +186,13 @@ class Attention {
   }
 
   template <int C>
-  void load_queries(const Task& task, int64_t g, int64_t index) {
-    for (int r = 0; r < C; ++r) {
-      const Element* q = query(task, g, index + r);
-      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[r * H_ + h], load_floats(q + h));
-    }
+  void load_queries(const Task& task, int64_t g) {
+    for (int r = 0; r < C; ++r) load_query(task, g, r, &q_[r * H_]);
+  }
+
+  void load_query(const Task& task, int64_t g, int64_t index, Factor* to) {
+    const Element* q = query(task, g, index);
+    for (int h = 0; h < H_; h += kLanes) store_floats(to + h, load_floats(q + h));
   }
 
   // Returns the query of a kv head's query head number `index`.
@@ -185,15 +207,15 @@ class Attention {
     return int(std::clamp<int64_t>(p_.lengths[task.row + index / p_.R] - first, 0, count));
   }
 
-  // Adds a tile's scores of C query heads of a kv head, from number `index` on, and its values, to their results.
+  // Adds a tile's scores of all C query heads of a kv head, and its values, to their results.
   template <int C>
-  void weigh(const Task& task, int64_t g, int64_t index, const Floats (*scores)[kKeys / kLanes], int64_t first, int count) {
-    const int padded = (count + kLanes - 1) / kLanes * kLanes;
-    const int64_t at = task.place_of(g, index);
+  void weigh(const Task& task, int64_t g, const Floats (*scores)[kKeys / kLanes], int64_t first, int count) {
+    const int padded = round_up(count, kLanes);
+    const int64_t at = task.place_of(g, 0);
     float factors[C];
     int seen[C];
     Softmax* softmax = &found_.softmax[at];
-    for (int r = 0; r < C; ++r) seen[r] = num_seen(task, index + r, first, count);
+    for (int r = 0; r < C; ++r) seen[r] = num_seen(task, r, first, count);
     for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores[r], seen[r], p_.scale);
     for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, seen[r], p_.scale, factors[r]);
     for_parts(H_ / kLanes, [&](int from, auto width) { accumulate<C, width>(from, factors, count, at); });
@@ -233,51 +255,16 @@ class Attention {
         for (int j = 0; j < count; j += kTileHeight) score_in_tiles(task, g, end, index, first, j, count);
         for (int64_t k = g; k < end; ++k) {
           find(task.row, k, first, count);
-          if (task.width > kHeads) {
-            weigh_in_tiles(task, k, index, int(end_index - index), first, count);
+          const auto* scores = scores_ + column_of(task, k);
+          if (task.width <= kHeads) {
+            with_number(task.width, [&](auto num) { weigh<num>(task, k, scores, first, count); });
             continue;
           }
-          in_parts(index, end_index, [&](int64_t from, auto num) {
-            weigh<num>(task, k, from, scores_ + column_of(task, k) + from - index, first, count);
-          });
+          if (index == 0) pack_values(count);  // several turns are those of one kv head
+          weigh_shared(task, k, index, scores, int(end_index - index), first, count);
         }
       }
     }
-  }
-
-  // Does as `weigh` for up to kMostHeads query heads at once: pairs of keys' values are interleaved as tiles want them.
-  void weigh_in_tiles(const Task& task, int64_t g, int64_t index, int num, int64_t first, int count) {
-    const Floats(*scores)[kKeys / kLanes] = scores_ + column_of(task, g);
-    const int padded = round_up(count, kLanes), whole = round_up(count, kTileDepth);
-    const int64_t at = task.place_of(g, index), row = H_ / kLanes;
-    float factors[kMostHeads];
-    int seen[kMostHeads];
-    Softmax* softmax = &found_.softmax[at];
-    for (int r = 0; r < num; ++r) seen[r] = num_seen(task, index + r, first, count);
-    for (int r = 0; r < num; ++r) factors[r] = softmax[r].take(scores[r], seen[r], p_.scale);
-    for (int r = 0; r < num; ++r) {
-      softmax[r].weigh(scores[r], halves_[r], padded, seen[r], p_.scale, factors[r]);
-      std::fill(halves_[r] + padded, halves_[r] + whole, uint16_t());
-    }
-    for (int r = num; r < kMostHeads; ++r) {
-      factors[r] = 1.0f;
-      std::fill_n(halves_[r], whole, uint16_t());
-    }
-    for_parts(int(row), [&](int from, auto width) {
-      for (int j = 0; j < whole; j += 2) {
-        for (int w = 0; w < width; ++w) values_[j / 2 * width + w] = pair_of_values(j, count, from + w);
-        fetch<Element>(2 * width * kLanes);
-      }
-      multiply_tiles<width>(&found_.sums[at * row + from], int(row), factors, halves_[0], kKeys, values_, whole / 2);
-    });
-  }
-
-  // Returns kLanes channels, register number `part` of a value, of the tile's keys j and j + 1, channel by channel; zeros
-  // for keys beyond `count`.
-  Words pair_of_values(int j, int count, int part) const {
-    const int64_t channel = p_.G * H_ + part * kLanes;  // values lie behind keys
-    const Words low = j < count ? (Words)load_floats(keys_[j] + channel) >> 16 : Words{};
-    return low | (j + 1 < count ? (Words)load_floats(keys_[j + 1] + channel) : Words{});
   }
 
   // Scores the keys [j, j + 16) of a tile for the kv heads [g, end), at most kMostHeads query heads of each from number
@@ -299,7 +286,7 @@ class Attention {
         _tile_loadd(2, q + h * kMostHeads, 4 * kMostHeads);
         _tile_dpbf16ps(0, 1, 2);
       }
-      fetch<Element>(kTileHeight * H_);
+      fetch(kTileHeight * H_);
       _tile_stored(0, scores, sizeof(scores[0]));
       settle_memory();
       const int own = int(column_of(task, g));  // the other columns are 0, or NaN where a key holds NaN
@@ -321,7 +308,7 @@ class Attention {
       for (int lane = 0; lane < kLanes; ++lane) words[lane] = load_words(keys_[j + lane] + word * kPerWord, num);
       transpose(words);
       unrolled(std::make_integer_sequence<int, num>(), [&](int each) {
-        fetch<uint32_t>(kLanes);
+        next_.fetch(4 * kLanes);
         for (int part = 0; part < P::kSpread; ++part) {
           const int step = each * P::kSpread + part;
           const Words operand = P::spread(words[each], part);
@@ -338,29 +325,6 @@ class Attention {
     for (int r = 0; r < C; ++r) scores_[r][j / kLanes] = sums[r][0] + sums[r][1];
   }
 
-  // Fetches as many bytes of the next tile as were read of this one, between products and in memory's order: a head's
-  // keys by themselves are too far apart for the processor's own prefetcher. Into the second-level cache: the first has
-  // no room for a tile besides the one at work, and keeps fewer lines on their way at once.
-  template <class Number>
-  void fetch(int count) {
-    if constexpr (kPicked) {
-      fetch_picked(count * int(sizeof(Number)));
-    } else {
-      const char* end = std::min(ahead_ + count * sizeof(Number), end_ahead_);
-      for (; ahead_ < end; ahead_ += kLine) __builtin_prefetch(ahead_, 0, 2);
-    }
-  }
-
-  // Fetches picked keys of the next tile, each with its value, which lies at a distance.
-  [[gnu::noinline]] void fetch_picked(int num_bytes) {
-    const int head_bytes = H_ * int(sizeof(Element)), to_value = int(p_.G - 1) * head_bytes;
-    for (; num_bytes > 0 && num_fetched_ < num_next_; num_bytes -= kLine) {
-      __builtin_prefetch(next_[num_fetched_] + fetched_bytes_ + (fetched_bytes_ < head_bytes ? 0 : to_value), 0, 2);
-      fetched_bytes_ += kLine;
-      if (fetched_bytes_ >= 2 * head_bytes) fetched_bytes_ = 0, ++num_fetched_;
-    }
-  }
-
   // sums[r] = sums[r] * factors[r] + weights[r] . v, for W registers of channels.
   template <int C, int W>
   void accumulate(int from, const float* factors, int count, int64_t at) {
@@ -370,7 +334,7 @@ class Attention {
       for (int w = 0; w < W; ++w) sums[r][w] = to[r * H_ / kLanes + w] * factors[r];
     }
     for (int j = 0; j < count; j += P::kDepth) {
-      fetch<Element>(P::kDepth * W * kLanes);
+      fetch(P::kDepth * W * kLanes);
       for (int w = 0; w < W; ++w) {
         const int64_t channel = p_.G * H_ + (from + w) * kLanes;  // values lie behind keys
         Words operand = (Words)load_floats(keys_[j] + channel);
@@ -388,19 +352,15 @@ class Attention {
   const AttentionProblem& p_;
   const int H_;
   Found& found_;
+  Packed packed_;
   std::vector<Factor> q_;       // queries of the heads at work
   std::vector<Element> tiles_;  // queries of all heads
   std::vector<Element> rows_;   // copies of keys that do not lie in order
   const Element* keys_[kKeys];
-  const char* ahead_ = nullptr;  // first byte of the next tile that is not fetched yet
-  const char* end_ahead_ = nullptr;
-  const char* next_[kKeys];  // keys of the next tile, where they are picked
-  // number of keys in next_, of those fetched, and fetched bytes of the next one
-  int num_next_ = 0, num_fetched_ = 0, fetched_bytes_ = 0;
+  NextTile<kPicked> next_;
   alignas(64) Floats scores_[kMostHeads][kKeys / kLanes];
   alignas(64) Factor weights_[kHeads][kKeys];
-  alignas(64) uint16_t halves_[kInTiles ? kMostHeads : 1][kKeys];  // weights in bf16
-  alignas(64) Words values_[kInTiles ? kKeys / 2 * kWide : 1];  // of a tile's keys, interleaved in pairs
+  alignas(64) typename Packed::Scores shared_scores_;
 };
 
 }  // namespace

@@ -6,9 +6,7 @@
 // 2022), and a tile that no query sees is never computed.
 //
 // A task is a kv head and a block of query tokens. The R heads that share the kv head are rows of one matrix: a row is
-// a (token, head) pair, token by token. For each tile of keys, K and V are packed once, as all rows multiply with them:
-// in the order in which they are read, kWide registers after another, each lane kDepth elements of one key (K) or of
-// one channel (V); a row's query, or its weights, are broadcast.
+// a (token, head) pair, token by token. For each tile of keys, K and V are packed once for all rows (packed_tile.h).
 //
 // T query tokens, S keys, N heads, G kv heads, R = N / G, H head dim. Strides are in elements.
 
@@ -21,12 +19,11 @@
 #include <utility>
 #include <vector>
 
-#include "attention/common.h"
+#include "attention/packed_tile.h"
 
 namespace {
 
 constexpr int kKeys = 128;         // keys of a tile
-constexpr int kBlock = kWide * kLanes;  // keys that are scored at a time
 constexpr int64_t kTaskRows = 288;  // rows that share the packing of a tile, at most; their sums stay in the second-level
                                     // cache
 
@@ -59,11 +56,7 @@ class Attention {
   using Element = typename P::Element;
   using Factor = typename P::Factor;
 
-  explicit Attention(const Problem& problem)
-      : p_(problem), H_(int(problem.H)), depth_(round_up(H_, P::kDepth * P::kSteps)) {
-    k_.resize(kKeys / kLanes * depth_ / P::kDepth);
-    v_.resize(kKeys / P::kDepth * H_ / kLanes);
-  }
+  explicit Attention(const Problem& problem) : p_(problem), H_(int(problem.H)), tile_(H_) {}
 
   // Attends to all keys for the task's queries.
   void run(const Task& task) {
@@ -72,8 +65,10 @@ class Attention {
       const int64_t num_keys = piece.causal ? std::min(piece.S, task.end) : piece.S;
       for (int64_t first = 0; first < num_keys; first += kKeys) {
         const int count = int(std::min<int64_t>(kKeys, num_keys - first));
-        pack_keys(piece, task.g, first, count);
-        pack_values(piece, task.g, first, count);
+        const auto* keys = static_cast<const Element*>(piece.k) + first * p_.k_token + task.g * p_.k_head;
+        const auto* values = static_cast<const Element*>(piece.v) + first * p_.v_token + task.g * p_.v_head;
+        tile_.pack_keys(count, [&](int j) { return keys + j * p_.k_token; });
+        tile_.pack_values(count, [&](int j) { return values + j * p_.v_token; });
         for (int64_t row = 0; row < num_rows_; row += P::kHeight) attend(piece, task, row, first, count);
       }
     }
@@ -84,58 +79,14 @@ class Attention {
   void begin(const Task& task) {
     num_rows_ = (task.end - task.begin) * p_.R;
     const int64_t padded = (num_rows_ + P::kHeight - 1) / P::kHeight * P::kHeight;
-    q_.assign(padded * depth_, Factor());
+    q_.assign(padded * tile_.depth(), Factor());
     sums_.assign(padded * H_ / kLanes, Floats{});
     softmax_.assign(padded, Softmax());
     for (int64_t row = 0; row < num_rows_; ++row) {
       const auto* from = static_cast<const Element*>(p_.q) + (task.begin + row / p_.R) * p_.q_token +
                          (task.g * p_.R + row % p_.R) * p_.q_head;
-      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[row * depth_ + h], load_floats(from + h));
+      for (int h = 0; h < H_; h += kLanes) store_floats(&q_[row * tile_.depth() + h], load_floats(from + h));
     }
-  }
-
-  // Packs keys into k_: for each block of keys, for each channel (or pair of them), the block's keys; zeros in channels
-  // behind the last.
-  void pack_keys(const Piece& piece, int64_t g, int64_t first, int count) {
-    const auto* keys = static_cast<const Element*>(piece.k) + first * p_.k_token + g * p_.k_head;
-    constexpr int kPerWord = 4 / sizeof(Element);
-    const int num_words = H_ / kPerWord, num_steps = depth_ / P::kDepth;
-    for (int j = 0; j < (count + kBlock - 1) / kBlock * kBlock; j += kLanes) {
-      Words* to = k_.data() + (j / kBlock * num_steps) * kWide + j % kBlock / kLanes;
-      for (int word = 0; word < num_words; word += kLanes) {
-        const int num = std::min(kLanes, num_words - word);
-        Words rows[kLanes];
-        for (int lane = 0; lane < kLanes; ++lane) {
-          const Element* key = keys + (j + lane) * p_.k_token + word * kPerWord;
-          rows[lane] = j + lane < count ? load_words(key, num) : Words{};
-        }
-        transpose(rows);
-        for (int each = 0; each < num; ++each) {
-          for (int part = 0; part < P::kSpread; ++part) {
-            to[((word + each) * P::kSpread + part) * kWide] = P::spread(rows[each], part);
-          }
-        }
-      }
-    }
-  }
-
-  // Packs values into v_: for each part of the channels, for each key (or pair of them), the part's channels; zeros for
-  // keys behind the last, up to a whole number of kSteps.
-  void pack_values(const Piece& piece, int64_t g, int64_t first, int count) {
-    const auto* values = static_cast<const Element*>(piece.v) + first * p_.v_token + g * p_.v_head;
-    for_parts(H_ / kLanes, [&](int from, auto width) {
-      Words* to = &v_[from * (kKeys / P::kDepth)];
-      for (int j = 0; j < round_up(count, P::kDepth * P::kSteps); j += P::kDepth) {
-        for (int w = 0; w < width; ++w, ++to) {
-          const Element* at = values + j * p_.v_token + (from + w) * kLanes;
-          *to = j < count ? (Words)load_floats(at) : Words{};
-          if constexpr (P::kDepth == 2) {
-            const Words odd = j + 1 < count ? (Words)load_floats(at + p_.v_token) : Words{};
-            *to = *to >> 16 | odd;
-          }
-        }
-      }
-    });
   }
 
   // Attends to one tile, of `count` keys from `first` on, for kHeight rows.
@@ -144,23 +95,11 @@ class Attention {
       const int64_t token = task.begin + std::min(each, num_rows_ - 1) / p_.R;
       return piece.causal ? int(std::clamp<int64_t>(token + 1 - first, 0, count)) : count;
     };
-    const int seen = visible(row + P::kHeight - 1), num_blocks = (seen + kBlock - 1) / kBlock;
+    const int seen = visible(row + P::kHeight - 1), num = int(std::min<int64_t>(P::kHeight, num_rows_ - row));
     if (seen == 0) return;
-    const int num_steps = depth_ / P::kDepth;
-    for (int block = 0; block < num_blocks; ++block) {
-      multiply<P, kWide>(scores_[0] + block * kWide, kKeys / kLanes, nullptr, &q_[row * depth_], depth_,
-                         &k_[block * num_steps * kWide], num_steps);
-    }
-    float factors[P::kHeight];
-    for (int r = 0; r < P::kHeight; ++r) factors[r] = softmax_[row + r].take(scores_[r], visible(row + r), p_.scale);
-    for (int r = 0; r < P::kHeight; ++r) {
-      softmax_[row + r].weigh(scores_[r], weights_[r], num_blocks * kBlock, visible(row + r), p_.scale, factors[r]);
-    }
-    const int stride = H_ / kLanes;
-    for_parts(H_ / kLanes, [&](int from, auto width) {
-      multiply<P, width>(&sums_[row * stride + from], stride, factors, weights_[0], kKeys,
-                         &v_[from * (kKeys / P::kDepth)], round_up(seen, P::kDepth * P::kSteps) / P::kDepth);
-    });
+    tile_.score(&q_[row * tile_.depth()], seen, scores_, FetchNothing());
+    tile_.weigh(scores_, num, seen, p_.scale, &softmax_[row], &sums_[row * H_ / kLanes],
+                [&](int64_t r) { return visible(row + r); }, FetchNothing());
   }
 
   void finish(const Task& task) {
@@ -176,14 +115,12 @@ class Attention {
 
   const Problem& p_;
   const int H_;
-  const int depth_;  // depth of queries and keys as they are multiplied: H, or more
+  PackedTile<P, kKeys> tile_;
   int64_t num_rows_ = 0;
-  std::vector<Words> k_, v_;
-  std::vector<Factor> q_;     // [rows][depth_], not scaled: the scale is applied to fp32 scores
+  std::vector<Factor> q_;     // [rows][depth], not scaled: the scale is applied to fp32 scores
   std::vector<Floats> sums_;  // [rows][H]: weighted values so far
   std::vector<Softmax> softmax_;
-  alignas(64) Floats scores_[P::kHeight][kKeys / kLanes];
-  alignas(64) Factor weights_[P::kHeight][kKeys];
+  alignas(64) typename PackedTile<P, kKeys>::Scores scores_;
 };
 
 template <class P>

@@ -33,6 +33,7 @@ typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t Pairs __attribute__((vector_size(4 * kLanes)));
 
 template <class Vector>
 inline Vector load(const void* from) {
@@ -142,6 +143,16 @@ inline void swap_blocks(Words& a, Words& b, std::integer_sequence<int, L...>) {
   const Words upper = __builtin_shufflevector(a, b, (L & D ? kLanes + L - D : L)...);
   b = __builtin_shufflevector(a, b, (L & D ? kLanes + L : L + D)...);
   a = upper;
+}
+
+// Stores 2 kLanes pairs: number i of `even`, and number i of `odd` above it.
+template <int... I>
+inline void interleave_pairs(Words* to, Pairs even, Pairs odd, std::integer_sequence<int, I...>) {
+  store(to, __builtin_shufflevector(even, odd, (I / 2 + I % 2 * 2 * kLanes)...));
+  store(to + 1, __builtin_shufflevector(even, odd, (I / 2 + kLanes + I % 2 * 2 * kLanes)...));
+}
+inline void interleave_pairs(Words* to, const uint16_t* even, const uint16_t* odd) {
+  interleave_pairs(to, load<Pairs>(even), load<Pairs>(odd), std::make_integer_sequence<int, 2 * kLanes>());
 }
 
 // Transposes: rows become columns.
