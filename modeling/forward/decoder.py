@@ -30,7 +30,7 @@ from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import Transform
 from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rows import DecodeRows, has_native_rows
-from modeling.forward.selection import Picks
+from modeling.forward.selection import Picks, StepPicks
 from modeling.kv.buffers import KvPlace, KvRows
 
 
@@ -164,21 +164,27 @@ class Decoder:
         turns: LayerTurns | None = None,
         *,
         most_queries: int = 1,
+        picks: StepPicks | None = None,
     ) -> Tensor:
         """Run all layers over all spans; `token_ids` are the spans' new tokens, concatenated. Returns `[T, D]`: with
         `turns` that pick nothing the same bits as without any. Spans of at most `most_queries` tokens are attended to
-        like rows of a generation step: fast for a few tokens. With turns that pick keys it must be 1."""
+        like rows of a generation step: fast for a few tokens. With turns that pick keys it must be 1. `picks` are the
+        keys that the spans attend to, where they are known before: all spans are rows of one new token, with a native
+        kernel (`modeling.forward.rows`), and `turns` pick nothing."""
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
+        assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
-        fused = self.fused if turns is None else None
+        fused = self.fused if turns is None and picks is None else None
         if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
             return fused.run(hidden_TD, step.positions, step.rows)
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)
             q_TNH = self.project(layer, hidden_TD, step)
-            picks = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
-            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picks))
+            picked = turns.picks(layer, q_TNH) if turns is not None and step.rows is not None else None
+            if picks is not None:
+                picked = picks.of_layer(layer)
+            hidden_TD = self.complete(layer, hidden_TD, self._attend(layer, q_TNH, step.rows, others, picked))
             if turns is not None:
                 turns.end(layer)
         return hidden_TD

@@ -49,6 +49,20 @@ class Picks:
 
 
 @dataclass(frozen=True)
+class StepPicks:
+    """Keys that the rows of a step attend to in all layers, chosen before the step runs. Numbered as those of Picks."""
+
+    keys_LBGK: Tensor
+    """Each kv head's own list of keys, ascending; int32, contiguous. Entries beyond a list's length are no keys."""
+    num_LBG: Tensor
+    """Number of keys in each list, at least one; int32, contiguous."""
+
+    def of_layer(self, layer: int) -> Picks:
+        """Return the picks of one layer."""
+        return Picks(self.keys_LBGK[layer], self.num_LBG[layer])
+
+
+@dataclass(frozen=True)
 class Selection:
     """How many keys are chosen. Raises ConfigError when a field is out of its limits."""
 

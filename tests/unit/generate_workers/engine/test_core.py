@@ -18,6 +18,7 @@ from baton.types import FinishReason, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.rows import GenerationRequest
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
+from modeling.forward.selection import StepPicks
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty
 from tests.support.models.tiny_tokenizer import text_of
@@ -207,10 +208,11 @@ class FailingDecoder(Decoder):
         turns: LayerTurns | None = None,
         *,
         most_queries: int = 1,
+        picks: StepPicks | None = None,
     ) -> Tensor:
         if self.error is not None:
             raise self.error
-        return super().forward(token_ids, spans, turns, most_queries=most_queries)
+        return super().forward(token_ids, spans, turns, most_queries=most_queries, picks=picks)
 
 
 def failing_decoder() -> FailingDecoder:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
+from modeling.forward.selection import StepPicks
 from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
 from tests.support.manual_clock import ManualClock
 
@@ -30,10 +31,11 @@ class Timed(Decoder):
         turns: LayerTurns | None = None,
         *,
         most_queries: int = 1,
+        picks: StepPicks | None = None,
     ) -> Tensor:
         num_decoded = sum(len(span.tokens) == 1 for span in spans)
         self._clock.advance(0.010 + 0.001 * num_decoded + 0.001 * (len(token_ids) - num_decoded))
-        return super().forward(token_ids, spans, turns, most_queries=most_queries)
+        return super().forward(token_ids, spans, turns, most_queries=most_queries, picks=picks)
 
 
 @pytest.mark.parametrize(("stretch", "most_s"), [(3.0, 0.040), (float("inf"), 0.075)])

@@ -9,7 +9,7 @@ from torch import Tensor
 from baton.types import TokenRange
 from modeling.forward.decoder import Decoder
 from modeling.forward.rows import has_native_rows
-from modeling.forward.selection import Picks
+from modeling.forward.selection import Picks, StepPicks
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from tests.support.models.tiny_models import random_decoder
 
@@ -82,6 +82,37 @@ def test_rows_attend_to_what_is_picked_in_that_layer_and_longer_spans_to_all() -
     assert not some_TD.isnan().any()
     assert torch.equal(some_TD[1:5], whole_TD[1:5])
     assert not torch.equal(some_TD[[0, 5]], whole_TD[[0, 5]])
+
+
+@has_rows
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@torch.inference_mode()
+def test_picks_that_are_known_before_are_those_that_turns_bring(dtype: str) -> None:
+    decoder = random_decoder(dtype=dtype, head_dim=HEAD_DIM, num_layers=2)
+    lengths, num_kv_heads = (9, 30), decoder.config.num_kv_heads
+    rows = filled(decoder, lengths)
+    spans = [BufferSpan(row, TokenRange(length - 1, length)) for row, length in zip(rows, lengths, strict=True)]
+    by_layer = [lists(lengths, num_kv_heads, first) for first in (2, 5)]
+    whole_TD, expected_TD = (
+        decoder.forward([5, 6], spans, Turns(pick)) for pick in (lambda _: None, by_layer.__getitem__)
+    )
+    known = StepPicks(
+        torch.stack([each.keys_BGK for each in by_layer]), torch.stack([each.num_BG for each in by_layer])
+    )
+    for buffer in rows:
+        buffer.data[0, :2] = buffer.data[1, :5] = float("nan")
+    assert torch.equal(decoder.forward([5, 6], spans, picks=known), expected_TD)
+    assert not torch.equal(expected_TD, whole_TD)
+
+
+@torch.inference_mode()
+def test_longer_spans_take_no_picks() -> None:
+    decoder = random_decoder(dtype="bfloat16", head_dim=HEAD_DIM, num_layers=1)
+    (buffer,) = filled(decoder, (6,))
+    picks = lists((6,), decoder.config.num_kv_heads, 0)
+    known = StepPicks(picks.keys_BGK.unsqueeze(0), picks.num_BG.unsqueeze(0))
+    with pytest.raises(AssertionError, match="only rows pick keys"):
+        decoder.forward([5, 6], [BufferSpan(buffer, TokenRange(4, 6))], picks=known)
 
 
 @torch.inference_mode()
