@@ -174,9 +174,9 @@ class Decoder:
         step, others = self._begin_ragged(spans, most_queries if self._has_no_windows else 1)
         assert picks is None or (step.rows is not None and not others and most_queries == 1), "only rows pick keys"
         hidden_TD = self.embed(token_ids, step)
-        fused = self.fused if turns is None and picks is None else None
+        fused = self.fused if turns is None else None
         if fused is not None and step.rows is not None and fused.fit(step.rows, len(hidden_TD)):
-            return fused.run(hidden_TD, step.positions, step.rows)
+            return fused.run(hidden_TD, step.positions, step.rows, picks)
         for layer in range(self.config.num_layers):
             if turns is not None:
                 turns.begin(layer, hidden_TD)

@@ -20,6 +20,7 @@ from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.forward.positions import Positions, PositionTable
 from modeling.forward.rope import RotaryTable, Rotation
 from modeling.forward.rows import DecodeRows
+from modeling.forward.selection import StepPicks
 from modeling.kernels import native
 from modeling.kernels.process_kernels import KERNELS
 
@@ -57,12 +58,17 @@ class FusedLayers:
         is_plain = rows.in_order and rows.lengths_B is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
-    def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
-        """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values."""
+    def run(
+        self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None
+    ) -> Tensor:
+        """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values. With
+        `picks` rows, each of one token, attend to those keys."""
         assert isinstance(positions, Rotation), positions
         hidden_TD = hidden_TD.contiguous()  # an embedding may be a part of wider rows
         turns = positions.cos_T1H, positions.sin_T1H
-        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, rows.queries_B, rows.unseen_B2)
+        keys = (rows.queries_B, rows.unseen_B2) if picks is None else (None, None)
+        chosen = (None, None) if picks is None else (picks.keys_LBGK, picks.num_BG)
+        self._native.run(hidden_TD, *turns, rows.addresses_LB, rows.lengths_B, *keys, *chosen)
         return hidden_TD
 
 

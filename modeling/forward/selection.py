@@ -54,12 +54,12 @@ class StepPicks:
 
     keys_LBGK: Tensor
     """Each kv head's own list of keys, ascending; int32, contiguous. Entries beyond a list's length are no keys."""
-    num_LBG: Tensor
-    """Number of keys in each list, at least one; int32, contiguous."""
+    num_BG: Tensor
+    """Number of keys in each list, the same in all layers, at least one; int32, contiguous."""
 
     def of_layer(self, layer: int) -> Picks:
         """Return the picks of one layer."""
-        return Picks(self.keys_LBGK[layer], self.num_LBG[layer])
+        return Picks(self.keys_LBGK[layer], self.num_BG)
 
 
 @dataclass(frozen=True)

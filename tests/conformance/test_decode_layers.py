@@ -16,6 +16,7 @@ from modeling.forward.model_config import ModelConfig
 from modeling.forward.norms import RmsNorm, Transform, unchanged
 from modeling.forward.rope import Rotation
 from modeling.forward.rows import DecodeRows
+from modeling.forward.selection import StepPicks
 from modeling.kernels import native
 from modeling.kernels.products import DOT, TILES, WIDENED
 from modeling.kv.buffers import KvPlace
@@ -93,8 +94,10 @@ class Pieces:
         int8: bool = False,
         num_new: int = 1,
         unseen: bool = False,
+        picked: bool = False,
     ) -> None:
-        """`num_new`: tokens of a sequence, of which there are as many as fit; `unseen`: whether rows leave out keys."""
+        """`num_new`: tokens of a sequence, of which there are as many as fit; `unseen`: whether rows leave out keys;
+        `picked`: whether they attend to keys that they pick, others in each layer."""
         self.num_new, self.unseen = num_new, unseen
         self.path, self.config, self.num_rows = path, config, num_rows
         hidden, inner, width = config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim
@@ -123,6 +126,20 @@ class Pieces:
             random(NUM_LAYERS, length, 2, config.num_kv_heads, config.head_dim, seed=300 + row)
             for row, length in enumerate(self.lengths)
         ]
+        self.picks = self._picks() if picked else None
+
+    def _picks(self) -> StepPicks:
+        """About half of the keys, the row's own among them."""
+        num_kv_heads, num_B = self.config.num_kv_heads, [length // 2 + 1 for length in self.lengths]
+        keys_LBGK = torch.full((NUM_LAYERS, self.num_rows, num_kv_heads, max(num_B)), -1, dtype=torch.int32)
+        generator = torch.Generator().manual_seed(11)
+        for row, (length, num) in enumerate(zip(self.lengths, num_B, strict=True)):
+            for layer in range(NUM_LAYERS):
+                for g in range(num_kv_heads):
+                    others = torch.randperm(length - 1, generator=generator)[: num - 1]
+                    keys = torch.cat((others, torch.tensor([length - 1]))).sort().values
+                    keys_LBGK[layer, row, g, : len(keys)] = keys
+        return StepPicks(keys_LBGK, torch.tensor(num_B, dtype=torch.int32).unsqueeze(1).repeat(1, num_kv_heads))
 
     def rows(self, caches: list[Tensor]) -> DecodeRows:
         num = self.num_new
@@ -150,7 +167,7 @@ class Pieces:
         hidden_TD, caches = self.hidden_TD.clone(), [each.clone() for each in self.caches]
         rows = self.rows(caches)
         assert layers.fit(rows, self.num_rows)
-        return layers.run(hidden_TD, self.rotation, rows), caches
+        return layers.run(hidden_TD, self.rotation, rows, self.picks), caches
 
     def one_by_one(self) -> tuple[Tensor, list[Tensor]]:
         """The same by the operators alone."""
@@ -165,9 +182,10 @@ class Pieces:
             operators.turn_heads(qkv_TKH[:, : sum(splits[:2])], self.rotation.cos_T1H, self.rotation.sin_T1H)
             q_TNH, k_TGH, v_TGH = torch.split(qkv_TKH, splits, dim=1)
             operators.append_kv(k_TGH, v_TGH, addresses_LB[layer], lengths_B)
+            chosen = (None, None) if self.picks is None else (self.picks.keys_LBGK[layer], self.picks.num_BG)
             attended_TNH = operators.decode_attention(
                 *(q_TNH, addresses_LB[layer], lengths_B, config.num_kv_heads, self.path.attention),
-                *(None, None, rows.queries_B, rows.unseen_B2),
+                *(*chosen, rows.queries_B, rows.unseen_B2),
             )
             hidden_TD = output(attended_TNH.flatten(1), residual_TN=hidden_TD)
             hidden_TD = down(gate_up(hidden_TD, mlp_norm), residual_TN=hidden_TD)
@@ -203,6 +221,18 @@ def test_and_of_several_tokens_a_sequence_and_keys_left_out(
     path: Path, num_new: int, unseen: bool, two_threads: None
 ) -> None:
     Pieces(path, config_of((72, 200, 6, 2, 64)), 40, num_new=num_new, unseen=unseen).check()
+
+
+def test_and_of_picked_keys(path: Path, two_threads: None) -> None:
+    Pieces(path, config_of((72, 200, 6, 2, 64)), 9, picked=True).check()
+
+
+def test_a_pick_that_is_no_key_of_its_row_is_refused(path: Path) -> None:
+    pieces = Pieces(path, config_of((64, 88, 2, 2, 32)), 3, picked=True)
+    assert pieces.picks is not None
+    pieces.picks.keys_LBGK[2, 1, 1, 0] = pieces.lengths[1]
+    with pytest.raises(RuntimeError, match="a key is picked that its row does not have"):
+        pieces.fused(pieces.layers())
 
 
 def test_and_for_several_callers_at_a_time(path: Path, two_threads: None) -> None:

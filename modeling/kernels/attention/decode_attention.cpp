@@ -50,16 +50,6 @@ void check_rows(const at::Tensor& rows, const at::Tensor& addresses_B, int64_t B
   TORCH_CHECK(rows.size(0) == B && addresses_B.numel() == B && addresses_B.is_contiguous(), "an address for each row");
 }
 
-void check_picks(const AttentionProblem& p) {
-  for (int64_t list = 0; list < p.B * p.G; ++list) {
-    const int32_t* picks = p.picks + list * p.K;
-    const int32_t num = p.num_picks[list];
-    TORCH_CHECK(num > 0 && num <= p.K, "every list picks a key, and at most ", p.K);
-    TORCH_CHECK(std::all_of(picks, picks + num, [&](int32_t key) { return key >= 0 && key < p.lengths[list / p.G]; }),
-                "a key is picked that its row does not have");
-  }
-}
-
 // Copies each row's new key and value to the place after the `lengths - 1` keys that the row has.
 void append_kv(const at::Tensor& k_BGH, const at::Tensor& v_BGH, const at::Tensor& addresses_B,
                const at::Tensor& lengths_B) {
@@ -94,15 +84,7 @@ at::Tensor decode_attention(const at::Tensor& q_BNH, const at::Tensor& addresses
                      q_BNH.stride(0), q_BNH.stride(1), kLog2E / std::sqrt(float(H))};
   p.queries = queries_of(p, queries_B);
   p.unseen = unseen_of(p, unseen_B2);
-  if (picks_BGK) {
-    TORCH_CHECK(!p.queries && !p.unseen, "rows with picks are their sequences' only ones, and leave out no other keys");
-    p.K = picks_BGK->size(2);
-    TORCH_CHECK(picks_BGK->is_contiguous() && picks_BGK->numel() == B * G * p.K, "picks must be [B, G, K]");
-    TORCH_CHECK(num_picks_BG->is_contiguous() && num_picks_BG->numel() == B * G, "numbers of picks must be [B, G]");
-    p.picks = picks_BGK->const_data_ptr<int32_t>();
-    p.num_picks = num_picks_BG->const_data_ptr<int32_t>();
-    check_picks(p);
-  }
+  if (picks_BGK) p = with_picks(p, *picks_BGK, *num_picks_BG, 1);
   const bool is_bf16 = q_BNH.scalar_type() == at::kBFloat16;
   with_scores(p, is_bf16, product, [&](auto way) { run<decltype(way)>(p); });
   return o_BNH;

@@ -48,4 +48,27 @@ const int64_t* unseen_of(const AttentionProblem& p, const std::optional<at::Tens
   return unseen;
 }
 
+// Returns the problem with the keys that rows pick, [layers][B][G][K], of the first layer; of all layers they are checked.
+// `p` has lengths, B and G.
+AttentionProblem with_picks(AttentionProblem p, const at::Tensor& picks, const at::Tensor& num_picks_BG, int64_t num_layers) {
+  TORCH_CHECK(!p.queries && !p.unseen, "rows with picks are their sequences' only ones, and leave out no other keys");
+  const int64_t num_lists = p.B * p.G;
+  p.K = picks.size(-1);
+  TORCH_CHECK(picks.scalar_type() == at::kInt && picks.is_contiguous() && picks.numel() == num_layers * num_lists * p.K,
+              "picks must be [B, G, K] int32 in each layer, contiguous");
+  TORCH_CHECK(num_picks_BG.scalar_type() == at::kInt && num_picks_BG.is_contiguous() && num_picks_BG.numel() == num_lists,
+              "numbers of picks must be [B, G] int32, contiguous");
+  p.picks = picks.const_data_ptr<int32_t>();
+  p.num_picks = num_picks_BG.const_data_ptr<int32_t>();
+  for (int64_t list = 0; list < num_layers * num_lists; ++list) {
+    const int32_t* keys = p.picks + list * p.K;
+    const int32_t num = p.num_picks[list % num_lists];
+    const int64_t length = p.lengths[list % num_lists / p.G];
+    TORCH_CHECK(num > 0 && num <= p.K, "every list picks a key, and at most ", p.K);
+    TORCH_CHECK(std::all_of(keys, keys + num, [&](int32_t key) { return key >= 0 && key < length; }),
+                "a key is picked that its row does not have");
+  }
+  return p;
+}
+
 }  // namespace

@@ -5,7 +5,8 @@
 // One call saves the time between the operators, when no memory is read, whose rate bounds a step. Threads are started
 // once a step, and wait for each other where one reads what another wrote.
 //
-// Rows may be several tokens of one sequence, and may leave out keys, as in decode_attention.cpp.
+// Rows may be several tokens of one sequence, and may leave out keys or pick some, as in decode_attention.cpp; which, is
+// known before the step.
 //
 // T tokens, a row each; L layers, D hidden, N heads, G kv heads, H head dim, I intermediate.
 
@@ -72,11 +73,8 @@ using Layer = std::array<Linear, kNumParts>;
 struct Rows {
   uint16_t* hidden;           // [T][D]
   const uint16_t *cos, *sin;  // [T][H]
-  const int64_t *addresses;   // [L][T], address of each row's first key
-  const int64_t *lengths;     // [T] keys of each row, the new one included
-  const int64_t *queries;     // [T] rows of a sequence, as AttentionProblem has them
-  const int64_t *unseen;      // [T][2] keys left out, as AttentionProblem has them
-  int64_t T;
+  const int64_t* addresses;   // [L][T], address of each row's first key
+  const int32_t* picks;       // [L][T][G][K], or null: all keys
 };
 
 // One thread of the step's team.
@@ -88,26 +86,22 @@ struct Member {
 };
 
 // One step of all layers. All memory is allocated in the constructor: threads that wait for each other must not throw.
-// P: the product of attention.
-template <class P>
+// P: the product of attention. kPicked: whether rows pick their keys.
+template <class P, bool kPicked>
 class Step {
  public:
-  Step(const std::vector<Layer>& layers, const Rows& rows, const AttentionProblem& heads, int num_threads)
-      : layers_(layers), rows_(rows), width_((heads.N + 2 * heads.G) * heads.H), qkv_(rows.T * width_),
-        attended_(rows.T * heads.N * heads.H), gated_(rows.T * layers[0][kDown].weights.K), num_threads_(num_threads) {
-    AttentionProblem problem = heads;
+  // `problem`: the first layer's, but for queries and outputs.
+  Step(const std::vector<Layer>& layers, const Rows& rows, AttentionProblem problem, int num_threads)
+      : layers_(layers), rows_(rows), T_(problem.B), width_((problem.N + 2 * problem.G) * problem.H), qkv_(T_ * width_),
+        attended_(T_ * problem.N * problem.H), gated_(T_ * layers[0][kDown].weights.K), num_threads_(num_threads) {
     problem.q = qkv_.data();
     problem.q_row = width_;
-    problem.q_head = heads.H;
+    problem.q_head = problem.H;
     problem.o = attended_.data();
-    problem.lengths = rows.lengths;
-    problem.queries = rows.queries;
-    problem.unseen = rows.unseen;
-    problem.B = rows.T;
-    tasks_.divide(problem, num_threads, Attention<P, false>::height);
+    tasks_.divide(problem, num_threads, Attention<P, kPicked>::height);
     int64_t most_bytes = 0;
     for (int part = 0; part < kNumParts; ++part) {  // all layers have the shapes of the first
-      packings_[part] = layers[0][part].packing(rows.T, layers[0][part].weights.K);
+      packings_[part] = layers[0][part].packing(T_, layers[0][part].weights.K);
       most_bytes = std::max(most_bytes, packings_[part].num_bytes);
     }
     for (int i = 0; i < num_threads; ++i) own_.emplace_back(problem, tasks_.found(), most_bytes);
@@ -128,14 +122,15 @@ class Step {
         : problem(problem), attention(this->problem, found), packed(packed_bytes / int64_t(sizeof(Floats)) + 1) {}
 
     AttentionProblem problem;
-    Attention<P, false> attention;
+    Attention<P, kPicked> attention;
     std::vector<Floats> packed;
   };
 
   void run_layer(int64_t number, Member me) noexcept {
     const Layer& layer = layers_[number];
     Own& own = own_[me.number];
-    own.problem.addresses = rows_.addresses + number * rows_.T;
+    own.problem.addresses = rows_.addresses + number * T_;
+    if (kPicked) own.problem.picks = rows_.picks + number * T_ * own.problem.G * own.problem.K;
     fetch_places(own.problem, me);
     multiply(layer, kQkv, rows_.hidden, nullptr, qkv_.data(), me);
     meeting_.wait(me.num_all);
@@ -156,7 +151,7 @@ class Step {
   void multiply(const Layer& layer, Part part, const uint16_t* x, const uint16_t* residual, uint16_t* y, Member me) {
     LinearProblem p = layer[part].weights;
     p.x = x, p.residual = residual, p.y = y;
-    p.M = rows_.T, p.x_row = p.K, p.residual_row = p.N;
+    p.M = T_, p.x_row = p.K, p.residual_row = p.N;
     layer[part].run(p, packings_[part].blocks, own_[me.number].packed.data(), me.first(p.P), me.last(p.P));
   }
 
@@ -186,6 +181,7 @@ class Step {
 
   const std::vector<Layer>& layers_;
   const Rows rows_;
+  const int64_t T_;
   const int64_t width_;  // numbers of a token's queries, keys and values
   std::vector<uint16_t> qkv_, attended_, gated_;
   const int num_threads_;
@@ -232,23 +228,30 @@ class DecodeLayers : public torch::CustomClassHolder {
   // Runs all layers in place. The rows' new keys and values go to their caches.
   void run(const at::Tensor& hidden_TD, const at::Tensor& cos_TH, const at::Tensor& sin_TH,
            const at::Tensor& addresses_LT, const at::Tensor& lengths_T, const std::optional<at::Tensor>& queries_T,
-           const std::optional<at::Tensor>& unseen_T2) {
+           const std::optional<at::Tensor>& unseen_T2, const std::optional<at::Tensor>& picks_LTGK,
+           const std::optional<at::Tensor>& num_picks_TG) {
     const int64_t T = hidden_TD.size(0), L = int64_t(layers_.size());
     TORCH_CHECK(L > 0 && added_.empty(), "layers are not complete");
     TORCH_CHECK(T > 0 && T <= kMostTokens, "not for ", T, " rows: at most ", kMostTokens);
+    TORCH_CHECK(picks_LTGK.has_value() == num_picks_TG.has_value(), "picks come with their numbers");
     Rows rows{
         of<uint16_t>(hidden_TD, at::kBFloat16, T * layers_[0][kQkv].weights.K, "hidden states"),
         of<uint16_t>(cos_TH, at::kBFloat16, T * heads_.H, "cosines"),
         of<uint16_t>(sin_TH, at::kBFloat16, T * heads_.H, "sines"),
-        of<int64_t>(addresses_LT, at::kLong, L * T, "addresses"),
-        of<int64_t>(lengths_T, at::kLong, T, "lengths"), nullptr, nullptr, T};
-    check_lengths(lengths_T);
+        of<int64_t>(addresses_LT, at::kLong, L * T, "addresses"), nullptr};
     AttentionProblem problem = heads_;
-    problem.addresses = rows.addresses, problem.lengths = rows.lengths, problem.B = T;
-    rows.queries = queries_of(problem, queries_T);
-    rows.unseen = unseen_of(problem, unseen_T2);
+    problem.addresses = rows.addresses, problem.lengths = of<int64_t>(lengths_T, at::kLong, T, "lengths"), problem.B = T;
+    check_lengths(lengths_T);
+    problem.queries = queries_of(problem, queries_T);
+    problem.unseen = unseen_of(problem, unseen_T2);
+    if (picks_LTGK) problem = with_picks(problem, *picks_LTGK, *num_picks_TG, L);
+    rows.picks = problem.picks;
     const int num_threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    with_scores(heads_, true, scores_, [&](auto way) { Step<decltype(way)>(layers_, rows, heads_, num_threads).run(); });
+    with_scores(heads_, true, scores_, [&](auto way) {
+      using P = decltype(way);
+      problem.picks ? Step<P, true>(layers_, rows, problem, num_threads).run()
+                    : Step<P, false>(layers_, rows, problem, num_threads).run();
+    });
   }
 
  private:

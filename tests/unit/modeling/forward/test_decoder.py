@@ -92,13 +92,12 @@ def test_picks_that_are_known_before_are_those_that_turns_bring(dtype: str) -> N
     lengths, num_kv_heads = (9, 30), decoder.config.num_kv_heads
     rows = filled(decoder, lengths)
     spans = [BufferSpan(row, TokenRange(length - 1, length)) for row, length in zip(rows, lengths, strict=True)]
-    by_layer = [lists(lengths, num_kv_heads, first) for first in (2, 5)]
+    some = lists(lengths, num_kv_heads, 5)
+    by_layer = [Picks((some.keys_BGK - back).clamp(min=0), some.num_BG) for back in (3, 0)]
     whole_TD, expected_TD = (
         decoder.forward([5, 6], spans, Turns(pick)) for pick in (lambda _: None, by_layer.__getitem__)
     )
-    known = StepPicks(
-        torch.stack([each.keys_BGK for each in by_layer]), torch.stack([each.num_BG for each in by_layer])
-    )
+    known = StepPicks(torch.stack([each.keys_BGK for each in by_layer]), some.num_BG)
     for buffer in rows:
         buffer.data[0, :2] = buffer.data[1, :5] = float("nan")
     assert torch.equal(decoder.forward([5, 6], spans, picks=known), expected_TD)
@@ -110,7 +109,7 @@ def test_longer_spans_take_no_picks() -> None:
     decoder = random_decoder(dtype="bfloat16", head_dim=HEAD_DIM, num_layers=1)
     (buffer,) = filled(decoder, (6,))
     picks = lists((6,), decoder.config.num_kv_heads, 0)
-    known = StepPicks(picks.keys_BGK.unsqueeze(0), picks.num_BG.unsqueeze(0))
+    known = StepPicks(picks.keys_BGK.unsqueeze(0), picks.num_BG)
     with pytest.raises(AssertionError, match="only rows pick keys"):
         decoder.forward([5, 6], [BufferSpan(buffer, TokenRange(4, 6))], picks=known)
 
