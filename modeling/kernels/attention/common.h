@@ -210,21 +210,24 @@ struct Softmax {
     return largest == before ? 1.0f : std::exp2(before - largest);
   }
 
-  // Stores the weights of `count` scores last taken, a multiple of kLanes; 0 for those that are not visible.
-  template <class Factor>
-  void weigh(const Floats* scores, Factor* weights, int count, int visible, float scale, float factor) {
+  // Stores the weights of `count` scores last taken, a multiple of kLanes; 0 for those that are not visible. Calls
+  // between() after each register.
+  template <class Factor, class Between>
+  void weigh(const Floats* scores, Factor* weights, int count, int visible, float scale, float factor, Between between) {
     const int whole = visible / kLanes;
     Floats sum = total * factor;
     for (int j = 0; j < whole; ++j) {
       const Floats weight = exp2_of(scores[j] * scale - largest);
       store_floats(weights + j * kLanes, weight);
       sum += weight;
+      between();
     }
     for (int j = whole; j < count / kLanes; ++j) {
       Floats weight = {};
       if (j * kLanes < visible) weight = lanes() < visible - j * kLanes ? exp2_of(scores[j] * scale - largest) : weight;
       store_floats(weights + j * kLanes, weight);
       sum += weight;
+      between();
     }
     total = sum;
   }

@@ -134,7 +134,7 @@ class Attention {
     for (int64_t g = task.head; g < task.end_head; ++g) {
       find(task.row, g, first, count);
       packed_.pack_keys(count, [&](int j) { return keys_[j]; });
-      pack_values(count);
+      pack_values(task, count);
       for (int64_t index = 0; index < task.width; index += Packed::kHeight) {
         packed_.score(shared_query(task, g, index), count, shared_scores_, fetching(task));
         weigh_shared(task, g, index, shared_scores_, int(std::min<int64_t>(Packed::kHeight, task.width - index)), first, count);
@@ -143,8 +143,8 @@ class Attention {
   }
 
   // Packs the values of the tile's keys.
-  void pack_values(int count) {
-    packed_.pack_values(count, [&](int j) { return keys_[j] + p_.G * H_; });  // values lie behind keys
+  void pack_values(const Task& task, int count) {
+    packed_.pack_values(count, [&](int j) { return keys_[j] + p_.G * H_; }, fetching(task));  // values lie behind keys
   }
 
   // Adds a tile's scores of `num` query heads of a kv head, from number `index` on, and its packed values, to their
@@ -166,11 +166,13 @@ class Attention {
   // Fetches as many bytes of the next tile as `count` elements take, which were read of this one.
   void fetch(int count) { next_.fetch(count * int(sizeof(Element))); }
 
-  // Returns what fetches the next tile while packed keys and values of a task are at work.
-  auto fetching(const Task& task) {
+  // Returns what fetches the next tile while packed keys and values of a task are at work: in many small parts, for few
+  // lines can be on their way at once, and a product waits behind them.
+  FetchNext<kPicked> fetching(const Task& task) {
     const int all = 2 * kKeys * H_ * int(sizeof(Element)), num_steps = (packed_.depth() + kKeys) / Packed::kDepth;
-    const int during = kInTiles ? all / 2 : int(task.height) / Packed::kHeight * num_steps * kLine;
-    return FetchNext<kPicked>{next_, std::max(all - during, 0) / int(task.width) + kLine, !kInTiles};
+    const int during = kInTiles ? all / 4 : int(task.height) / Packed::kHeight * num_steps * kLine;
+    const int num_turns = int(task.width) * kKeys / kLanes + kKeys / Packed::kDepth;
+    return {next_, std::max(all - during, 0) / num_turns + kLine / 2, !kInTiles};
   }
 
   // Finds the addresses of the tile's keys.
@@ -217,7 +219,7 @@ class Attention {
     Softmax* softmax = &found_.softmax[at];
     for (int r = 0; r < C; ++r) seen[r] = num_seen(task, r, first, count);
     for (int r = 0; r < C; ++r) factors[r] = softmax[r].take(scores[r], seen[r], p_.scale);
-    for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, seen[r], p_.scale, factors[r]);
+    for (int r = 0; r < C; ++r) softmax[r].weigh(scores[r], weights_[r], padded, seen[r], p_.scale, factors[r], [] {});
     for_parts(H_ / kLanes, [&](int from, auto width) { accumulate<C, width>(from, factors, count, at); });
   }
 
@@ -260,7 +262,7 @@ class Attention {
             with_number(task.width, [&](auto num) { weigh<num>(task, k, scores, first, count); });
             continue;
           }
-          if (index == 0) pack_values(count);  // several turns are those of one kv head
+          if (index == 0) pack_values(task, count);  // several turns are those of one kv head
           weigh_shared(task, k, index, scores, int(end_index - index), first, count);
         }
       }
@@ -286,7 +288,7 @@ class Attention {
         _tile_loadd(2, q + h * kMostHeads, 4 * kMostHeads);
         _tile_dpbf16ps(0, 1, 2);
       }
-      fetch(kTileHeight * H_);
+      fetch(task.width > kHeads ? kTileHeight * H_ / 2 : kTileHeight * H_);
       _tile_stored(0, scores, sizeof(scores[0]));
       settle_memory();
       const int own = int(column_of(task, g));  // the other columns are 0, or NaN where a key holds NaN

@@ -15,7 +15,7 @@
 namespace {
 
 // Fetches memory while a tile is at work: during(n) returns what to fetch during products of n steps, between() is called
-// for each query head, between products. This one fetches nothing.
+// often between products, for each register of weights and for each of values that is packed. This one fetches nothing.
 struct FetchNothing {
   Lines during(int) const { return {}; }
   void between() const {}
@@ -65,8 +65,8 @@ class PackedTile {
 
   // Packs `count` values, of which `at` returns where number j lies; zeros behind the last, up to a whole number of
   // kSteps.
-  template <class At>
-  void pack_values(int count, At at) {
+  template <class At, class Fetching>
+  void pack_values(int count, At at, Fetching fetching) {
     for_parts(H_ / kLanes, [&](int from, auto width) {
       Words* to = &v_[from * (kKeys / P::kDepth)];
       const int whole = round_up(count, P::kDepth * P::kSteps);
@@ -76,6 +76,7 @@ class PackedTile {
         } else {
           for (int w = 0; w < width; ++w) to[w] = (Words)load_floats(at(j) + (from + w) * kLanes);
         }
+        fetching.between();
       }
       std::fill(to, &v_[from * (kKeys / P::kDepth)] + whole / P::kDepth * width, Words{});
     });
@@ -100,9 +101,8 @@ class PackedTile {
     float factors[kHeight];
     for (int r = 0; r < num; ++r) factors[r] = softmax[r].take(scores[r], seen(r), scale);
     for (int r = 0; r < num; ++r) {
-      softmax[r].weigh(scores[r], weights_[r], round_up(count, kLanes), seen(r), scale, factors[r]);
+      softmax[r].weigh(scores[r], weights_[r], round_up(count, kLanes), seen(r), scale, factors[r], [&] { fetching.between(); });
       std::fill(weights_[r] + round_up(count, kLanes), weights_[r] + whole, Factor());
-      fetching.between();
     }
     for (int r = num; r < kHeight; ++r) {
       factors[r] = 1.0f;

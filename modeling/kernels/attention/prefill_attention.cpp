@@ -68,7 +68,7 @@ class Attention {
         const auto* keys = static_cast<const Element*>(piece.k) + first * p_.k_token + task.g * p_.k_head;
         const auto* values = static_cast<const Element*>(piece.v) + first * p_.v_token + task.g * p_.v_head;
         tile_.pack_keys(count, [&](int j) { return keys + j * p_.k_token; });
-        tile_.pack_values(count, [&](int j) { return values + j * p_.v_token; });
+        tile_.pack_values(count, [&](int j) { return values + j * p_.v_token; }, FetchNothing());
         for (int64_t row = 0; row < num_rows_; row += P::kHeight) attend(piece, task, row, first, count);
       }
     }
