@@ -20,7 +20,7 @@ EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the ways to evict tokens from a pool of KV."""
 AcceptanceName = Literal["coupled", "maximal"]
-SpeculationName = Literal["off", "auto", "streaming", "ngram"]
+SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "quest", "topk", "ngram"]
 
 
 @settings
@@ -50,13 +50,14 @@ class EngineConfig:
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     speculation: SpeculationName = "off"
-    """Drafts that a step verifies: off, by the model over few keys (streaming), from the text (ngram), or auto."""
+    """Drafts that a step verifies: off, from the text (ngram), by the model over few keys (streaming, snapkv or
+    infinigen; the comparators quest and topk), or auto: ngram or streaming, what pays."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
     acceptance: AcceptanceName = "coupled"
     """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft attends to, with speculation streaming."""
+    """Keys that a draft attends to; with snapkv up to half more, as the row grows between two selections."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 

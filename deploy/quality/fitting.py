@@ -230,7 +230,7 @@ def require_fit(decoder: Decoder, wanted: Wanted) -> None:
             f"--reach {wanted.reach} is out of range: use at least the {fitted} tokens that bases are fitted to, and at"
             f" most the {config.max_position} that the model takes"
         )
-    require_selective("infinigen", KvShape(decoder.layout, config.windows, 1, needed), decoder.device)
+    require_selective("residency = 'infinigen'", KvShape(decoder.layout, config.windows, 1, needed), decoder.device)
 
 
 def _name(basis: Basis, selection: Selection) -> str:

@@ -147,7 +147,7 @@ def _residency(decoder: Decoder, setting: Setting, shape: KvShape) -> Residency:
     if setting.pool is not None:
         assert setting.eviction is not None
         pool = PoolSize(int(setting.pool * shape.max_slot_tokens), Eviction(setting.eviction))
-    source = VariedSource(decoder, setting.selection, pool, setting.budget, setting.alpha)
+    source = VariedSource(decoder, setting.selection, pool, budget=setting.budget, alpha=setting.alpha)
     return make_residency(setting.policy, shape, decoder.device, source)
 
 

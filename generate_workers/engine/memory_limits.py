@@ -27,7 +27,8 @@ def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) ->
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
-    residency = make_residency(config.residency, shape, decoder.device, SelectionSource(decoder, path, pool))
+    source = SelectionSource(decoder, path, pool, serves_drafts=config.speculation == "infinigen")
+    residency = make_residency(config.residency, shape, decoder.device, source)
     limits = memory_limits(config, residency, weight_bytes(decoder.weights), num_engines)
     return KvMemory(residency, shape, limits, config.growth_tokens)
 

@@ -1,10 +1,18 @@
 """Residency `device`: all KV lies where attention reads it. No KV is fetched or copied.
 
 A Residency for `engine.step_runner`. Home is the device itself, so that every byte counts as both.
+
+T tokens, G kv heads, H head dim.
 """
 
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from baton.ids import SlotId
+from baton.types import TokenRange
 from generate_workers.residency.port import KvShape
-from generate_workers.residency.rows import MakeMemory, PagedKv, StoredRow
+from generate_workers.residency.rows import MakeMemory, PagedKv, Part, StoredRow
 from generate_workers.residency.steps import RowResidency, RowStep
 from generate_workers.residency.traits import POLICIES
 
@@ -22,8 +30,13 @@ class DeviceResidency(RowResidency[StoredRow]):
 
     traits = POLICIES["device"]
 
-    def __init__(self, shape: KvShape, make_memory: MakeMemory) -> None:
-        """Raise what is in OUT_OF_MEMORY when the slots' address space cannot be had."""
+    def __init__(self, shape: KvShape, make_memory: MakeMemory, indices: Sequence[Part] = ()) -> None:
+        """`indices`: a part of each slot's row that only the device has. Empty: rows are KV alone. Raises what is in
+        OUT_OF_MEMORY when the slots' address space cannot be had."""
         kvs = [PagedKv(shape.layout, make_memory, shape.max_slot_tokens) for _ in range(shape.num_slots)]
-        rows = [StoredRow([kv], [kv]) for kv in kvs]
+        rows = [StoredRow([kv], [kv, *indices[slot : slot + 1]]) for slot, kv in enumerate(kvs)]
         super().__init__(rows, lambda rows: DeviceStep(rows, shape.bytes_read(tokens for _, tokens in rows)))
+
+    def kv(self, slot: SlotId, layer: int, tokens: TokenRange) -> Tensor:
+        """Return a view `[T, 2, G, H]` of `tokens`, which were written, of the slot's row. Engine's thread."""
+        return self._rows[slot].kv(layer, tokens)

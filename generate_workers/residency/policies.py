@@ -16,6 +16,7 @@ from generate_workers.residency.host import HostLink, HostResidency
 from generate_workers.residency.int4.infinigen import InfinigenInt4Residency
 from generate_workers.residency.int4.whole import make_int4
 from generate_workers.residency.port import KvShape, Residency
+from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.residency.sparse.h2o import H2oResidency
 from generate_workers.residency.sparse.heavy_hitters import HeavyBudget
 from generate_workers.residency.sparse.infinigen import InfinigenResidency
@@ -42,6 +43,8 @@ class SelectionSource:
     """Path of that file. None: the default one for the model."""
     pool: PoolSize | None = None
     """How much of its KV a row keeps. None: all of it."""
+    serves_drafts: bool = False
+    """Whether drafts choose keys by it, so that policy `device` keeps partial keys beside its KV."""
 
     def load(self) -> PreparedSelection:
         """Read the prepared selection. Raises ModelError when there is none for this model."""
@@ -53,11 +56,19 @@ class SelectionSource:
         return self.load().selection.most_share
 
 
+WITHOUT_CHOOSING = "use speculation auto, ngram or off"
+"""What to do where drafts cannot choose keys, for messages."""
 Make = Callable[[KvShape, torch.device, SelectionSource | None], Residency]
 
 
 def _device(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
-    return DeviceResidency(shape, lambda layout, most: _on_device(layout, most, device))
+    def make(layout: KvLayout, max_tokens: int) -> RowMemory:
+        return _on_device(layout, max_tokens, device)
+
+    if source is None or not source.serves_drafts:
+        return DeviceResidency(shape, make)
+    require_selective("speculation = 'infinigen'", shape, device, WITHOUT_CHOOSING)
+    return IndexedResidency(shape, make, source.load())
 
 
 def _host(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
@@ -73,7 +84,7 @@ def _selecting(name: str, make: Callable[[KvShape, SelectionSource], Residency],
     """Return a maker of a policy that attends to some keys, which checks for its kernels and `others`. CPU only."""
 
     def made(shape: KvShape, device: torch.device, source: SelectionSource | None) -> Residency:
-        require_selective(name, shape, device)
+        require_selective(f"residency = {name!r}", shape, device)
         if not all(native.load(kernel) for kernel in ("key_selection", *others)):
             raise ConfigError(
                 f"residency = {name!r} is not there without kernels in C++: see the log why they do not build"

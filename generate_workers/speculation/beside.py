@@ -27,3 +27,6 @@ class BesideView:
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
         """Prepare a forward over the copies; the new tokens' KV goes there only."""
         yield DraftStep(self._residency.draft_spans(rows))
+
+    def forget(self, row: Row) -> None:
+        """Do nothing: copies go with the slots' claims."""

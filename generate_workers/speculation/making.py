@@ -1,5 +1,7 @@
 """Makes the speculation that an engine is configured for."""
 
+from collections.abc import Callable, Mapping
+
 import torch
 
 from baton.clock import Clock
@@ -7,24 +9,49 @@ from baton.errors import ConfigError
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_bound import model_shape
 from generate_workers.engine.step_runner import bytes_per_step
+from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
+from generate_workers.residency.policies import WITHOUT_CHOOSING
 from generate_workers.residency.port import DraftKeys
+from generate_workers.residency.sparse.draft_index import IndexedResidency
+from generate_workers.residency.sparse.selective import require_selective
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.beside import BesideView
+from generate_workers.speculation.infinigen import InfinigenView
 from generate_workers.speculation.ngrams import NgramDrafter
+from generate_workers.speculation.quest import QuestView
 from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
+from generate_workers.speculation.snapkv import SnapKvView
 from generate_workers.speculation.speculator import Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
+from generate_workers.speculation.topk import TopKeysView
 from modeling.forward.decoder import Decoder
 from planning.hardware import cpu_rank
 from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
 
+MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
+
+
+def _infinigen(decoder: Decoder, residency: DeviceResidency, config: EngineConfig) -> DraftView:
+    assert isinstance(residency, IndexedResidency), "the residency was made without partial keys"
+    return InfinigenView(residency, config.draft_keys)
+
+
+CHOOSING: Mapping[str, MakeChoosing] = {
+    "snapkv": lambda decoder, residency, config: SnapKvView(decoder, residency, config.draft_keys, MOST_DRAFTS),
+    "infinigen": _infinigen,
+    "quest": lambda decoder, residency, config: QuestView(residency, decoder.layout, config.draft_keys),
+    "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),
+}
+"""How each view is made whose drafts choose among the keys of a row, by the name of its speculation."""
+
 
 def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock) -> Speculator | None:
     """Return the speculation of an engine over these slots; None when it is off. Raises ConfigError where it is asked
-    for by name and cannot be: over approximate KV, and over few keys for a model with sliding windows."""
+    for by name and cannot be: over approximate KV, over few keys for a model with sliding windows, and over chosen keys
+    where these are not on the device."""
     name, residency = config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
@@ -41,6 +68,9 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
             view = BesideView(residency)
         drafter = SelfDrafter(decoder, view, keeps=config.acceptance == "maximal")
         sources["streaming"] = Source(drafter, Acceptances(0.8), config.draft_keys)
+    if name in CHOOSING:
+        drafter = SelfDrafter(decoder, _choosing(name, decoder, slots, config), keeps=config.acceptance == "maximal")
+        sources[name] = Source(drafter, Acceptances(0.8), config.draft_keys)
     if name != "auto" and name not in sources:
         raise ConfigError(
             f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"
@@ -50,3 +80,15 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
     rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
     costs = StepCosts(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
     return Speculator(chosen, slots, costs, clock, config.draft_tokens or None)
+
+
+def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig) -> DraftView:
+    """Return the view of that name in CHOOSING. Raises ConfigError where its drafts cannot choose keys."""
+    residency = slots.memory.residency
+    if not isinstance(residency, DeviceResidency):
+        raise ConfigError(
+            f"speculation = {name!r} chooses among keys on the device, and residency {residency.traits.name} keeps "
+            "them elsewhere: use residency device, or speculation auto, streaming, ngram or off"
+        )
+    require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, WITHOUT_CHOOSING)
+    return CHOOSING[name](decoder, residency, config)

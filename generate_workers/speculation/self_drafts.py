@@ -21,6 +21,7 @@ from generate_workers.residency.port import StepRows
 from generate_workers.speculation.port import DraftWish
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from modeling.forward.sampling import choose, probabilities
+from modeling.forward.selection import StepPicks
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class DraftStep:
     """A span of one new token for each row, over the keys of the view."""
     turns: LayerTurns | None = None
     """What is to be done between layers; None: nothing."""
+    picks: StepPicks | None = None
+    """The keys that the spans attend to, where they are known before the forward; None: all, or those of `turns`."""
 
 
 class DraftView(Protocol):
@@ -41,7 +44,12 @@ class DraftView(Protocol):
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
-        """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view."""
+        """Prepare a forward of one new token a row, as `Residency.step` does, over the keys of the view. The rows are
+        among those of the round, in their order."""
+        ...
+
+    def forget(self, row: Row) -> None:
+        """Drop what is kept of a row, which gives its slot back."""
         ...
 
 
@@ -73,7 +81,8 @@ class SelfDrafter:
         return drafts
 
     def forget(self, row: Row) -> None:
-        """Do nothing: what a view keeps, it keeps with the row's slot."""
+        """Let the view forget the row."""
+        self._view.forget(row)
 
     def _extend(self, going: Sequence[tuple[Row, Draft]], index: int) -> None:
         """Add the next token to the draft of each row, which has `index` tokens already."""
@@ -81,7 +90,7 @@ class SelfDrafter:
         ends = [row.num_known + index for row, _ in going]
         spans = [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
         with self._view.step(spans) as step:
-            hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns)
+            hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns, picks=step.picks)
         logits_BV = self._decoder.logits(hidden_TD)
         token_ids = choose(logits_BV, [row.sampler for row, _ in going])
         for (row, draft), token_id, logits_V in zip(going, token_ids, logits_BV, strict=True):

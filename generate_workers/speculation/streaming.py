@@ -62,3 +62,6 @@ class StreamingView:
             ]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
             yield DraftStep(spans, step.turns)
+
+    def forget(self, row: Row) -> None:
+        """Do nothing: nothing is kept."""

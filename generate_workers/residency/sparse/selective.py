@@ -36,17 +36,20 @@ from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
 
-def require_selective(name: str, shape: KvShape, device: torch.device) -> None:
-    """Raise ConfigError where no policy can attend to some of the keys; `name` is the policy that was asked for."""
-    where = f"residency = {name!r} is not there"
+def require_selective(
+    what: str, shape: KvShape, device: torch.device, remedy: str = "use residency device or host"
+) -> None:
+    """Raise ConfigError where rows cannot attend to some of the keys. `what` is the setting that asks for it, with its
+    value; `remedy`: what to do without."""
+    where = f"{what} is not there"
     layout = shape.layout
     if device.type != "cpu":
-        raise ConfigError(f"{where} on device {device.type}: use residency device or host, or device cpu")
+        raise ConfigError(f"{where} on device {device.type}: {remedy}, or device cpu")
     if any(window is not None for window in shape.windows):
-        raise ConfigError(f"{where} for models with sliding windows: use residency device or host")
+        raise ConfigError(f"{where} for models with sliding windows: {remedy}")
     if not has_native_rows(device, TORCH_DTYPES[layout.dtype], layout.head_dim):
         kernels = f"kernels in C++ for {layout.dtype} and head dim {layout.head_dim}"
-        raise ConfigError(f"{where} without {kernels}: install a C++ compiler, or use residency device or host")
+        raise ConfigError(f"{where} without {kernels}: install a C++ compiler, or {remedy}")
 
 
 @dataclass(frozen=True)

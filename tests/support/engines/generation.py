@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -23,6 +24,7 @@ from generate_workers.engine.rows import GenerationRequest, Ticket
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.host import CopyTensor, copy_tensor
 from generate_workers.residency.port import DraftKeys, KvShape
+from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
@@ -31,6 +33,7 @@ from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.prefix_store.store import PrefixStore
 from planning.speculation import MOST_DRAFTS
+from tests.support.engines.infinigen import prepared
 from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
 from tests.support.manual_clock import ManualClock
 from tests.support.models.tiny_models import random_decoder
@@ -184,6 +187,7 @@ def harness(
     clock = clock or ManualClock(start_s=100.0)
     drafts = None if speculation in ("off", "ngram") else DraftKeys.of(draft_keys, MOST_DRAFTS)
     shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
+    policy = _with_partial_keys(policy, speculation, decoder)
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
@@ -217,6 +221,13 @@ def harness(
         if saver is not None:
             saver.close()
     assert "generate-engine" not in {thread.name for thread in threading.enumerate()}
+
+
+def _with_partial_keys(policy: Policy, speculation: SpeculationName, decoder: Decoder) -> Policy:
+    """The policy, with partial keys beside its KV if drafts choose by them."""
+    if (policy, speculation) != ("device", "infinigen"):
+        return policy
+    return partial(IndexedResidency, prepared=prepared(decoder=decoder))
 
 
 def eos_decoder(seed: int = 0) -> Decoder:

@@ -8,6 +8,7 @@ import pytest
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
 from generate_workers.config import AcceptanceName, SpeculationName
+from modeling.forward.decoder import Decoder
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
@@ -46,9 +47,17 @@ def answers(
     speculation: SpeculationName,
     policy: Policy = "device",
     acceptance: AcceptanceName = "coupled",
+    decoder: Decoder | None = None,
 ) -> tuple[list[list[Said]], list[float]]:
     """What each stream brings, when all run together, and all logprobs."""
-    with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy, acceptance=acceptance) as made:
+    with harness(
+        decoder=decoder,
+        num_slots=32,
+        max_waiting=32,
+        speculation=speculation,
+        policy=policy,
+        acceptance=acceptance,
+    ) as made:
         streams = [made.submit(prompt, params)[1] for prompt, params in asked]
         made.run()
     said, logprobs = list[list[Said]](), list[float]()

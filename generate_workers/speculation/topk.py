@@ -1,0 +1,62 @@
+"""A draft view of the keys with the largest true attention, chosen in each step: a comparator, never fast.
+
+What other views could reach if they guessed perfectly. Each draft step scores all keys of its rows, so that it reads
+half of their KV besides what it attends to. A kv head takes the keys with the largest softmax weights, summed over the
+query heads that share it, the new token's own key always among them.
+
+Engine's thread. B rows of one new token, N heads, G kv heads, J = N / G, H head dim, S keys of a row.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from baton.ids import SlotId
+from baton.types import TokenRange
+from generate_workers.engine.rows import Row
+from generate_workers.residency.device import DeviceResidency
+from generate_workers.residency.port import StepRows
+from generate_workers.speculation.choosing import ChoosingTurns, by_kv_head, picks_of, top_keys
+from generate_workers.speculation.self_drafts import DraftStep
+from modeling.forward.selection import Picks
+
+
+class TopKeysView:
+    """A DraftView of the keys with the largest true attention, in the rows' own KV."""
+
+    def __init__(self, residency: DeviceResidency, num_keys: int) -> None:
+        """`num_keys`: keys of each kv head, the new token's own included."""
+        self._residency = residency
+        self._num_keys = num_keys
+
+    def begin(self, rows: Sequence[Row]) -> None:
+        """Do nothing: keys are scored as they lie."""
+
+    @contextmanager
+    def step(self, rows: StepRows) -> Iterator[DraftStep]:
+        """Prepare a forward whose rows choose in each layer."""
+
+        def choose(layer: int, q_BNH: Tensor) -> Picks:
+            return picks_of([self._best(layer, q_NH, *row) for q_NH, row in zip(q_BNH, rows, strict=True)])
+
+        with self._residency.step(rows) as step:
+            yield DraftStep(step.spans, ChoosingTurns(choose))
+
+    def forget(self, row: Row) -> None:
+        """Do nothing: nothing is kept."""
+
+    def _best(self, layer: int, q_NH: Tensor, slot: SlotId, tokens: TokenRange) -> Tensor:
+        """Return a row's keys in a layer, int32 `[G, K]`."""
+        k_SGH = self._residency.kv(slot, layer, TokenRange(0, tokens.end))[:, 0]
+        weights_GS = attention_weights(q_NH, k_SGH)
+        weights_GS[:, -1] = torch.inf
+        return top_keys(weights_GS, min(self._num_keys, tokens.end))
+
+
+def attention_weights(q_NH: Tensor, k_SGH: Tensor) -> Tensor:
+    """Return one token's softmax weights, summed over the query heads of each kv head: fp32 `[G, S]`."""
+    q_GJH = by_kv_head(q_NH.unsqueeze(0), k_SGH.shape[1]).squeeze(2)
+    weights_GJS = (q_GJH @ k_SGH.float().permute(1, 2, 0)).softmax(-1)
+    return weights_GJS.sum(1)
