@@ -11,21 +11,20 @@ from generate_workers.config import SpeculationName
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Selection
-from tests.support.engines.generation import eos_decoder, harness, prompt, reference_ids
+from tests.support.engines.draft_views import DECODER, VIEW_PARAMS
+from tests.support.engines.generation import harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty
 from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.engine.test_engine_memory import limit
 
 LONG = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
 SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
-ALL = pytest.mark.parametrize("speculation", SPECULATIONS)
+ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *VIEW_PARAMS])
 
 
-@ALL
-@pytest.mark.parametrize("policy", ["device", "host"])
-def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(policy: str, speculation: SpeculationName) -> None:
-    decoder = eos_decoder()
-    with harness(decoder=decoder, limits=limit(96, 2), growth_tokens=1, speculation=speculation, policy=policy) as made:
+def check_rows_that_outgrow_memory(policy: str, speculation: SpeculationName) -> None:
+    decoder, limits = DECODER, limit(96, 2, DECODER.layout)
+    with harness(decoder=decoder, limits=limits, growth_tokens=1, speculation=speculation, policy=policy) as made:
         streams = [(made.submit(prompt(length), LONG)[1], length) for length in (30, 31, 32, 33)]
         made.run()
         for stream, length in streams:
@@ -35,8 +34,18 @@ def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(policy: str, specul
 
 
 @ALL
+def test_rows_that_outgrow_memory_go_on_with_the_same_tokens(speculation: SpeculationName) -> None:
+    check_rows_that_outgrow_memory("device", speculation)
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_and_so_do_rows_whose_kv_lives_at_home(speculation: SpeculationName) -> None:
+    check_rows_that_outgrow_memory("host", speculation)
+
+
+@ALL
 def test_a_cancel_between_rounds_frees_everything(speculation: SpeculationName) -> None:
-    with harness(speculation=speculation) as made:
+    with harness(decoder=DECODER, speculation=speculation) as made:
         ticket, stream = made.submit(prompt(20), LONG)
         for _ in range(4):
             made.engine.step()
@@ -51,7 +60,7 @@ def test_a_cancel_between_rounds_frees_everything(speculation: SpeculationName) 
 @ALL
 def test_choices_share_a_prompt_and_draft_for_themselves(speculation: SpeculationName) -> None:
     params = dataclasses.replace(LONG, n=3, max_tokens=20)
-    with harness(speculation=speculation) as made:
+    with harness(decoder=DECODER, speculation=speculation) as made:
         _, together = made.submit(prompt(1), params)
         made.run()
         for choice in range(3):
@@ -61,7 +70,7 @@ def test_choices_share_a_prompt_and_draft_for_themselves(speculation: Speculatio
 
 @ALL
 def test_a_resumed_stream_goes_on_as_it_would_have(speculation: SpeculationName) -> None:
-    with harness(speculation=speculation) as made:
+    with harness(decoder=DECODER, speculation=speculation) as made:
         whole = made.answer(prompt(15), LONG).token_ids
         for num_known in (1, 17, 59):
             assert made.answer(prompt(15), LONG, whole[:num_known]).token_ids == whole[num_known:]
@@ -69,7 +78,7 @@ def test_a_resumed_stream_goes_on_as_it_would_have(speculation: SpeculationName)
 
 @ALL
 def test_pushed_rows_are_drafted_for_from_their_first_token(speculation: SpeculationName) -> None:
-    with harness(speculation=speculation) as made:
+    with harness(decoder=DECODER, speculation=speculation) as made:
         lease = made.reserve(25, 25 + 60)
         made.push_and_commit(lease.ref, prompt(25), LONG)
         _, stream = made.submit(prompt(25), LONG, ref=lease.ref)

@@ -1,17 +1,38 @@
 """What all views do whose drafts choose keys: attend to what they chose and nothing else, and change no text."""
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
-from generate_workers.config import SpeculationName
+from baton.errors import ConfigError, ModelError
+from baton.sampling_params import SamplingParams
+from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.engine.memory_limits import make_memory
+from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.speculation.making import CHOOSING
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
-from tests.support.engines.draft_views import DECODER, VIEWS, Watching, decoding, lists_of, make_view, residency_of
-from tests.support.engines.generation import prompt
-from tests.unit.generate_workers.speculation.test_rounds import PARAMS, answers, prompts
+from modeling.sparse.selection_file import save_prepared
+from tests.support.engines.draft_views import (
+    DECODER,
+    VIEW_PARAMS,
+    VIEWS,
+    Watching,
+    decoding,
+    lists_of,
+    make_view,
+    needs_rows,
+    residency_of,
+)
+from tests.support.engines.generation import harness, prompt
+from tests.support.engines.infinigen import ALL, prepared
+from tests.support.models.tiny_models import random_decoder
+from tests.unit.generate_workers.speculation.test_rounds import PARAMS, answers, prompts, steps_for
 
-views = pytest.mark.parametrize("name", VIEWS)
+views = pytest.mark.parametrize("name", VIEW_PARAMS)
 LENGTHS = (70, 9, 41)
+NUM_DRAFTS = (5, 2, 4)
 
 
 def test_these_are_all_that_there_are() -> None:
@@ -22,7 +43,7 @@ def drafted(name: SpeculationName, num_keys: int, *, poison: bool = False) -> tu
     """Drafts of rows of uneven lengths and numbers of drafts, and what the draft steps attended to."""
     with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
         watching = Watching(make_view(name, made, num_keys), residency_of(made), poison)
-        wishes = [DraftWish(row, num) for row, num in zip(rows, (5, 2, 4), strict=True)]
+        wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
         return [draft.token_ids for draft in SelfDrafter(made.decoder, watching).draft(wishes)], watching
 
 
@@ -30,21 +51,34 @@ def drafted(name: SpeculationName, num_keys: int, *, poison: bool = False) -> tu
 def test_nothing_but_the_chosen_keys_is_read(name: SpeculationName) -> None:
     as_they_are, watching = drafted(name, 24)
     assert drafted(name, 24, poison=True)[0] == as_they_are
-    assert [len(ids) for ids in as_they_are] == [5, 2, 4]
+    assert tuple(map(len, as_they_are)) == NUM_DRAFTS
     num_read = [len(keys) for step in watching.found for picks in step.values() if picks for keys in lists_of(picks)[0]]
-    assert max(num_read) <= 24 + 12 + 5
-    assert num_read
+    assert 0 < max(num_read) <= 24 + max(NUM_DRAFTS) - 1
 
 
 @views
-def test_the_new_token_always_attends_to_itself_and_keys_ascend(name: SpeculationName) -> None:
+def test_a_drafter_drafts_over_what_its_view_chose(name: SpeculationName) -> None:
+    expected, _ = drafted(name, 24)
+    with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
+        wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
+        assert [
+            draft.token_ids for draft in SelfDrafter(made.decoder, make_view(name, made, 24)).draft(wishes)
+        ] == expected
+        plain = SelfDrafter(made.decoder, make_view(name, made, 10_000)).draft(wishes)
+    assert name == "infinigen" or [draft.token_ids for draft in plain] != expected  # so it matters what is chosen
+
+
+@views
+def test_a_new_token_attends_to_itself_and_keys_ascend(name: SpeculationName) -> None:
     _, watching = drafted(name, 24)
+    assert len(watching.found) == max(NUM_DRAFTS)
     for index, step in enumerate(watching.found):
-        assert set(step) == set(range(4))
-        for picks in step.values():
-            for keys in lists_of(picks)[0] if picks is not None else []:
-                assert keys == sorted(set(keys))
-                assert keys[-1] == LENGTHS[0] + index
+        lasts = [length + index for length, num in zip(LENGTHS, NUM_DRAFTS, strict=True) if num > index]
+        found = [lists_of(picks) for picks in step.values() if picks is not None]
+        assert found
+        for rows in found:
+            assert [[keys[-1] for keys in heads] for heads in rows] == [[last, last] for last in lasts]
+            assert all(keys == sorted(set(keys)) for heads in rows for keys in heads)
 
 
 @views
@@ -54,3 +88,66 @@ def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: SpeculationName)
     (said, logprobs), (plain, plain_logprobs) = (answers(asked, each, decoder=DECODER) for each in (name, "off"))
     assert said == plain
     assert logprobs == pytest.approx(plain_logprobs, abs=1e-4)
+
+
+@views
+def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: SpeculationName) -> None:
+    """One token by the step that prefills, then rounds of one and three drafts."""
+    params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
+    policy = partial(IndexedResidency, prepared=prepared(ALL, decoder=DECODER))
+    with harness(decoder=DECODER, policy=policy, speculation=name, draft_keys=128) as made:
+        assert steps_for(made, list(prompt(40)), params) == 3 + 6
+
+
+@needs_rows
+@pytest.mark.parametrize(("name", "kept"), [("snapkv", "_selected"), ("quest", "_pages")])
+def test_nothing_is_kept_of_rows_that_have_ended(name: SpeculationName, kept: str) -> None:
+    with harness(decoder=DECODER, speculation=name) as made:
+        made.submit(prompt(50), SamplingParams(max_tokens=12, ignore_eos=True))
+        view = made.engine._speculation._sources[0].drafter._view  # type: ignore[union-attr, attr-defined]
+        for _ in range(6):
+            made.engine.step()
+        assert len(getattr(view, kept)) == 1
+        made.run()
+        assert getattr(view, kept) == {}
+
+
+@views
+def test_kv_at_home_is_refused(name: SpeculationName) -> None:
+    with pytest.raises(ConfigError, match="use residency device"), harness(speculation=name, policy="host"):
+        pass
+
+
+@views
+def test_and_so_are_models_with_sliding_windows(name: SpeculationName) -> None:
+    decoder = random_decoder(window=12)
+    with (
+        pytest.raises(ConfigError, match=f"'{name}' is not there for models with sliding windows: use speculation"),
+        harness(decoder=decoder, speculation=name),
+    ):
+        pass
+
+
+def test_infinigen_needs_a_prepared_file(tmp_path: Path) -> None:
+    config = EngineConfig(num_slots=1, speculation="infinigen", selection_file=str(tmp_path / "selection"))
+    with pytest.raises(ModelError, match="run `baton prepare`"):
+        make_memory(DECODER, config)
+    with pytest.raises(ConfigError, match="speculation = 'infinigen' is not there for models with sliding windows"):
+        make_memory(random_decoder(window=12), config)
+
+
+@needs_rows
+def test_its_partial_keys_count_as_the_device_s(tmp_path: Path) -> None:
+    path = tmp_path / "selection"
+    save_prepared(prepared(decoder=DECODER), path)
+    config = EngineConfig(num_slots=1, speculation="infinigen", selection_file=str(path))
+    residency = make_memory(DECODER, config).residency
+    plain = make_memory(DECODER, EngineConfig(num_slots=1, speculation="snapkv")).residency
+    assert isinstance(residency, IndexedResidency)
+    taken, plainly = residency.bytes_for(1000), plain.bytes_for(1000)
+    assert taken.home == plainly.home == plainly.device
+    assert taken.device - plainly.device == residency.indices[0].bytes_for(1000) > 0
+    with decoding([prompt(60)]) as (made, rows):
+        before = made.slots.ledger().num_device_bytes
+        SelfDrafter(made.decoder, make_view("infinigen", made, 16)).draft([DraftWish(rows[0], 3)])
+        assert made.slots.ledger().num_device_bytes > before
