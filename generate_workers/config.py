@@ -50,14 +50,13 @@ class EngineConfig:
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     speculation: SpeculationName = "off"
-    """Drafts that a step verifies: off, from the text (ngram), by the model over few keys (streaming, snapkv or
-    infinigen; the comparators quest and topk), or auto: ngram or streaming, what pays."""
+    """Who drafts: off, the text (ngram), the model over few keys (the others; quest, topk are comparators), or auto."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
     acceptance: AcceptanceName = "coupled"
     """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft attends to; with snapkv up to half more, as the row grows between two selections."""
+    """Keys that a draft by the model attends to; snapkv to up to half more, as a row grows between two selections."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 

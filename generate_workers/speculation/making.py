@@ -40,7 +40,9 @@ def _infinigen(decoder: Decoder, residency: DeviceResidency, config: EngineConfi
 
 
 CHOOSING: Mapping[str, MakeChoosing] = {
-    "snapkv": lambda decoder, residency, config: SnapKvView(decoder, residency, config.draft_keys, MOST_DRAFTS),
+    "snapkv": lambda decoder, residency, config: SnapKvView(
+        decoder, residency, DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    ),
     "infinigen": _infinigen,
     "quest": lambda decoder, residency, config: QuestView(residency, decoder.layout, config.draft_keys),
     "topk": lambda decoder, residency, config: TopKeysView(residency, config.draft_keys),

@@ -14,8 +14,9 @@ The window's queries are needed, and the KV of a row does not tell them. They co
 rank that computes the prompt's last tokens; but a row may also begin with a cached prefix, with a prompt that was
 prefilled here, or resume with output of its own, and grows afterwards. So there is one way for all: the row's latest
 tokens are run once more over the row's KV, with keys and values of their own, which are given up afterwards. The row
-does not change, nothing is sent, and a selection follows the text as it grows. It costs a prefill of 32 tokens, again
-for each `num_keys / 2` tokens; rows that are due in one round share it.
+does not change, nothing is sent, and a selection follows the text as it grows. It costs a prefill of 32 tokens and the
+window's scores, again for each `num_keys / 2` tokens. So that no round waits long, few rows are selected for in one
+round, in a forward that they share; other rows that are due draft over their first and latest keys meanwhile.
 
 Kept are int32 numbers of keys, one for each layer, kv head and kept key: next to KV too little to be counted.
 
@@ -35,7 +36,7 @@ from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.device import DeviceResidency
-from generate_workers.residency.port import StepRows
+from generate_workers.residency.port import DraftKeys, StepRows
 from generate_workers.speculation.choosing import by_kv_head, top_keys
 from generate_workers.speculation.self_drafts import DraftStep
 from modeling.forward.decoder import Decoder
@@ -44,6 +45,8 @@ from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
+_MOST_SELECTED = 2
+"""Rows that are selected for in one round: at contexts of 4,096 tokens both take about as long as a step of a batch."""
 
 
 @dataclass(frozen=True)
@@ -61,18 +64,16 @@ class Selected:
 class SnapKvView:
     """A DraftView of selected earlier keys and all latest ones, in the rows' own KV."""
 
-    def __init__(self, decoder: Decoder, residency: DeviceResidency, num_keys: int, most_drafts: int) -> None:
-        """`num_keys`: keys of each kv head, at least 2. `most_drafts`: most tokens that are drafted in a round."""
+    def __init__(self, decoder: Decoder, residency: DeviceResidency, keys: DraftKeys) -> None:
+        """`keys`: the first and latest keys of rows that wait to be selected for; a selection has as many in all."""
         self._decoder = decoder
         self._residency = residency
-        self._num_keys = num_keys
+        self._num_first = keys.num_first
+        self._num_keys = num_keys = keys.num_first + keys.num_last
         self._num_window = min(_WINDOW_TOKENS, num_keys // 2)
         self._most_growth = num_keys // 2
         """Tokens by which a row grows before its keys are selected anew."""
-        layout = decoder.layout
-        width = num_keys + self._most_growth + most_drafts
-        whole_K = torch.arange(width, dtype=torch.int32)
-        self._whole = Selected(whole_K.expand(layout.num_layers, layout.num_kv_heads, width), 0, 0)
+        self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
         """Places of the round's rows in the next two."""
@@ -80,11 +81,11 @@ class SnapKvView:
         self._num_left_out: list[int] = []
 
     def begin(self, rows: Sequence[Row]) -> None:
-        """Select the keys of rows that have none, or have grown; gather those of all."""
-        due = [row for row in rows if self._is_due(row)]
+        """Select the keys of some rows that have none, or have grown; gather those of all."""
+        due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:
             self._selected |= zip(due, self._select(due), strict=True)
-        selected = [self._selected.get(row, self._whole) for row in rows]
+        selected = [self._kept(row) or self._first_and_latest(row, self._num_keys) for row in rows]
         self._place_of = {row.slot: place for place, row in enumerate(rows)}
         self._keys_LBGK = torch.stack([each.keys_LGK for each in selected], 1)
         self._num_left_out = [each.num_left_out for each in selected]
@@ -106,34 +107,38 @@ class SnapKvView:
         """Drop the row's keys."""
         self._selected.pop(row, None)
 
-    def _is_due(self, row: Row) -> bool:
-        """Return whether keys are to be selected. Rows that are no longer than `num_keys` attend to all."""
-        selected = self._selected.get(row)
-        last = -self._most_growth if selected is None else selected.num_known
-        return row.num_known > self._num_keys and row.num_known - last >= self._most_growth
+    def _kept(self, row: Row) -> Selected | None:
+        """Return the row's keys; all, where it has no more than may be kept. None: they are to be selected."""
+        if row.num_known <= self._num_keys:
+            return self._first_and_latest(row, row.num_known)
+        found = self._selected.get(row)
+        return found if found is not None and row.num_known - found.num_known < self._most_growth else None
+
+    def _first_and_latest(self, row: Row, num_keys: int) -> Selected:
+        """Return so many keys at the row's start and end, the same for all kv heads."""
+        layout, num_left_out = self._decoder.layout, row.num_known - num_keys
+        keys_K = torch.arange(self._width, dtype=torch.int32)
+        keys_K[self._num_first :] += num_left_out
+        return Selected(keys_K.expand(layout.num_layers, layout.num_kv_heads, -1), row.num_known, num_left_out)
 
     def _select(self, rows: Sequence[Row]) -> list[Selected]:
         """Run the rows' windows once more, and return the keys that they attend to most."""
-        decoder, residency, size = self._decoder, self._residency, self._num_window
+        decoder, size, num_selected = self._decoder, self._num_window, self._num_keys - self._num_window
         layout = decoder.layout
         windows = [TokenRange(row.num_known - size, row.num_known) for row in rows]
         scratch = replace(layout, num_layers=1)  # layers take turns in it
         spans = [BufferSpan(KvBuffer(scratch, window), window) for window in windows]
-        num_selected = self._num_keys - size
-        width = self._whole.keys_LGK.shape[2]
-        keys_LBGK = torch.empty(layout.num_layers, len(rows), layout.num_kv_heads, width, dtype=torch.int32)
+        keys_LBGK = torch.empty(layout.num_layers, len(rows), layout.num_kv_heads, self._width, dtype=torch.int32)
         for place, window in enumerate(windows):
-            keys_LBGK[:, place, :, num_selected:] = torch.arange(window.start, window.start + width - num_selected)
+            keys_LBGK[:, place, :, num_selected:] = window.start + torch.arange(self._width - num_selected)
         step = decoder.begin(spans)
         hidden_TD = decoder.embed([each for row in rows for each in row.token_ids[-size:]], step)
         for layer in range(layout.num_layers):
             q_TNH = decoder.project(layer, hidden_TD, step)
             attended = []
-            for place, (row, span) in enumerate(zip(rows, spans, strict=True)):
-                own_q_TNH = q_TNH[place * size : (place + 1) * size]
-                earlier_S2GH = residency.kv(row.slot, layer, TokenRange(0, span.tokens.start))
-                own_T2GH = span.own(layer)
-                scores_GS = window_scores(own_q_TNH, earlier_S2GH[:, 0], own_T2GH[:, 0])
+            for place, (row, span, own_q_TNH) in enumerate(zip(rows, spans, q_TNH.split(size), strict=True)):
+                earlier_S2GH = self._residency.kv(row.slot, layer, TokenRange(0, span.tokens.start))
+                scores_GS = window_scores(own_q_TNH, earlier_S2GH[:, 0], span.own(layer)[:, 0])
                 keys_LBGK[layer, place, :, :num_selected] = top_keys(scores_GS, num_selected)
                 attention = decoder.attention(layer, own_q_TNH, span.tokens.start)
                 attention.add(KvRows(earlier_S2GH[:, 0], earlier_S2GH[:, 1], 0), *span.segments(layer))

@@ -9,17 +9,18 @@ from numpy.typing import NDArray
 
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
+from generate_workers.residency.port import DraftKeys
 from generate_workers.speculation.port import DraftWish
 from generate_workers.speculation.self_drafts import SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan, KvBuffer
+from planning.speculation import MOST_DRAFTS
 from tests.support.engines.draft_views import DECODER, decoding, lists_of, needs_rows, residency_of
 from tests.support.engines.generation import Harness, prompt
 from tests.support.models.tiny_models import random_decoder
 
 pytestmark = needs_rows
-MOST_DRAFTS = 8
 MQA = random_decoder(num_layers=2, num_heads=3, num_kv_heads=1, seed=5)
 
 Scores = NDArray[np.float64]
@@ -70,7 +71,7 @@ def selected(view: SnapKvView, made: Harness, rows: Sequence[Row]) -> list[list[
 
 
 def make(made: Harness, num_keys: int) -> SnapKvView:
-    return SnapKvView(made.decoder, residency_of(made), num_keys, MOST_DRAFTS)
+    return SnapKvView(made.decoder, residency_of(made), DraftKeys.of(num_keys, MOST_DRAFTS))
 
 
 @pytest.mark.parametrize("decoder", [DECODER, MQA], ids=["grouped", "one_kv_head"])
@@ -130,12 +131,19 @@ def test_selecting_leaves_the_row_as_it_was() -> None:
         assert made.slots.ledger().num_device_bytes == num_bytes
 
 
-def test_rows_that_share_a_selecting_forward_get_the_keys_that_they_would_get_alone() -> None:
-    with decoding([prompt(60), prompt(41), prompt(70)]) as (made, rows):
-        together = selected(make(made, 20), made, rows)
-        for place, row in enumerate(rows):
-            alone = selected(make(made, 20), made, [row])
-            assert [heads_B[0] for heads_B in alone] == [heads_B[place] for heads_B in together]
+def test_a_round_selects_for_few_rows_and_the_others_take_their_first_and_latest_keys_until_their_turn() -> None:
+    with decoding([prompt(length) for length in (60, 19, 41, 70, 39, 51)]) as (made, rows):
+        view, waiting = make(made, 20), [rows[at] for at in (3, 4, 5)]
+        alone = {id(row): [heads_B[0] for heads_B in selected(make(made, 20), made, [row])] for row in rows}
+        for num_waiting in (3, 1, 0):
+            found = selected(view, made, rows)
+            for place, row in enumerate(rows):
+                keys = [heads_B[place] for heads_B in found]
+                if row in waiting[3 - num_waiting :]:
+                    last = row.num_known
+                    assert keys == [[[*range(10), *range(last - 10, last)]] * 2] * 4
+                else:
+                    assert keys == alone[id(row)]
 
 
 def test_drafts_of_later_rounds_are_those_of_a_view_without_a_past() -> None:
