@@ -135,8 +135,8 @@ class SnapKvView:
         hidden_TD = decoder.embed([each for row in rows for each in row.token_ids[-size:]], step)
         for layer in range(layout.num_layers):
             q_TNH = decoder.project(layer, hidden_TD, step)
-            attended = []
-            for place, (row, span, own_q_TNH) in enumerate(zip(rows, spans, q_TNH.split(size), strict=True)):
+            q_BTNH, attended = q_TNH.view(len(rows), size, *q_TNH.shape[1:]), []
+            for place, (row, span, own_q_TNH) in enumerate(zip(rows, spans, q_BTNH, strict=True)):
                 earlier_S2GH = self._residency.kv(row.slot, layer, TokenRange(0, span.tokens.start))
                 scores_GS = window_scores(own_q_TNH, earlier_S2GH[:, 0], span.own(layer)[:, 0])
                 keys_LBGK[layer, place, :, :num_selected] = top_keys(scores_GS, num_selected)
