@@ -40,7 +40,7 @@ class EngineConfig:
     residency: ResidencyName = "device"
     """Where KV lives: device or host, both memory of the CPU. All others approximate: fewer keys, 4 bits, or both."""
     selection_file: AbsolutePath = ""
-    """File that `baton prepare` wrote, for policies that choose keys; empty: where it wrote for this model."""
+    """File of `baton prepare`, for residency or drafts that choose keys by it; empty: where it wrote for this model."""
     pool_tokens: Annotated[int, Field(ge=0)] = 0
     """Most tokens whose KV a row keeps in each layer but the first two, with residency infinigen; 0: all."""
     pool_eviction: EvictionName = "counter"
@@ -50,7 +50,7 @@ class EngineConfig:
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     speculation: SpeculationName = "off"
-    """Who drafts: off, the text (ngram), the model over few keys (the others; quest, topk are comparators), or auto."""
+    """Source of drafts: off, the text (ngram), the model over few keys (others; quest, topk: comparators), or auto."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
     acceptance: AcceptanceName = "coupled"

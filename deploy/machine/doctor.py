@@ -106,18 +106,21 @@ def check_model(config: ClusterConfig, folder: Path) -> Finding:
 
 
 def check_selection(config: ClusterConfig) -> Finding:
-    """Check that a policy that chooses keys has a file from `baton prepare`; workers check that it fits."""
+    """Check that generation that chooses keys has a file from `baton prepare`; workers check that it fits."""
     from modeling.sparse.selection_file import prepared_path  # imports torch
 
     section = config.generate
+    chooser = f"residency {section.residency}"
     if not POLICIES[section.residency].chooses_keys:
-        return Finding("selection", Verdict.OK, f"residency {section.residency} needs none")
+        if section.speculation != "infinigen":
+            return Finding("selection", Verdict.OK, f"{chooser} needs none")
+        chooser = "speculation infinigen"
     path = Path(section.selection_file)
     if section.selection_file and not path.is_file():
         return Finding("selection", Verdict.FAILED, f"{path} is no file: set generate.selection_file to one")
     if not section.selection_file and not any(prepared_path("any").parent.glob("*.safetensors")):
         remedy = "run `baton prepare` with this model, dtype and quantization, or set generate.selection_file"
-        text = f"residency {section.residency} chooses keys, and nothing was prepared: {remedy}"
+        text = f"{chooser} chooses keys, and nothing was prepared: {remedy}"
         return Finding("selection", Verdict.FAILED, text)
     found = str(path) if section.selection_file else f"in {prepared_path('any').parent}"
     return Finding("selection", Verdict.OK, found)

@@ -23,7 +23,7 @@ from generate_workers.residency.sparse.infinigen import InfinigenResidency
 from generate_workers.residency.sparse.infinigen_pooled import PooledResidency
 from generate_workers.residency.sparse.oracle import OracleResidency
 from generate_workers.residency.sparse.pool import PoolSize
-from generate_workers.residency.sparse.selective import require_selective
+from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_selective
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POOLED, policy_named
 from modeling.forward.decoder import Decoder
@@ -56,8 +56,6 @@ class SelectionSource:
         return self.load().selection.most_share
 
 
-WITHOUT_CHOOSING = "use speculation auto, ngram or off"
-"""What to do where drafts cannot choose keys, for messages."""
 Make = Callable[[KvShape, torch.device, SelectionSource | None], Residency]
 
 
@@ -67,7 +65,7 @@ def _device(shape: KvShape, device: torch.device, source: SelectionSource | None
 
     if source is None or not source.serves_drafts:
         return DeviceResidency(shape, make)
-    require_selective("speculation = 'infinigen'", shape, device, WITHOUT_CHOOSING)
+    require_selective("speculation = 'infinigen'", shape, device, NO_CHOSEN_DRAFTS)
     return IndexedResidency(shape, make, source.load())
 
 

@@ -11,10 +11,9 @@ from generate_workers.engine.step_bound import model_shape
 from generate_workers.engine.step_runner import bytes_per_step
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
-from generate_workers.residency.policies import WITHOUT_CHOOSING
 from generate_workers.residency.port import DraftKeys
 from generate_workers.residency.sparse.draft_index import IndexedResidency
-from generate_workers.residency.sparse.selective import require_selective
+from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, require_selective
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.beside import BesideView
@@ -92,5 +91,5 @@ def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfi
             f"speculation = {name!r} chooses among keys on the device, and residency {residency.traits.name} keeps "
             "them elsewhere: use residency device, or speculation auto, streaming, ngram or off"
         )
-    require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, WITHOUT_CHOOSING)
+    require_selective(f"speculation = {name!r}", slots.memory.shape, decoder.device, NO_CHOSEN_DRAFTS)
     return CHOOSING[name](decoder, residency, config)

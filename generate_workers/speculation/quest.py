@@ -7,7 +7,7 @@ page scores higher against a query q than
 
 In each layer but the first two, which attend to all keys, a kv head takes the pages with the largest such sums, added
 up over the query heads that share it; of equals the earlier page. The latest keys, which fill no page or are of
-drafts, are always attended to. All that are attended to are `num_keys` at most, but for one page at least.
+drafts, are always attended to. Together they are at most `num_keys`, unless not even one page fits: one is taken.
 
 The pages' values are kept from round to round. They take a sixteenth of the KV that they are of, and are not counted as
 its memory: the view is here to compare others with.

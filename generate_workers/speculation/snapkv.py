@@ -46,7 +46,7 @@ from modeling.kv.buffers import BufferSpan, KvBuffer, KvRows
 _WINDOW_TOKENS = 32
 _POOLED_KEYS = 5
 _MOST_SELECTED = 2
-"""Rows that are selected for in one round: at contexts of 4,096 tokens both take about as long as a step of a batch."""
+"""Rows that are selected for in one round: with more, all rows of a batch would wait long for theirs."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class SnapKvView:
         self._width = num_keys + self._most_growth + keys.most_drafts
         self._selected: dict[Row, Selected] = {}
         self._place_of: dict[SlotId, int] = {}
-        """Places of the round's rows in the next two."""
+        """Places of the round's rows in `_keys_LBGK` and `_num_left_out`, which are made once a round."""
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 

@@ -35,6 +35,9 @@ from modeling.forward.selection import Picks
 from modeling.kv.buffers import TORCH_DTYPES, BufferSpan, KvPlace, KvRows
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 
+NO_CHOSEN_DRAFTS = "use speculation auto, ngram or off"
+"""Remedy where drafts cannot attend to some of the keys."""
+
 
 def require_selective(
     what: str, shape: KvShape, device: torch.device, remedy: str = "use residency device or host"

@@ -63,17 +63,21 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     assert "lacks tokenizer.json" in finding.text
 
 
-def test_keys_cannot_be_chosen_by_what_nobody_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("field", ["residency", "speculation"])
+def test_keys_cannot_be_chosen_by_what_nobody_prepared(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    plain, sparse = load_config(None, []), load_config(None, ["generate.residency=infinigen"])
+    plain, sparse = load_config(None, []), load_config(None, [f"generate.{field}=infinigen"])
     assert check_selection(plain).verdict is Verdict.OK
     found = check_selection(sparse)
     assert found.verdict is Verdict.FAILED and "run `baton prepare` with this model" in found.text
+    assert f"{field} infinigen chooses keys" in found.text
     path = tmp_path / "baton" / "selections" / "some.safetensors"
     path.parent.mkdir(parents=True)
     path.write_bytes(b"")
     assert check_selection(sparse).verdict is Verdict.OK
-    named = load_config(None, ["generate.residency=infinigen", f"generate.selection_file={path}"])
+    named = load_config(None, [f"generate.{field}=infinigen", f"generate.selection_file={path}"])
     assert check_selection(named).verdict is Verdict.OK
     path.unlink()
     found = check_selection(named)

@@ -91,6 +91,12 @@ def test_texts_of_a_ragged_batch_are_those_of_plain_steps(name: SpeculationName)
 
 
 @views
+def test_models_whose_layers_are_all_whole_are_drafted_for(name: SpeculationName) -> None:
+    decoder, asked = random_decoder(num_layers=1), [(list(prompt(50)), PARAMS["greedy"])]
+    assert answers(asked, name, decoder=decoder)[0] == answers(asked, "off", decoder=decoder)[0]
+
+
+@views
 def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: SpeculationName) -> None:
     """One token by the step that prefills, then rounds of one and three drafts."""
     params = SamplingParams(max_tokens=1 + 4 * 6, temperature=0.8, seed=3, ignore_eos=True)
