@@ -31,8 +31,6 @@ DECODER = random_decoder(num_layers=4)
 needs_rows = pytest.mark.skipif(
     not has_native_rows(DECODER.device, DECODER.dtype, DECODER.config.head_dim), reason="needs a C++ compiler"
 )
-VIEW_PARAMS = [pytest.param(name, marks=needs_rows) for name in VIEWS]
-"""VIEWS, where they can run."""
 GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
 
 

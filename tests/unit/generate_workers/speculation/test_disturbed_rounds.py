@@ -11,7 +11,7 @@ from generate_workers.config import SpeculationName
 from generate_workers.residency.sparse.window import WindowResidency
 from generate_workers.residency.traits import POLICIES
 from modeling.forward.selection import Selection
-from tests.support.engines.draft_views import DECODER, VIEW_PARAMS
+from tests.support.engines.draft_views import DECODER, VIEWS, needs_rows
 from tests.support.engines.generation import harness, prompt, reference_ids
 from tests.support.engines.slot_tables import is_empty
 from tests.support.models.tiny_models import random_decoder
@@ -19,7 +19,11 @@ from tests.unit.generate_workers.engine.test_engine_memory import limit
 
 LONG = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
 SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
-ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *VIEW_PARAMS])
+COMPARATORS = ("quest", "topk")
+CHOOSING = [
+    pytest.param(name, marks=[needs_rows, pytest.mark.ci] if name in COMPARATORS else needs_rows) for name in VIEWS
+]
+ALL = pytest.mark.parametrize("speculation", [*SPECULATIONS, *CHOOSING])
 
 
 def check_rows_that_outgrow_memory(policy: str, speculation: SpeculationName) -> None:

@@ -16,7 +16,6 @@ from generate_workers.speculation.self_drafts import SelfDrafter
 from modeling.sparse.selection_file import save_prepared
 from tests.support.engines.draft_views import (
     DECODER,
-    VIEW_PARAMS,
     VIEWS,
     Watching,
     decoding,
@@ -30,7 +29,7 @@ from tests.support.engines.infinigen import ALL, prepared
 from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.speculation.test_rounds import PARAMS, answers, prompts, steps_for
 
-views = pytest.mark.parametrize("name", VIEW_PARAMS)
+views = pytest.mark.parametrize("name", [pytest.param(name, marks=needs_rows) for name in VIEWS])
 LENGTHS = (70, 9, 41)
 NUM_DRAFTS = (5, 2, 4)
 
