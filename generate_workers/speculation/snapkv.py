@@ -97,11 +97,11 @@ class SnapKvView:
         keys_LBGK = self._keys_LBGK
         if places != list(range(keys_LBGK.shape[1])):
             keys_LBGK = keys_LBGK[:, places]
-        num_layers, _, num_kv_heads, _ = keys_LBGK.shape
+        num_kv_heads = keys_LBGK.shape[2]
         counts = [tokens.end - self._num_left_out[place] for (_, tokens), place in zip(rows, places, strict=True)]
-        num_LBG = torch.tensor(counts, dtype=torch.int32).view(1, -1, 1).repeat(num_layers, 1, num_kv_heads)
+        num_BG = torch.tensor(counts, dtype=torch.int32).unsqueeze(1).repeat(1, num_kv_heads)
         with self._residency.step(rows) as step:
-            yield DraftStep(step.spans, step.turns, StepPicks(keys_LBGK, num_LBG))
+            yield DraftStep(step.spans, step.turns, StepPicks(keys_LBGK, num_BG))
 
     def forget(self, row: Row) -> None:
         """Drop the row's keys."""

@@ -66,7 +66,7 @@ def selected(view: SnapKvView, made: Harness, rows: Sequence[Row]) -> list[list[
         with view.step([(row.slot, TokenRange(row.num_known - 1, row.num_known)) for row in rows]) as step:
             assert step.picks is not None
             assert step.picks.keys_LBGK.is_contiguous()
-            assert step.picks.num_LBG.is_contiguous()
+            assert step.picks.num_BG.is_contiguous()
             return [lists_of(step.picks.of_layer(layer)) for layer in range(made.decoder.config.num_layers)]
 
 
