@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from baton.errors import InvalidArgumentError
 from planning.cost_model import CostModel, Kernel, Link, Protocol
 from planning.wavefront import rank_seconds, work_of
+from planning.work_cost import StepWork, WorkCost
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,16 @@ def fit_link(points: Sequence[tuple[float, float]]) -> Link:
     return Link(latency_s, 1 / byte_s)
 
 
+def fit_work(steps: Sequence[tuple[StepWork, float]], known: WorkCost) -> tuple[WorkCost, float]:
+    """Fit what steps cost to works and their seconds, all above 0. Return the cost, and the largest deviation of a step
+    from it, as a fraction of its seconds. The cost of pairs stays the `known` one if no step compared more than one
+    query a key."""
+    columns = np.array([work.columns for work, _ in steps], np.float64)
+    num_told = 4 if columns[:, 3].any() else 3
+    costs, residual = fit_relative(columns[:, :num_told], np.array([seconds for _, seconds in steps]))
+    return WorkCost(*costs, *([known.pair_s] if num_told == 3 else [])), residual
+
+
 def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tuple[NDArray[np.float64], ...]:
     if len({x for x, _ in points}) < 2:
         raise InvalidArgumentError(f"{name}: {len(points)} given, with fewer than 2 different {what}: measure more")
@@ -90,9 +101,9 @@ def _points(name: str, what: str, points: Sequence[tuple[float, float]]) -> tupl
 
 
 def fit_relative(columns: NDArray[np.float64], seconds: NDArray[np.float64]) -> tuple[list[float], float]:
-    """Fit non-negative coefficients of the columns `[N, at most 3]` to the seconds `[N]`. Return them and the largest
-    deviation, as a fraction of its seconds. With at most three unknowns, trying plain least squares on every subset of
-    columns and keeping the best non-negative solution is exact."""
+    """Fit non-negative coefficients of the columns `[N, a few]` to the seconds `[N]`. Return them and the largest
+    deviation, as a fraction of its seconds. The best ones solve plain least squares on the columns of those that are
+    not zero; with a few unknowns, all subsets of columns are tried."""
     scaled = columns / seconds[:, None]
     scale = np.maximum(np.abs(scaled).max(axis=0), np.finfo(np.float64).tiny)  # no division by zero
     num_columns = columns.shape[1]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from baton.errors import ConfigError
 from planning.cost_model import CostModel, Link
 from planning.model_shape import ModelShape
+from planning.work_cost import WorkCost
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,17 @@ def derive(shape: ModelShape, hardware: Hardware, push: Link | None = None) -> C
         copy_s=2 * shape.kv_bytes / hardware.memory_bandwidth,
         link=hardware.link,
         push=push,
+    )
+
+
+def derive_step(shape: ModelShape, hardware: Hardware, *, weight_bytes: float) -> WorkCost:
+    """Derive what a generation step costs from a model's FLOPs and bytes at the hardware's rates. `weight_bytes`: those
+    of all weights that a step reads."""
+    return WorkCost(
+        step_s=weight_bytes / hardware.memory_bandwidth,
+        token_s=2 * shape.step_weights / hardware.linear_flops,
+        key_s=shape.num_layers * shape.kv_bytes / hardware.memory_bandwidth,
+        pair_s=shape.num_layers * shape.pair_flops / hardware.pair_flops,
     )
 
 

@@ -53,6 +53,11 @@ class ModelShape:
         )
 
     @property
+    def step_weights(self) -> int:
+        """Weights of all layers and of the output head: what a step multiplies each token with."""
+        return self.num_layers * self.layer_weights + self.vocab * self.hidden
+
+    @property
     def project_share(self) -> float:
         """Fraction of a layer's linear work that comes before its KV can leave."""
         return self.projection_weights / self.layer_weights

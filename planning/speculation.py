@@ -5,7 +5,7 @@ each draft is accepted with probability a, until the first that is not, gets fro
 
     1 + a + a^2 + ... + a^g = (1 - a^(g + 1)) / (1 - a)    tokens, one of them the model's own
 
-(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`planning.step_costs`), so it costs
+(Leviathan, Kalman and Matias, 2023). Verifying drafts reads no further keys (`planning.work_cost`), so it costs
 little where reading keys is what takes time. `generate_workers.speculation`
 asks for the drafts of each round. Pure.
 """
@@ -14,7 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planning.step_costs import WorkCost
+from planning.work_cost import WorkCost
 
 MOST_DRAFTS = 8
 """Most drafts of a row in a round."""

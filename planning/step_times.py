@@ -1,14 +1,15 @@
 """How long a generation step takes, by rows in the batch and tokens a row: a measured table, or nominal rates.
 
-  {"kind": "baton-step-times", "schema": 1, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
+  {"kind": "baton-step-times", "schema": 2, "model": ..., "hardware": ..., "fingerprint": ..., "shape": {...},
    "batches": [1, 4, 16], "contexts": [192, 1024], "seconds": [[1: 192, 1024], [4: ...], ...],
-   "cost": {"base_s": ..., "row_s": ..., "token_s": ...}}
+   "cost": {"step_s": ..., "token_s": ..., "key_s": ..., "pair_s": ...}}
 
 Inside the grid of measured times a prediction is interpolated, linearly along each axis. That is exact wherever a step
-reads its weights and its KV once, base_s + batch * (row_s + context * token_s). Beyond the grid, a cost of this form,
-fitted to the grid, says how much is added to the nearest measured time; below the grid, the nearest time counts. A
-table without a grid is that cost alone. More rows or tokens never take less: where they did by chance, the longer time
-counts. Pure, except that load and save block on the disk.
+reads its weights and its KV once, step_s + batch * (token_s + context * key_s). Beyond the grid, a WorkCost, fitted to
+the grid and to rounds of drafts, says how much is added to the nearest measured time; below the grid, the nearest time
+counts. A table without a grid is that cost alone. More rows or tokens never take less: where they did by chance, the
+longer time counts. Generation engines plan drafts by the WorkCost until they have learnt their own
+(`planning.step_costs`). Pure, except that load and save block on the disk.
 """
 
 import hashlib
@@ -26,32 +27,13 @@ from numpy.typing import NDArray
 
 from baton.errors import ConfigError, InvalidArgumentError
 from planning import json_file
-from planning.fit import fit_relative
-from planning.hardware import Hardware
+from planning.fit import fit_work
+from planning.hardware import Hardware, derive_step
 from planning.model_shape import ModelShape, shape_from
+from planning.work_cost import StepWork, WorkCost
 
 KIND = "baton-step-times"
-SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """Cost of a generation step as a formula: B rows of C tokens take base_s + B (row_s + C token_s)."""
-
-    base_s: float
-    """Seconds of a step whatever its batch: weights, calls."""
-    row_s: float
-    token_s: float
-    """Seconds for one token of a row's KV, in all layers."""
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
-
-    def seconds(self, batch: float, context: float) -> float:
-        """Return the seconds of one step of `batch` rows with `context` tokens each."""
-        return self.base_s + batch * (self.row_s + context * self.token_s)
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -62,7 +44,8 @@ class StepTimes:
     hardware: str
     """Description that tells this kind of engine from others: processor, threads or GPU."""
     shape: ModelShape
-    cost: StepCost
+    cost: WorkCost
+    """Cost of steps by what they multiply, read and compare."""
     batches: tuple[int, ...] = ()
     """Numbers of rows that were measured, ascending; empty if nothing was measured."""
     contexts: tuple[int, ...] = ()
@@ -97,7 +80,7 @@ class StepTimes:
         if not 1 <= batch < float("inf") or not 0 <= context < float("inf"):
             raise InvalidArgumentError(f"a step of {batch} rows of {context} tokens: give one row or more")
         if not self.is_measured:
-            return self.cost.seconds(batch, context)
+            return self.cost.plain_s(batch, context)
         row, row_share = _place(self.batches, batch)
         column, column_share = _place(self.contexts, context)
         corners = self._rising[row : row + 2, column : column + 2]
@@ -109,8 +92,8 @@ class StepTimes:
         """Return the seconds that rows and tokens beyond the grid add."""
         rows = min(max(batch, self.batches[0]), self.batches[-1])
         tokens = min(max(context, self.contexts[0]), self.contexts[-1])
-        outer = self.cost.seconds(max(batch, rows), max(context, tokens))
-        return outer - self.cost.seconds(rows, tokens)
+        outer = self.cost.plain_s(max(batch, rows), max(context, tokens))
+        return outer - self.cost.plain_s(rows, tokens)
 
     @cached_property
     def _rising(self) -> NDArray[np.float64]:
@@ -121,17 +104,23 @@ class StepTimes:
 
 
 def tabulate(
-    origin: StepTimes, batches: Sequence[int], contexts: Sequence[int], seconds: Sequence[Sequence[float]]
+    origin: StepTimes,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    seconds: Sequence[Sequence[float]],
+    rounds: Sequence[tuple[StepWork, float]] = (),
 ) -> tuple[StepTimes, float]:
-    """Make a table of measured step times of the model and hardware that `origin` names. Return it and the largest
-    deviation of a measured time from the fitted cost, as a fraction. With a single batch, rows beyond it add nothing;
-    with a single context, tokens beyond it add nothing. Raises ConfigError for bad axes or times."""
+    """Make a table of measured step times of the model and hardware that `origin` names. `rounds`: works and seconds of
+    rounds of drafts; without any, comparing pairs costs what it does by `origin`. Return the table and the largest
+    deviation of a measured time from the fitted cost, as a fraction. With a single batch and no rounds, rows beyond it
+    add nothing; with a single context, tokens beyond it add nothing. Raises ConfigError for bad axes or times."""
     table = tuple(map(tuple, seconds))
     made = replace(origin, batches=tuple(batches), contexts=tuple(contexts), seconds=table)
-    columns = np.array([(1, rows, rows * tokens) for rows in made.batches for tokens in made.contexts], np.float64)
-    columns *= (1, len(made.batches) > 1, len(made.contexts) > 1)
-    numbers, residual = fit_relative(columns, np.array(table, np.float64).ravel())
-    return replace(made, cost=StepCost(*numbers)), residual
+    has_rows, has_keys = (bool(rounds) or len(axis) > 1 for axis in (made.batches, made.contexts))
+    cells = [StepWork.plain(rows * has_rows, rows * each * has_keys) for rows in batches for each in contexts]
+    plain = zip(cells, itertools.chain.from_iterable(table), strict=True)
+    cost, residual = fit_work([*plain, *rounds], origin.cost)
+    return replace(made, cost=cost), residual
 
 
 def nominal_steps(
@@ -139,13 +128,8 @@ def nominal_steps(
 ) -> StepTimes:
     """Return the step times that are assumed before anything is measured: weights and KV read once at nominal
     bandwidth, rows computed at nominal FLOP/s. `weight_bytes` is that of one weight, by default the shape's."""
-    weights = shape.num_layers * shape.layer_weights + shape.vocab * shape.hidden
-    cost = StepCost(
-        base_s=weights * (weight_bytes or shape.dtype_bytes) / rates.memory_bandwidth,
-        row_s=2 * weights / rates.linear_flops,
-        token_s=shape.num_layers * shape.kv_bytes / rates.memory_bandwidth,
-    )
-    return StepTimes(model, hardware, shape, cost)
+    read_bytes = shape.step_weights * (weight_bytes or shape.dtype_bytes)
+    return StepTimes(model, hardware, shape, derive_step(shape, rates, weight_bytes=read_bytes))
 
 
 def path_beside(calibration: Path, times: StepTimes) -> Path:
@@ -175,9 +159,9 @@ def loads(text: str, where: str) -> StepTimes:
         model, hardware = json_file.text(data, "model"), json_file.text(data, "hardware")
         numbers, shape = json_file.section(data, "cost"), shape_from(json_file.section(data, "shape"), "shape")
         with json_file.naming("cost"):
-            costs = {field.name: json_file.number(numbers, field.name) for field in fields(StepCost)}
+            costs = {field.name: json_file.number(numbers, field.name) for field in fields(WorkCost)}
         batches, contexts = _whole_numbers(data, "batches"), _whole_numbers(data, "contexts")
-        times = StepTimes(model, hardware, shape, StepCost(**costs), batches, contexts, _rows(data))
+        times = StepTimes(model, hardware, shape, WorkCost(**costs), batches, contexts, _rows(data))
         if data.get("fingerprint") != times.fingerprint:
             raise ConfigError("fingerprint does not match model, hardware and shape: calibrate again")
         return times

@@ -68,8 +68,8 @@ def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Co
         table.add_row(str(batch), *cells)
     console.print(table)
     cost, kv_bytes = times.cost, times.shape.num_layers * times.shape.kv_bytes
-    rate = f", {kv_bytes / cost.token_s / 1e9:.1f} GB/s" if cost.token_s else ""
+    rate = f", {kv_bytes / cost.key_s / 1e9:.1f} GB/s" if cost.key_s else ""
     console.print(
-        f"about {cost.base_s * 1e3:.2f} ms a step, {cost.row_s * 1e3:.3f} ms a row, and {cost.token_s * 1e6:.3f} ms "
+        f"about {cost.step_s * 1e3:.2f} ms a step, {cost.token_s * 1e3:.3f} ms a token, and {cost.key_s * 1e6:.3f} ms "
         f"for 1,000 tokens of KV{rate}; the measured times deviate from that by {residual:.1%} at most"
     )

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 _WEIGHT_BYTES = {"int8": 1}
 """Bytes of a weight whose format is not the dtype, by quantization."""
-_PLAIN_FEED_FORWARD = ("opt", "falcon")
-"""Model types whose feed-forward part has two matrices and no gate."""
 
 
 def nominal_calibration(folder: Path, dtype: str, num_threads: int, quantization: str = "none") -> Calibration:
@@ -166,17 +164,7 @@ def _processor() -> str:
 
 
 def _shape(folder: Path, dtype: str) -> ModelShape:
+    from generate_workers.engine.model_shape import model_shape
     from modeling.checkpoints.weights import load_config  # imports torch
 
-    model = load_config(folder)
-    return ModelShape(
-        num_layers=model.num_layers,
-        hidden=model.hidden_size,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        ffn=model.intermediate_size,
-        vocab=model.vocab_size,
-        gated=model.model_type not in _PLAIN_FEED_FORWARD,
-        dtype_bytes=DTYPE_BYTES[dtype],
-    )
+    return model_shape(load_config(folder), DTYPE_BYTES[dtype])

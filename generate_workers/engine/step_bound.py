@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.types import TokenRange
+from generate_workers.engine.model_shape import model_shape
 from modeling.forward.model_config import ModelConfig
 from planning.fit import fit_relative
-from planning.model_shape import ModelShape
 
 _KEPT_STEPS = 8
 """Latest steps kept of each batch size."""
@@ -48,20 +48,6 @@ class Decoding:
 NO_DECODING = Decoding(0, 0)
 
 
-def model_shape(config: ModelConfig, dtype_bytes: int = 2) -> ModelShape:
-    """Return the sizes that a model's FLOPs and bytes follow from."""
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden=config.hidden_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        ffn=config.intermediate_size,
-        vocab=config.vocab_size,
-        dtype_bytes=dtype_bytes,
-    )
-
-
 @dataclass(frozen=True)
 class PrefillWork:
     """Work of prefilling tokens of a sequence, in units of one token's way through the matrices."""
@@ -72,7 +58,7 @@ class PrefillWork:
     @classmethod
     def of_model(cls, config: ModelConfig) -> "PrefillWork":
         """Derive the work of a pair from the model's FLOPs."""
-        shape = model_shape(config)
+        shape = model_shape(config, dtype_bytes=2)  # which does not matter to FLOPs
         return cls(shape.pair_flops / shape.linear_flops)
 
     def of(self, tokens: TokenRange) -> float:

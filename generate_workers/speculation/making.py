@@ -7,7 +7,7 @@ import torch
 from baton.clock import Clock
 from baton.errors import ConfigError
 from generate_workers.config import EngineConfig
-from generate_workers.engine.step_bound import model_shape
+from generate_workers.engine.model_shape import model_shape
 from generate_workers.engine.step_runner import bytes_per_step
 from generate_workers.residency.device import DeviceResidency
 from generate_workers.residency.host import HostResidency
@@ -26,9 +26,10 @@ from generate_workers.speculation.speculator import Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
 from generate_workers.speculation.topk import TopKeysView
 from modeling.forward.decoder import Decoder
-from planning.hardware import cpu_rank
+from planning.hardware import cpu_rank, derive_step
 from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
+from planning.work_cost import WorkCost
 
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
@@ -49,10 +50,12 @@ CHOOSING: Mapping[str, MakeChoosing] = {
 """How each view is made whose drafts choose among the keys of a row, by the name of its speculation."""
 
 
-def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None when it is off. Raises ConfigError where it is asked
-    for by name and cannot be: over approximate KV, over few keys for a model with sliding windows, and over chosen keys
-    where these are not on the device."""
+def make_speculation(
+    decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock, cost: WorkCost | None = None
+) -> Speculator | None:
+    """Return the speculation of an engine over these slots; None when it is off. `cost`: what steps were measured to
+    cost; None: nominal costs. Raises ConfigError where speculation is asked for by name and cannot be: over approximate
+    KV, over few keys for a model with sliding windows, and over chosen keys where these are not on the device."""
     name, residency = config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
@@ -79,8 +82,8 @@ def make_speculation(decoder: Decoder, slots: SlotTable, config: EngineConfig, c
     chosen = list(sources.values()) if name == "auto" else [sources[name]]
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
-    costs = StepCosts(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
-    return Speculator(chosen, slots, costs, clock, config.draft_tokens or None)
+    known = cost or derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
+    return Speculator(chosen, slots, StepCosts(known), clock, config.draft_tokens or None)
 
 
 def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig) -> DraftView:

@@ -17,7 +17,8 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import Drafter, DraftWish
 from planning.speculation import MOST_DRAFTS, Prospect, Round, plan_round
-from planning.step_costs import StepCosts, StepWork
+from planning.step_costs import StepCosts
+from planning.work_cost import StepWork
 
 
 @dataclass(frozen=True)

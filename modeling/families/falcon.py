@@ -144,6 +144,7 @@ def _read_config(fields: Fields) -> ModelConfig:
         windows=(None,) * num_layers,
         eos_token_ids=fields.eos_token_ids(),
         bos_token_id=fields.bos_token_id(),
+        is_gated=False,
     )
 
 

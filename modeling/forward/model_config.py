@@ -40,3 +40,5 @@ class ModelConfig:
     """Per layer: the sliding window in tokens, or None for full attention."""
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
+    is_gated: bool = True
+    """Whether the feed-forward part has three matrices (SwiGLU) or two."""

@@ -8,7 +8,8 @@ from planning.cost_model import CostModel, Kernel
 from planning.local_prefill import LocalPrefill
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
-from planning.step_times import StepCost, StepTimes
+from planning.step_times import StepTimes
+from planning.work_cost import WorkCost
 
 _SHAPE = ModelShape(num_layers=1, hidden=4, num_heads=1, num_kv_heads=1, head_dim=4, ffn=4, vocab=4)
 
@@ -38,5 +39,5 @@ def linear_planner() -> ChainPlanner:
 def deciding_planner(speed: float = 1.0, *, max_ranks: int = 1, slower: float = 1.0) -> ChainPlanner:
     """The same, so many times slower, and a generation group that computes at `speed` times a rank's: steps without
     prefill take it 20 ms, those with prefill at most twice that."""
-    steps = StepTimes("by hand", "none", _SHAPE, StepCost(0.02, 0.0, 0.0))
+    steps = StepTimes("by hand", "none", _SHAPE, WorkCost(0.02, 0.0, 0.0, 0.0))
     return planner_of(_LINEAR.times(slower), max_ranks=max_ranks, steps=steps, local=LocalPrefill(speed, 2.0, 256))

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from planning.speculation import Prospect, Round, expected_tokens, plan_round
-from planning.step_costs import StepWork, WorkCost
+from planning.work_cost import StepWork, WorkCost
 
 COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
 """Of a machine that is bound by reading."""

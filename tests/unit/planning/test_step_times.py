@@ -16,12 +16,13 @@ from baton.types import TokenRange
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
-from planning.step_times import StepCost, StepTimes, dumps, load, loads, nominal_steps, save, tabulate
+from planning.step_times import StepTimes, dumps, load, loads, nominal_steps, save, tabulate
+from planning.work_cost import StepWork, WorkCost
 from tests.support.clusters.planners import linear_planner
 
 SHAPE = SHAPES["smollm2-135m"]
 ASSUMED = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes))
-TRUE = StepCost(base_s=0.013, row_s=0.4e-3, token_s=2.3e-6)
+TRUE = WorkCost(step_s=0.013, token_s=0.4e-3, key_s=2.3e-6, pair_s=0.3e-6)
 BATCHES, CONTEXTS = (1, 4, 16), (192, 1024, 4096)
 BENT = ((0.013, 0.014, 0.019), (0.016, 0.021, 0.05), (0.03, 0.06, 0.17))
 """As a machine may measure it."""
@@ -32,7 +33,7 @@ def table(seconds: tuple[tuple[float, ...], ...] = BENT) -> StepTimes:
 
 
 def true_table() -> tuple[StepTimes, float]:
-    seconds = [[TRUE.seconds(batch, context) for context in CONTEXTS] for batch in BATCHES]
+    seconds = [[TRUE.plain_s(batch, context) for context in CONTEXTS] for batch in BATCHES]
     return tabulate(ASSUMED, BATCHES, CONTEXTS, seconds)
 
 
@@ -45,7 +46,7 @@ def test_on_the_grid_the_measured_times_count() -> None:
 def test_a_roofline_is_found_exactly_between_and_beyond(batch: float, context: float) -> None:
     made, residual = true_table()
     assert residual < 1e-6
-    assert made.step_s(batch, context) == pytest.approx(TRUE.seconds(batch, context), rel=1e-6)
+    assert made.step_s(batch, context) == pytest.approx(TRUE.plain_s(batch, context), rel=1e-6)
 
 
 @given(batch=st.floats(1, 16), context=st.floats(192, 4096))
@@ -76,7 +77,7 @@ def test_more_never_takes_less_whatever_was_measured(
 
 @pytest.mark.parametrize(("batches", "contexts"), [((1,), (192,)), ((1, 8), (192,)), ((8,), (192, 500))])
 def test_one_of_a_kind_makes_a_table_too(batches: tuple[int, ...], contexts: tuple[int, ...]) -> None:
-    seconds = [[TRUE.seconds(batch, context) for context in contexts] for batch in batches]
+    seconds = [[TRUE.plain_s(batch, context) for context in contexts] for batch in batches]
     made, residual = tabulate(ASSUMED, batches, contexts, seconds)
     assert residual < 0.01
     assert made.step_s(batches[-1], contexts[-1]) == pytest.approx(seconds[-1][-1])
@@ -86,7 +87,7 @@ def test_one_of_a_kind_makes_a_table_too(batches: tuple[int, ...], contexts: tup
 def test_a_residual_says_how_far_the_roofline_is_off() -> None:
     made, residual = tabulate(ASSUMED, BATCHES, CONTEXTS, BENT)
     off = [
-        abs(made.cost.seconds(batch, context) / seconds - 1)
+        abs(made.cost.plain_s(batch, context) / seconds - 1)
         for batch, row in zip(BATCHES, BENT, strict=True)
         for context, seconds in zip(CONTEXTS, row, strict=True)
     ]
@@ -102,12 +103,39 @@ def test_what_is_assumed_reads_weights_and_kv_once() -> None:
     computed = 8 * 2 * weights
     expected = read / rates.memory_bandwidth + computed / rates.linear_flops
     assert ASSUMED.step_s(8, 1000) == pytest.approx(expected)
+    pairs = ASSUMED.cost.seconds(StepWork(8, 8000, 24_000)) - expected
+    assert pairs == pytest.approx(16_000 * SHAPE.num_layers * SHAPE.pair_flops / rates.pair_flops)
+
+
+def test_rounds_of_drafts_tell_what_pairs_cost() -> None:
+    """Without any, pairs cost what was assumed; with some, the table tells it too, and predicts them."""
+    plain, residual = true_table()
+    assert plain.cost.pair_s == ASSUMED.cost.pair_s
+    drafts = [StepWork(3 * rows, 3 * rows * 256, 3 * rows * 256, num_steps=3) for rows in BATCHES]
+    rounds = [StepWork(4 * rows, 1000 * rows, 4000 * rows) + each for rows, each in zip(BATCHES, drafts, strict=True)]
+    seconds = [[TRUE.plain_s(batch, context) for context in CONTEXTS] for batch in BATCHES]
+    made, residual = tabulate(ASSUMED, BATCHES, CONTEXTS, seconds, [(each, TRUE.seconds(each)) for each in rounds])
+    assert residual < 1e-6
+    assert made.cost.seconds(rounds[1]) == pytest.approx(TRUE.seconds(rounds[1]))
+    assert made.cost.pair_s == pytest.approx(TRUE.pair_s, rel=1e-3)
+    off = [(each, 2 * TRUE.seconds(each)) for each in rounds]
+    assert tabulate(ASSUMED, BATCHES, CONTEXTS, seconds, off)[1] > 0.1
+
+
+def test_rounds_tell_what_rows_cost_where_the_table_has_one_kind() -> None:
+    rounds = [
+        StepWork(1 + drafts, 500, 500 * (1 + drafts)) + StepWork(drafts, drafts * 64, drafts * 64, drafts)
+        for drafts in (1, 3, 6)
+    ]
+    made, _ = tabulate(ASSUMED, (1,), (500,), [[TRUE.plain_s(1, 500)]], [(each, TRUE.seconds(each)) for each in rounds])
+    for each in rounds:
+        assert made.cost.seconds(each) == pytest.approx(TRUE.seconds(each), rel=1e-3)
 
 
 def test_weights_of_fewer_bytes_are_read_in_less_time() -> None:
     halved = nominal_steps("smollm2-135m", "2 cores", SHAPE, cpu_rank(2, SHAPE.dtype_bytes), weight_bytes=1)
-    assert halved.cost.base_s == pytest.approx(ASSUMED.cost.base_s / 2)
-    assert (halved.cost.row_s, halved.cost.token_s) == (ASSUMED.cost.row_s, ASSUMED.cost.token_s)
+    assert halved.cost.step_s == pytest.approx(ASSUMED.cost.step_s / 2)
+    assert (halved.cost.token_s, halved.cost.key_s) == (ASSUMED.cost.token_s, ASSUMED.cost.key_s)
 
 
 @pytest.mark.parametrize(("batch", "context"), [(0, 5), (float("nan"), 5), (1, -1), (1, float("inf"))])
@@ -136,12 +164,12 @@ def test_fingerprint_is_of_model_and_engine_and_not_of_measurements() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "text"),
     [
-        ("schema", 7, "schema = 7, and this version reads 1"),
+        ("schema", 1, "schema = 1, and this version reads 2: write the file anew"),
         ("kind", "baton-calibration", "is no baton-step-times file"),
         ("model", "", "model = '' is no text"),
         ("shape", {"ffn": 3}, "shape: num_layers is missing"),
-        ("cost", {"base_s": 1, "row_s": -1, "token_s": 0}, "cost: row_s = -1.0 is out of range"),
-        ("cost", {"base_s": 1, "row_s": 1}, "cost: token_s = None is no number"),
+        ("cost", {"step_s": 1, "token_s": -1, "key_s": 0, "pair_s": 0}, "cost: token_s = -1.0 is out of range"),
+        ("cost", {"step_s": 1, "token_s": 1, "key_s": 1}, "cost: pair_s = None is no number"),
         ("batches", [4, 1, 16], r"batches = \(4, 1, 16\) do not ascend from 1"),
         ("batches", [0, 1, 16], "do not ascend from 1"),
         ("batches", [1, 16], "seconds are not one for each"),

@@ -156,7 +156,7 @@ def test_int8_weights_are_taken_to_be_read_as_such(folder: Path) -> None:
     plain, int8 = (
         nominal_step_times(folder, "bfloat16", 1, residency="device", quantization=each) for each in ("none", "int8")
     )
-    assert int8.cost.base_s == pytest.approx(plain.cost.base_s / 2)
+    assert int8.cost.step_s == pytest.approx(plain.cost.step_s / 2)
 
 
 def test_step_times_that_are_damaged_or_foreign_are_not_used(

@@ -118,6 +118,7 @@ def test_falcon_7b_with_what_its_config_leaves_out() -> None:
             windows=(None, None),
             eos_token_ids=(11,),
             bos_token_id=11,
+            is_gated=False,
         ),
         norm_eps=1e-5,
         bias=False,

@@ -102,6 +102,7 @@ def test_opt_125m() -> None:
             windows=(None, None),
             eos_token_ids=(2,),
             bos_token_id=2,
+            is_gated=False,
         ),
         embedding_size=768,
         activation="relu",

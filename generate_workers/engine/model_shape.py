@@ -1,0 +1,19 @@
+"""Reads off a model what its FLOPs and bytes follow from: the one way from a ModelConfig to a ModelShape. Pure."""
+
+from modeling.forward.model_config import ModelConfig
+from planning.model_shape import ModelShape
+
+
+def model_shape(config: ModelConfig, dtype_bytes: int) -> ModelShape:
+    """Return the shape of a model whose weights and KV have elements of `dtype_bytes`."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        hidden=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        ffn=config.intermediate_size,
+        vocab=config.vocab_size,
+        gated=config.is_gated,
+        dtype_bytes=dtype_bytes,
+    )

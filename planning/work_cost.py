@@ -1,0 +1,75 @@
+"""What a generation step costs, by what it multiplies, reads and compares.
+
+A step of T tokens that reads S keys, and compares E pairs of query and key beyond one query a key, takes about
+
+    step + T token + S key + E pair
+
+A plain step of B rows has T = B and E = 0; one that verifies g drafts of a row of S keys adds g to T and g S to E; a
+draft step has few keys. The four numbers follow from a model's bytes and FLOPs (`planning.hardware`), are measured by
+`baton calibrate --generate` (`planning.step_times`), and are learnt while steps run (`planning.step_costs`). Pure.
+"""
+
+from dataclasses import asdict, dataclass
+
+from baton.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Work of one step, or of several together."""
+
+    num_tokens: float
+    num_keys: float
+    """Keys that are read, of all rows."""
+    num_pairs: float
+    """Pairs of query and key that are compared."""
+    num_steps: float = 1
+
+    def __add__(self, other: "StepWork") -> "StepWork":
+        return StepWork(
+            self.num_tokens + other.num_tokens,
+            self.num_keys + other.num_keys,
+            self.num_pairs + other.num_pairs,
+            self.num_steps + other.num_steps,
+        )
+
+    @classmethod
+    def plain(cls, num_rows: float, num_keys: float) -> "StepWork":
+        """Return the work of a step that runs one token of each row; `num_keys` is the sum over the rows."""
+        return cls(num_rows, num_keys, num_keys)
+
+    @property
+    def columns(self) -> tuple[float, float, float, float]:
+        """Return the numbers that the costs are multiplied with."""
+        return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
+
+
+NO_WORK = StepWork(0, 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class WorkCost:
+    """Seconds that a step takes. Raises ConfigError for a number below 0, or one that is not finite."""
+
+    step_s: float
+    """Seconds whatever the step does: the weights are read, and calls are made."""
+    token_s: float
+    """Seconds of a token's way through the matrices."""
+    key_s: float
+    """Seconds of reading a key and value, in all layers."""
+    pair_s: float
+    """Seconds of comparing a further query with a key that is read anyway, in all layers."""
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not 0 <= value < float("inf"):
+                raise ConfigError(f"cost: {name} = {value} is out of range: give a number of at least 0")
+
+    def seconds(self, work: StepWork) -> float:
+        """Return the predicted seconds of some steps."""
+        steps, tokens, keys, pairs = work.columns
+        return steps * self.step_s + tokens * self.token_s + keys * self.key_s + pairs * self.pair_s
+
+    def plain_s(self, num_rows: float, context: float) -> float:
+        """Return the predicted seconds of a step that runs one token of so many rows of `context` tokens each."""
+        return self.seconds(StepWork.plain(num_rows, num_rows * context))
