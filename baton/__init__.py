@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from baton.results import (
         Choice,
         Completion,
+        DraftCounts,
         ModelInfo,
         Placement,
         PlacementTerms,
         PrefillTrace,
         RankTiming,
+        SpeculationTrace,
         Timings,
         Usage,
         WidthChoice,
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from baton.resume import Reconnect
     from baton.sampling_params import SamplingParams
     from baton.streams import AsyncStream, Stream
-    from baton.types import FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
+    from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent, TokenLogprob, TokenRange
 
 __version__ = "0.2.0.dev0"
 
@@ -39,6 +41,8 @@ __all__ = [
     "Client",
     "ClusterState",
     "Completion",
+    "DraftCounts",
+    "DraftRound",
     "FinishReason",
     "GenerationStatus",
     "GroupState",
@@ -51,6 +55,7 @@ __all__ = [
     "Reconnect",
     "SampledToken",
     "SamplingParams",
+    "SpeculationTrace",
     "Stream",
     "Timings",
     "TokenEvent",
@@ -66,12 +71,12 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus",
     "baton.errors": "BatonError",
-    "baton.results": "Choice Completion ModelInfo Placement PlacementTerms PrefillTrace RankTiming Timings Usage"
-    " WidthChoice WidthOption",
+    "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace RankTiming"
+    " SpeculationTrace Timings Usage WidthChoice WidthOption",
     "baton.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
     "baton.streams": "AsyncStream Stream",
-    "baton.types": "FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
+    "baton.types": "DraftRound FinishReason SampledToken TokenEvent TokenLogprob TokenRange",
 }
 _HOME_OF = MappingProxyType({name: home for home, names in _NAMES_IN.items() for name in names.split()})
 

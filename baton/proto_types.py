@@ -15,18 +15,20 @@ from google.protobuf.message import Message
 
 from baton.errors import InvalidArgumentError, VersionMismatchError
 from baton.results import (
+    DraftCounts,
     Interval,
     ModelInfo,
     Placement,
     PlacementTerms,
     PrefillTrace,
     RankTiming,
+    SpeculationTrace,
     Timings,
     WidthChoice,
     WidthOption,
 )
 from baton.sampling_params import SamplingParams, check_list_lengths
-from baton.types import FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
+from baton.types import DraftRound, FinishReason, Priority, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2, orchestrator_pb2, prefill_pb2
 
 if TYPE_CHECKING:
@@ -148,6 +150,7 @@ def event_to_proto(event: TokenEvent) -> generate_pb2.TokenEvent:
         error=event.error,
         choice=event.choice,
         prompt=[sampled_to_proto(token) for token in event.prompt],
+        drafts=None if event.drafts is None else generate_pb2.DraftRound(**vars(event.drafts)),
     )
 
 
@@ -162,18 +165,21 @@ def event_from_proto(message: generate_pb2.TokenEvent) -> TokenEvent:
         error=message.error,
         choice=message.choice,
         prompt=tuple([sampled_from_proto(token) for token in message.prompt]) if message.prompt else (),
+        drafts=read(DraftRound, message.drafts) if message.HasField("drafts") else None,
     )
 
 
 def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
     """Return the times at which a request's stages began and ended, as a message."""
-    trace = timings.prefill
+    way = timings.prefill
     prefill = orchestrator_pb2.PrefillTrace(
-        placement=None if trace.placement is None else orchestrator_pb2.Placement(**asdict(trace.placement)),
-        width=None if trace.width is None else orchestrator_pb2.WidthChoice(**asdict(trace.width)),
-        ranks=[_rank_timing_to_proto(rank) for rank in trace.ranks],
+        placement=None if way.placement is None else orchestrator_pb2.Placement(**asdict(way.placement)),
+        width=None if way.width is None else orchestrator_pb2.WidthChoice(**asdict(way.width)),
+        ranks=[_rank_timing_to_proto(rank) for rank in way.ranks],
     )
-    return orchestrator_pb2.Timings(**vars(timings) | {"prefill": prefill})
+    trace = timings.speculation
+    speculation = None if trace is None else orchestrator_pb2.SpeculationTrace(**asdict(trace))
+    return orchestrator_pb2.Timings(**vars(timings) | {"prefill": prefill, "speculation": speculation})
 
 
 def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
@@ -183,7 +189,12 @@ def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
         width=_width_from_proto(message.prefill.width) if message.prefill.HasField("width") else None,
         ranks=tuple(rank_timing_from_proto(each) for each in message.prefill.ranks),
     )
-    return read(Timings, message, prefill=prefill)
+    speculation = _speculation_from_proto(message.speculation) if message.HasField("speculation") else None
+    return read(Timings, message, prefill=prefill, speculation=speculation)
+
+
+def _speculation_from_proto(message: orchestrator_pb2.SpeculationTrace) -> SpeculationTrace:
+    return SpeculationTrace(message.num_steps, tuple(read(DraftCounts, each) for each in message.sources))
 
 
 def _rank_timing_to_proto(rank: RankTiming) -> prefill_pb2.RankTiming:

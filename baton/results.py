@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-from baton.types import FinishReason, SampledToken, TokenRange
+from baton.types import DraftRound, FinishReason, SampledToken, TokenRange
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,55 @@ class PrefillTrace:
 
 
 @dataclass(frozen=True)
+class DraftCounts:
+    """Drafts from one source, over some steps."""
+
+    source: str
+    """Name of the way to draft: streaming (the model over few keys) or ngram (the text); others may come."""
+    num_rounds: int = 0
+    """Steps that verified drafts, counted once for each choice that had drafts."""
+    num_drafted: int = 0
+    """Drafts that were verified."""
+    num_accepted: int = 0
+    """Drafts that became tokens."""
+
+    def plus(self, round: DraftRound) -> "DraftCounts":
+        """Return the counts after another step of a choice."""
+        accepted = self.num_accepted + round.num_accepted
+        return DraftCounts(self.source, self.num_rounds + 1, self.num_drafted + round.num_drafts, accepted)
+
+    def __add__(self, other: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(
+            self.source,
+            self.num_rounds + other.num_rounds,
+            self.num_drafted + other.num_drafted,
+            self.num_accepted + other.num_accepted,
+        )
+
+    def __str__(self) -> str:
+        if not self.num_rounds:
+            return f"{self.source} none"
+        share, mean = self.num_accepted / self.num_drafted, self.num_accepted / self.num_rounds
+        return f"{self.source} {self.num_accepted} of {self.num_drafted} ({share:.0%}; {mean:.1f} a round)"
+
+
+@dataclass(frozen=True)
+class SpeculationTrace:
+    """How speculative decoding served a request, over all choices and attempts since the server took the request up."""
+
+    num_steps: int
+    """Steps that brought tokens, the sum over the choices: no more than tokens. A first token that a chain sampled
+    counts as one."""
+    sources: tuple[DraftCounts, ...]
+    """Drafts of each source of which any were verified."""
+
+    @property
+    def text(self) -> str:
+        """The steps and drafts in one line for people."""
+        return f"{self.num_steps} steps, drafts accepted: {', '.join(map(str, self.sources))}"
+
+
+@dataclass(frozen=True)
 class Timings:
     """Instants of the request's last attempt, by the server's clock, in unix nanoseconds; 0 for a stage not reached."""
 
@@ -179,6 +228,8 @@ class Timings:
     """Residency policy of the generation group, which says what KV is attended to; empty when it had none."""
     prefill: PrefillTrace = PrefillTrace()
     """How the prompt was prefilled, for those who tune a cluster."""
+    speculation: SpeculationTrace | None = None
+    """The drafts of speculative decoding; None when none were verified."""
 
     @property
     def time_to_first_token_s(self) -> float | None:

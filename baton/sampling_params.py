@@ -18,6 +18,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_CHOICES = 64
+MAX_DRAFTS = 8
+"""Drafts of a choice that one step verifies, at most."""
 _ABOVE_ZERO = math.ulp(0.0)
 _RANGES = (
     ("max_tokens", 1, math.inf, "use at least 1"),
@@ -33,6 +35,7 @@ _RANGES = (
     ("logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
     ("prompt_logprobs", 0, MAX_LOGPROBS, f"use 0 to {MAX_LOGPROBS}"),
     ("n", 1, MAX_CHOICES, f"use 1 to {MAX_CHOICES}"),
+    ("num_drafts", 0, MAX_DRAFTS, f"use 0 to {MAX_DRAFTS}"),
 )
 """(field, least value, largest value, remedy)."""
 
@@ -76,12 +79,15 @@ class SamplingParams:
     from the model's own distribution, without penalties and bias; None: no logprobs."""
     n: int = 1
     """Number of choices: independent outputs for one prompt (1 to 64). Greedy choices are all alike."""
+    num_drafts: int | None = None
+    """Drafts that each step verifies for a choice (0 to 8), where the server speculates and finds as many; None: as
+    many as the server chooses."""
 
     def __post_init__(self) -> None:
         check_list_lengths(len(self.stop), len(self.stop_token_ids), len(self.logit_bias))
         for name, least, most, remedy in _RANGES:
             value = getattr(self, name)
-            is_off = value is None and name.endswith("logprobs")
+            is_off = value is None and name.endswith(("logprobs", "drafts"))
             _require(is_off or least <= value <= most, name, value, remedy)
         _require(self.min_tokens <= self.max_tokens, "min_tokens", self.min_tokens, f"max_tokens is {self.max_tokens}")
         for token_id, bias in self.logit_bias.items():
@@ -143,6 +149,7 @@ class SamplingOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     n: int
+    num_drafts: int | None
 
 
 def params_from_options(options: SamplingOptions) -> SamplingParams:

@@ -140,6 +140,20 @@ class FinishReason(Enum):
 
 
 @dataclass(frozen=True)
+class DraftRound:
+    """A step that verified drafts for one choice."""
+
+    source: str
+    """Name of the way to draft: streaming (the model over few keys) or ngram (the text); others may come."""
+    num_drafts: int
+    """Drafts that were verified."""
+    num_accepted: int
+    """Drafts that became tokens."""
+    num_tokens: int
+    """Output tokens that the step brought: the accepted drafts and, unless the choice ended with one, one more."""
+
+
+@dataclass(frozen=True)
 class TokenEvent:
     """One event of a stream: one choice's next token, or its end, or both.
 
@@ -161,6 +175,8 @@ class TokenEvent:
     """Index of the request's choice that the event belongs to."""
     prompt: tuple[SampledToken, ...] = ()
     """The prompt's tokens with their logprobs, if these were asked for; sent with position 0 of choice 0."""
+    drafts: DraftRound | None = None
+    """The drafts that were verified for the choice in one step; set on the step's last token."""
 
 
 @dataclass(frozen=True)

@@ -165,9 +165,10 @@ class GenerationServicer(generate_pb2_grpc.GenerationGroupServicer):
         return generate_pb2.StepSample(
             num_rows=step.num_decode_rows,
             num_prefill_tokens=step.num_prefill_tokens,
-            context_tokens=step.num_kv_bytes / (rows * self._layout.token_bytes),
+            context_tokens=(step.num_kv_bytes - step.num_draft_kv_bytes) / (rows * self._layout.token_bytes),
             duration_s=step.duration_s,
             num_drafts=step.num_drafts,
+            predicted_s=step.predicted_s,
         )
 
 
@@ -231,7 +232,11 @@ class GenerationServer:
 
 
 def _speculation_to_proto(stats: SpeculationStats) -> generate_pb2.SpeculationStatus:
-    return generate_pb2.SpeculationStatus(**scalars(generate_pb2.SpeculationStatus, stats))
+    sources = [
+        generate_pb2.DraftSource(counts=generate_pb2.DraftCounts(**vars(each.counts)), draft_keys=each.draft_keys)
+        for each in stats.sources
+    ]
+    return generate_pb2.SpeculationStatus(**scalars(generate_pb2.SpeculationStatus, stats), sources=sources)
 
 
 async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus:

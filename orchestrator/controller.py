@@ -193,7 +193,10 @@ class Controller:
 
     def _observe_step(self, step: StepSample) -> None:
         """Compare the duration of a generation group's step with its prediction, for the metrics."""
-        if self._planner.steps is not None and step.num_rows and not (step.num_prefill_tokens or step.num_drafts):
+        if step.num_drafts:
+            if step.predicted_s:
+                self.metrics.predicted("draft_round", step.predicted_s, step.duration_s)
+        elif self._planner.steps is not None and step.num_rows and not step.num_prefill_tokens:
             predicted_s = self._planner.step_s(step.num_rows, step.context_tokens)
             self.metrics.predicted("generation_step", predicted_s, step.duration_s)
 

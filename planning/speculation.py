@@ -14,9 +14,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from baton.sampling_params import MAX_DRAFTS
 from planning.work_cost import WorkCost
 
-MOST_DRAFTS = 8
+MOST_DRAFTS = MAX_DRAFTS
 """Most drafts of a row in a round."""
 
 

@@ -14,7 +14,7 @@ _KEPT_STEPS = 4
 _KEPT_KINDS = 48
 _NEW_STEPS = 8
 """Observed steps after which costs are fitted anew."""
-_Kind = tuple[float, float, int, int]
+_Kind = tuple[int, int, int, int]
 
 
 class StepCosts:
@@ -45,4 +45,4 @@ class StepCosts:
 
 def _kind(work: StepWork) -> _Kind:
     """Return a key that is the same for steps of about the same work."""
-    return work.num_steps, work.num_tokens, int(work.num_keys**2).bit_length(), round(work.num_pairs / work.num_keys)
+    return work.num_steps, work.num_tokens, (work.num_keys**2).bit_length(), round(work.num_pairs / work.num_keys)

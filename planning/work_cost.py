@@ -16,14 +16,14 @@ from baton.errors import ConfigError
 
 @dataclass(frozen=True)
 class StepWork:
-    """Work of one step, or of several together."""
+    """Work of one step, of several together, or beyond that of another step."""
 
-    num_tokens: float
-    num_keys: float
+    num_tokens: int
+    num_keys: int
     """Keys that are read, of all rows."""
-    num_pairs: float
+    num_pairs: int
     """Pairs of query and key that are compared."""
-    num_steps: float = 1
+    num_steps: int = 1
 
     def __add__(self, other: "StepWork") -> "StepWork":
         return StepWork(
@@ -33,13 +33,21 @@ class StepWork:
             self.num_steps + other.num_steps,
         )
 
+    def __sub__(self, other: "StepWork") -> "StepWork":
+        return StepWork(
+            self.num_tokens - other.num_tokens,
+            self.num_keys - other.num_keys,
+            self.num_pairs - other.num_pairs,
+            self.num_steps - other.num_steps,
+        )
+
     @classmethod
-    def plain(cls, num_rows: float, num_keys: float) -> "StepWork":
+    def plain(cls, num_rows: int, num_keys: int) -> "StepWork":
         """Return the work of a step that runs one token of each row; `num_keys` is the sum over the rows."""
         return cls(num_rows, num_keys, num_keys)
 
     @property
-    def columns(self) -> tuple[float, float, float, float]:
+    def columns(self) -> tuple[int, int, int, int]:
         """Return the numbers that the costs are multiplied with."""
         return self.num_steps, self.num_tokens, self.num_keys, self.num_pairs - self.num_keys
 
@@ -72,4 +80,4 @@ class WorkCost:
 
     def plain_s(self, num_rows: float, context: float) -> float:
         """Return the predicted seconds of a step that runs one token of so many rows of `context` tokens each."""
-        return self.seconds(StepWork.plain(num_rows, num_rows * context))
+        return self.step_s + num_rows * (self.token_s + context * self.key_s)

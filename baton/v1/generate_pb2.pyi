@@ -195,6 +195,7 @@ class TokenEvent(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     PROMPT_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    DRAFTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Output position, from 0; in an end without a token, the number of output tokens."""
     text: _builtins.str
@@ -214,6 +215,10 @@ class TokenEvent(_message.Message):
     def stored(self) -> Global___StoredBlocks:
         """Sent alone, in a message after the last choice's end, where StreamRequest.store was set. Never sent to clients."""
 
+    @_builtins.property
+    def drafts(self) -> Global___DraftRound:
+        """Set on the last token of a step that verified drafts for the choice."""
+
     def __init__(
         self,
         *,
@@ -226,14 +231,78 @@ class TokenEvent(_message.Message):
         choice: _builtins.int = ...,
         prompt: _abc.Iterable[_common_pb2.SampledToken] | None = ...,
         stored: Global___StoredBlocks | None = ...,
+        drafts: Global___DraftRound | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored", "token", b"token"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drafts", b"drafts", "stored", b"stored", "token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "error", b"error", "finish", b"finish", "index", b"index", "prompt", b"prompt", "stored", b"stored", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "drafts", b"drafts", "error", b"error", "finish", b"finish", "index", b"index", "prompt", b"prompt", "stored", b"stored", "text", b"text", "token", b"token", "unix_ns", b"unix_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TokenEvent: _TypeAlias = TokenEvent  # noqa: Y015
+
+@_typing.final
+class DraftRound(_message.Message):
+    """A step that verified drafts for one choice."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """What drafted: streaming or ngram; others may come."""
+    num_drafts: _builtins.int
+    num_accepted: _builtins.int
+    num_tokens: _builtins.int
+    """Output tokens that the step brought: the accepted drafts and, unless the choice ended with one of them, one more."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        num_drafts: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+        num_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_drafts", b"num_drafts", "num_tokens", b"num_tokens", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftRound: _TypeAlias = DraftRound  # noqa: Y015
+
+@_typing.final
+class DraftCounts(_message.Message):
+    """Drafts from one source, over some steps."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_ROUNDS_FIELD_NUMBER: _builtins.int
+    NUM_DRAFTED_FIELD_NUMBER: _builtins.int
+    NUM_ACCEPTED_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    num_rounds: _builtins.int
+    """Steps that verified drafts, counted once for each choice that had drafts."""
+    num_drafted: _builtins.int
+    num_accepted: _builtins.int
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        num_rounds: _builtins.int = ...,
+        num_drafted: _builtins.int = ...,
+        num_accepted: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_rounds", b"num_rounds", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftCounts: _TypeAlias = DraftCounts  # noqa: Y015
 
 @_typing.final
 class StoredBlocks(_message.Message):
@@ -390,6 +459,7 @@ class SpeculationStatus(_message.Message):
     EXPECTED_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTED_S_FIELD_NUMBER: _builtins.int
     MEASURED_S_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
     num_drafted: _builtins.int
     """Drafts verified so far."""
     num_accepted: _builtins.int
@@ -397,10 +467,14 @@ class SpeculationStatus(_message.Message):
     num_drafts: _builtins.int
     """Drafts of the latest round, of all rows."""
     expected_tokens: _builtins.float
-    """Tokens expected of the latest round, and seconds predicted for it; 0 where numbers of drafts are fixed."""
+    """Tokens expected of the latest round, and seconds predicted for it; 0 for a round whose step also prefilled."""
     predicted_s: _builtins.float
     measured_s: _builtins.float
     """Seconds that the latest round took."""
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[Global___DraftSource]:
+        """Each way to draft that the group has."""
+
     def __init__(
         self,
         *,
@@ -410,14 +484,41 @@ class SpeculationStatus(_message.Message):
         expected_tokens: _builtins.float = ...,
         predicted_s: _builtins.float = ...,
         measured_s: _builtins.float = ...,
+        sources: _abc.Iterable[Global___DraftSource] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_tokens", b"expected_tokens", "measured_s", b"measured_s", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_drafts", b"num_drafts", "predicted_s", b"predicted_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["expected_tokens", b"expected_tokens", "measured_s", b"measured_s", "num_accepted", b"num_accepted", "num_drafted", b"num_drafted", "num_drafts", b"num_drafts", "predicted_s", b"predicted_s", "sources", b"sources"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SpeculationStatus: _TypeAlias = SpeculationStatus  # noqa: Y015
+
+@_typing.final
+class DraftSource(_message.Message):
+    """A way to draft, and what came of it so far."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COUNTS_FIELD_NUMBER: _builtins.int
+    DRAFT_KEYS_FIELD_NUMBER: _builtins.int
+    draft_keys: _builtins.int
+    """Keys that a draft step attends to; 0 where drafts take no step."""
+    @_builtins.property
+    def counts(self) -> Global___DraftCounts: ...
+    def __init__(
+        self,
+        *,
+        counts: Global___DraftCounts | None = ...,
+        draft_keys: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["counts", b"counts", "draft_keys", b"draft_keys"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DraftSource: _TypeAlias = DraftSource  # noqa: Y015
 
 @_typing.final
 class KvLedger(_message.Message):
@@ -464,6 +565,7 @@ class StepSample(_message.Message):
     CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
     NUM_DRAFTS_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
     num_rows: _builtins.int
     """Rows that got a token."""
     num_prefill_tokens: _builtins.int
@@ -473,6 +575,8 @@ class StepSample(_message.Message):
     duration_s: _builtins.float
     num_drafts: _builtins.int
     """Drafts that were verified in the same step, of all rows; their making is part of the duration."""
+    predicted_s: _builtins.float
+    """Seconds predicted for the drafts and the step; 0 without drafts, and with local prefill."""
     def __init__(
         self,
         *,
@@ -481,10 +585,11 @@ class StepSample(_message.Message):
         context_tokens: _builtins.float = ...,
         duration_s: _builtins.float = ...,
         num_drafts: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_s", b"duration_s", "num_drafts", b"num_drafts", "num_prefill_tokens", b"num_prefill_tokens", "num_rows", b"num_rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "duration_s", b"duration_s", "num_drafts", b"num_drafts", "num_prefill_tokens", b"num_prefill_tokens", "num_rows", b"num_rows", "predicted_s", b"predicted_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

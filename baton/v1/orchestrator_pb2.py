@@ -27,7 +27,7 @@ from baton.v1 import generate_pb2 as baton_dot_v1_dot_generate__pb2
 from baton.v1 import prefill_pb2 as baton_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/orchestrator.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\xcf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\x0cH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06seeded\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12!\n\x07outputs\x18\t \x03(\x0b\x32\x10.baton.v1.Output\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12$\n\x08priority\x18\x0b \x01(\x0e\x32\x12.baton.v1.Priority\x12\r\n\x05\x65xact\x18\x0c \x01(\x08\x42\x07\n\x05input\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8d\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEventH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"d\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\"N\n\x08\x46inished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"n\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\xb5\x01\n\x07Timings\x12\x13\n\x0breceived_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x61\x64mitted_ns\x18\x02 \x01(\x06\x12\x11\n\tleased_ns\x18\x03 \x01(\x06\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x06\x12\x13\n\x0b\x66inished_ns\x18\x05 \x01(\x06\x12\x11\n\tresidency\x18\t \x01(\t\x12\'\n\x07prefill\x18\n \x01(\x0b\x32\x16.baton.v1.PrefillTraceJ\x04\x08\x06\x10\t\"\x81\x01\n\x0cPrefillTrace\x12&\n\tplacement\x18\x01 \x01(\x0b\x32\x13.baton.v1.Placement\x12$\n\x05width\x18\x02 \x01(\x0b\x32\x15.baton.v1.WidthChoice\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.baton.v1.RankTiming\"m\n\tPlacement\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\'\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x18.baton.v1.PlacementTerms\x12\'\n\x05local\x18\x03 \x01(\x0b\x32\x18.baton.v1.PlacementTerms\"k\n\x0ePlacementTerms\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x0f\n\x07steps_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x10\n\x08others_s\x18\x05 \x01(\x01\"|\n\x0bWidthChoice\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_ahead\x18\x03 \x01(\r\x12\x10\n\x08num_jobs\x18\x04 \x01(\r\x12&\n\x07options\x18\x05 \x03(\x0b\x32\x15.baton.v1.WidthOption\"=\n\x0bWidthOption\x12\r\n\x05width\x18\x01 \x01(\r\x12\r\n\x05own_s\x18\x02 \x01(\x01\x12\x10\n\x08others_s\x18\x03 \x01(\x01\"\x11\n\x0fGetModelRequest\"\xa2\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xe8\x01\n\x0c\x43lusterState\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.baton.v1.GroupState\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0cnum_degraded\x18\x05 \x01(\x04\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fwhy_not_serving\x18\x07 \x03(\t\x12\x14\n\x0cwhy_degraded\x18\x08 \x03(\t\x12\x18\n\x10metrics_endpoint\x18\t \x01(\t\"\xe6\x02\n\nGroupState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08is_ready\x18\x05 \x01(\x08\x12\x12\n\nnum_leaked\x18\t \x01(\r\x12\x14\n\x0cnum_requests\x18\n \x01(\r\x12\x12\n\nis_drained\x18\x11 \x01(\x08\x12\x11\n\tis_broken\x18\x12 \x01(\x08\x12.\n\ngeneration\x18\x1c \x01(\x0b\x32\x1a.baton.v1.GenerationStatus\x12.\n\x05ranks\x18\x1d \x03(\x0b\x32\x1f.baton.v1.GroupState.RanksEntry\x1a\x45\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillStatus:\x02\x38\x01J\x04\x08\x06\x10\tJ\x04\x08\x0b\x10\x11J\x04\x08\x13\x10\x1c*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\xd5\x01\n\x0cOrchestrator\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Model\x12K\n\x0fGetClusterState\x12 .baton.v1.GetClusterStateRequest\x1a\x16.baton.v1.ClusterStateb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x62\x61ton/v1/orchestrator.proto\x12\x08\x62\x61ton.v1\x1a\x15\x62\x61ton/v1/common.proto\x1a\x17\x62\x61ton/v1/generate.proto\x1a\x16\x62\x61ton/v1/prefill.proto\"\xcf\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\x0cH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.baton.v1.ChatH\x00\x12\'\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x12.baton.v1.TokenIdsH\x00\x12*\n\x08sampling\x18\x05 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x0e\n\x06seeded\x18\x06 \x01(\x08\x12\r\n\x05model\x18\x07 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x08 \x01(\r\x12!\n\x07outputs\x18\t \x03(\x0b\x32\x10.baton.v1.Output\x12\x0c\n\x04\x65\x63ho\x18\n \x01(\x08\x12$\n\x08priority\x18\x0b \x01(\x0e\x32\x12.baton.v1.Priority\x12\r\n\x05\x65xact\x18\x0c \x01(\x08\x42\x07\n\x05input\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"/\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.baton.v1.ChatMessage\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x8d\x01\n\rGenerateEvent\x12$\n\x07started\x18\x01 \x01(\x0b\x32\x11.baton.v1.StartedH\x00\x12%\n\x05token\x18\x02 \x01(\x0b\x32\x14.baton.v1.TokenEventH\x00\x12&\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x12.baton.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"d\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x06\x12\x19\n\x11num_prompt_tokens\x18\x03 \x01(\r\x12\r\n\x05model\x18\x04 \x01(\t\x12\r\n\x05\x65xact\x18\x05 \x01(\x08\"N\n\x08\x46inished\x12\x1e\n\x05usage\x18\x01 \x01(\x0b\x32\x0f.baton.v1.Usage\x12\"\n\x07timings\x18\x02 \x01(\x0b\x32\x11.baton.v1.Timings\"n\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\r\x12\x14\n\x0cnum_attempts\x18\x03 \x01(\r\x12\x19\n\x11num_cached_tokens\x18\x04 \x01(\r\"\xe6\x01\n\x07Timings\x12\x13\n\x0breceived_ns\x18\x01 \x01(\x06\x12\x13\n\x0b\x61\x64mitted_ns\x18\x02 \x01(\x06\x12\x11\n\tleased_ns\x18\x03 \x01(\x06\x12\x16\n\x0e\x66irst_token_ns\x18\x04 \x01(\x06\x12\x13\n\x0b\x66inished_ns\x18\x05 \x01(\x06\x12\x11\n\tresidency\x18\t \x01(\t\x12\'\n\x07prefill\x18\n \x01(\x0b\x32\x16.baton.v1.PrefillTrace\x12/\n\x0bspeculation\x18\x0b \x01(\x0b\x32\x1a.baton.v1.SpeculationTraceJ\x04\x08\x06\x10\t\"M\n\x10SpeculationTrace\x12\x11\n\tnum_steps\x18\x01 \x01(\x04\x12&\n\x07sources\x18\x02 \x03(\x0b\x32\x15.baton.v1.DraftCounts\"\x81\x01\n\x0cPrefillTrace\x12&\n\tplacement\x18\x01 \x01(\x0b\x32\x13.baton.v1.Placement\x12$\n\x05width\x18\x02 \x01(\x0b\x32\x15.baton.v1.WidthChoice\x12#\n\x05ranks\x18\x03 \x03(\x0b\x32\x14.baton.v1.RankTiming\"m\n\tPlacement\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\'\n\x05\x63hain\x18\x02 \x01(\x0b\x32\x18.baton.v1.PlacementTerms\x12\'\n\x05local\x18\x03 \x01(\x0b\x32\x18.baton.v1.PlacementTerms\"k\n\x0ePlacementTerms\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\x12\x0f\n\x07steps_s\x18\x03 \x01(\x01\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x10\n\x08others_s\x18\x05 \x01(\x01\"|\n\x0bWidthChoice\x12\r\n\x05width\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x11\n\tnum_ahead\x18\x03 \x01(\r\x12\x10\n\x08num_jobs\x18\x04 \x01(\r\x12&\n\x07options\x18\x05 \x03(\x0b\x32\x15.baton.v1.WidthOption\"=\n\x0bWidthOption\x12\r\n\x05width\x18\x01 \x01(\r\x12\r\n\x05own_s\x18\x02 \x01(\x01\x12\x10\n\x08others_s\x18\x03 \x01(\x01\"\x11\n\x0fGetModelRequest\"\xa2\x01\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nmax_tokens\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05\x64type\x18\x04 \x01(\t\x12\x19\n\x11has_chat_template\x18\x05 \x01(\x08\x12\x1a\n\x12layout_fingerprint\x18\x06 \x01(\t\x12\x1d\n\x15tokenizer_fingerprint\x18\x07 \x01(\t\"\x18\n\x16GetClusterStateRequest\"\xe8\x01\n\x0c\x43lusterState\x12$\n\x06groups\x18\x01 \x03(\x0b\x32\x14.baton.v1.GroupState\x12\x12\n\nnum_queued\x18\x02 \x01(\r\x12\x13\n\x0bnum_running\x18\x03 \x01(\r\x12\x0f\n\x07version\x18\x04 \x01(\t\x12\x14\n\x0cnum_degraded\x18\x05 \x01(\x04\x12\x19\n\x11num_queued_tokens\x18\x06 \x01(\x04\x12\x17\n\x0fwhy_not_serving\x18\x07 \x03(\t\x12\x14\n\x0cwhy_degraded\x18\x08 \x03(\t\x12\x18\n\x10metrics_endpoint\x18\t \x01(\t\"\xe6\x02\n\nGroupState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x11\n\tendpoints\x18\x03 \x03(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x10\n\x08is_ready\x18\x05 \x01(\x08\x12\x12\n\nnum_leaked\x18\t \x01(\r\x12\x14\n\x0cnum_requests\x18\n \x01(\r\x12\x12\n\nis_drained\x18\x11 \x01(\x08\x12\x11\n\tis_broken\x18\x12 \x01(\x08\x12.\n\ngeneration\x18\x1c \x01(\x0b\x32\x1a.baton.v1.GenerationStatus\x12.\n\x05ranks\x18\x1d \x03(\x0b\x32\x1f.baton.v1.GroupState.RanksEntry\x1a\x45\n\nRanksEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12&\n\x05value\x18\x02 \x01(\x0b\x32\x17.baton.v1.PrefillStatus:\x02\x38\x01J\x04\x08\x06\x10\tJ\x04\x08\x0b\x10\x11J\x04\x08\x13\x10\x1c*i\n\x08Priority\x12\x18\n\x14PRIORITY_UNSPECIFIED\x10\x00\x12\x18\n\x14PRIORITY_INTERACTIVE\x10\x01\x12\x15\n\x11PRIORITY_STANDARD\x10\x02\x12\x12\n\x0ePRIORITY_BATCH\x10\x03\x32\xd5\x01\n\x0cOrchestrator\x12@\n\x08Generate\x12\x19.baton.v1.GenerateRequest\x1a\x17.baton.v1.GenerateEvent0\x01\x12\x36\n\x08GetModel\x12\x19.baton.v1.GetModelRequest\x1a\x0f.baton.v1.Model\x12K\n\x0fGetClusterState\x12 .baton.v1.GetClusterStateRequest\x1a\x16.baton.v1.ClusterStateb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GROUPSTATE_RANKSENTRY']._loaded_options = None
   _globals['_GROUPSTATE_RANKSENTRY']._serialized_options = b'8\001'
-  _globals['_PRIORITY']._serialized_start=2540
-  _globals['_PRIORITY']._serialized_end=2645
+  _globals['_PRIORITY']._serialized_start=2668
+  _globals['_PRIORITY']._serialized_end=2773
   _globals['_GENERATEREQUEST']._serialized_start=114
   _globals['_GENERATEREQUEST']._serialized_end=449
   _globals['_CHATMESSAGE']._serialized_start=451
@@ -55,29 +55,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_USAGE']._serialized_start=897
   _globals['_USAGE']._serialized_end=1007
   _globals['_TIMINGS']._serialized_start=1010
-  _globals['_TIMINGS']._serialized_end=1191
-  _globals['_PREFILLTRACE']._serialized_start=1194
-  _globals['_PREFILLTRACE']._serialized_end=1323
-  _globals['_PLACEMENT']._serialized_start=1325
-  _globals['_PLACEMENT']._serialized_end=1434
-  _globals['_PLACEMENTTERMS']._serialized_start=1436
-  _globals['_PLACEMENTTERMS']._serialized_end=1543
-  _globals['_WIDTHCHOICE']._serialized_start=1545
-  _globals['_WIDTHCHOICE']._serialized_end=1669
-  _globals['_WIDTHOPTION']._serialized_start=1671
-  _globals['_WIDTHOPTION']._serialized_end=1732
-  _globals['_GETMODELREQUEST']._serialized_start=1734
-  _globals['_GETMODELREQUEST']._serialized_end=1751
-  _globals['_MODEL']._serialized_start=1754
-  _globals['_MODEL']._serialized_end=1916
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=1918
-  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=1942
-  _globals['_CLUSTERSTATE']._serialized_start=1945
-  _globals['_CLUSTERSTATE']._serialized_end=2177
-  _globals['_GROUPSTATE']._serialized_start=2180
-  _globals['_GROUPSTATE']._serialized_end=2538
-  _globals['_GROUPSTATE_RANKSENTRY']._serialized_start=2451
-  _globals['_GROUPSTATE_RANKSENTRY']._serialized_end=2520
-  _globals['_ORCHESTRATOR']._serialized_start=2648
-  _globals['_ORCHESTRATOR']._serialized_end=2861
+  _globals['_TIMINGS']._serialized_end=1240
+  _globals['_SPECULATIONTRACE']._serialized_start=1242
+  _globals['_SPECULATIONTRACE']._serialized_end=1319
+  _globals['_PREFILLTRACE']._serialized_start=1322
+  _globals['_PREFILLTRACE']._serialized_end=1451
+  _globals['_PLACEMENT']._serialized_start=1453
+  _globals['_PLACEMENT']._serialized_end=1562
+  _globals['_PLACEMENTTERMS']._serialized_start=1564
+  _globals['_PLACEMENTTERMS']._serialized_end=1671
+  _globals['_WIDTHCHOICE']._serialized_start=1673
+  _globals['_WIDTHCHOICE']._serialized_end=1797
+  _globals['_WIDTHOPTION']._serialized_start=1799
+  _globals['_WIDTHOPTION']._serialized_end=1860
+  _globals['_GETMODELREQUEST']._serialized_start=1862
+  _globals['_GETMODELREQUEST']._serialized_end=1879
+  _globals['_MODEL']._serialized_start=1882
+  _globals['_MODEL']._serialized_end=2044
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_start=2046
+  _globals['_GETCLUSTERSTATEREQUEST']._serialized_end=2070
+  _globals['_CLUSTERSTATE']._serialized_start=2073
+  _globals['_CLUSTERSTATE']._serialized_end=2305
+  _globals['_GROUPSTATE']._serialized_start=2308
+  _globals['_GROUPSTATE']._serialized_end=2666
+  _globals['_GROUPSTATE_RANKSENTRY']._serialized_start=2579
+  _globals['_GROUPSTATE_RANKSENTRY']._serialized_end=2648
+  _globals['_ORCHESTRATOR']._serialized_start=2776
+  _globals['_ORCHESTRATOR']._serialized_end=2989
 # @@protoc_insertion_point(module_scope)

@@ -318,6 +318,7 @@ class Timings(_message.Message):
     FINISHED_NS_FIELD_NUMBER: _builtins.int
     RESIDENCY_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
+    SPECULATION_FIELD_NUMBER: _builtins.int
     received_ns: _builtins.int
     admitted_ns: _builtins.int
     """When the request left the queue."""
@@ -329,6 +330,10 @@ class Timings(_message.Message):
     """The residency policy of the generation group, which says what KV is attended to. Empty when it had none."""
     @_builtins.property
     def prefill(self) -> Global___PrefillTrace: ...
+    @_builtins.property
+    def speculation(self) -> Global___SpeculationTrace:
+        """Unset when no drafts were verified."""
+
     def __init__(
         self,
         *,
@@ -339,14 +344,45 @@ class Timings(_message.Message):
         finished_ns: _builtins.int = ...,
         residency: _builtins.str = ...,
         prefill: Global___PrefillTrace | None = ...,
+        speculation: Global___SpeculationTrace | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "speculation", b"speculation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "prefill", b"prefill", "received_ns", b"received_ns", "residency", b"residency"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_ns", b"admitted_ns", "finished_ns", b"finished_ns", "first_token_ns", b"first_token_ns", "leased_ns", b"leased_ns", "prefill", b"prefill", "received_ns", b"received_ns", "residency", b"residency", "speculation", b"speculation"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Timings: _TypeAlias = Timings  # noqa: Y015
+
+@_typing.final
+class SpeculationTrace(_message.Message):
+    """How speculative decoding served a request, over all choices and attempts since the server took the request up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_STEPS_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    num_steps: _builtins.int
+    """Steps that brought tokens, the sum over the choices: no more than tokens. A first token that a chain sampled counts
+    as one.
+    """
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedCompositeFieldContainer[_generate_pb2.DraftCounts]:
+        """One for each source of which drafts were verified."""
+
+    def __init__(
+        self,
+        *,
+        num_steps: _builtins.int = ...,
+        sources: _abc.Iterable[_generate_pb2.DraftCounts] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_steps", b"num_steps", "sources", b"sources"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SpeculationTrace: _TypeAlias = SpeculationTrace  # noqa: Y015
 
 @_typing.final
 class PrefillTrace(_message.Message):

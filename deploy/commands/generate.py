@@ -92,6 +92,8 @@ def describe(output: Completion) -> str:
     if timings is not None and timings.time_to_first_token_s is not None:
         parts.append(f"first token after {timings.time_to_first_token_s:.2f} s")
         parts.append(f"all after {(timings.finished_ns - timings.received_ns) / 1e9:.2f} s")
+    if timings is not None and timings.speculation is not None:
+        parts.append(timings.speculation.text)
     if output.exact is False:
         policy = "" if timings is None or not timings.residency else f" (residency {timings.residency})"
         parts.append(f"approximate attention{policy}")

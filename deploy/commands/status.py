@@ -9,6 +9,8 @@ from rich.table import Table
 from baton.channel_options import Keepalive, channel_options
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, cluster_state_from_proto
 from baton.errors import UnauthenticatedError, VersionMismatchError
+from baton.proto_types import read
+from baton.results import DraftCounts
 from baton.status import STATUS_OF, from_rpc_error
 from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
@@ -120,12 +122,13 @@ def processors_of(state: ClusterState) -> Iterator[str]:
 
 
 def drafts_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each group that drafts tokens: how many are accepted, and what its latest round took."""
+    """Yield a line for each group that drafts tokens: how many drafts of each source are accepted, and what its latest
+    round took."""
     for group in state.groups:
         if group.generation is None or not group.generation.HasField("speculation"):
             continue
         seen = group.generation.speculation
-        accepted = f"{seen.num_accepted / seen.num_drafted:.0%} of {seen.num_drafted}" if seen.num_drafted else "none"
+        accepted = ", ".join(str(read(DraftCounts, each.counts)) for each in seen.sources)
         predicted = f", predicted {seen.predicted_s * 1e3:.0f} ms" if seen.predicted_s else ""
         latest = f"latest round: {seen.num_drafts} drafts, {seen.measured_s * 1e3:.0f} ms{predicted}"
         yield f"{group.name}: drafts accepted so far: {accepted}; {latest}"

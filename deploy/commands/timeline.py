@@ -22,6 +22,8 @@ def draw_timeline(
     prints nothing when there are no tokens."""
     if token_ns:
         lines = [_title(usage, reasons), *_prefill_rows(timings, token_ns[0], console.width)]
+        if timings.speculation is not None:
+            lines.append(Text(timings.speculation.text, style="dim"))
         console.print(Group(*lines, *_token_rows(token_ns, console.width)))
 
 

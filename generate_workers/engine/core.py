@@ -20,7 +20,7 @@ from functools import partial
 
 from baton.clock import Clock
 from baton.errors import InvalidArgumentError, LeaseError, ResourceExhaustedError
-from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from generate_workers.config import EngineConfig
 from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.inbox import StreamBook
@@ -131,7 +131,8 @@ class GenerationEngine:
         self._join_waiting()
         plan = self._running.plan(self._reclaim)
         if plan and self._run_plan(plan):
-            self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s)
+            drafted = None if self._speculation is None else self._speculation.stats
+            self._last_step = self._runner.stats(plan, self._clock.now_s() - started_s, drafted)
             self._running.batcher.took(plan, self._last_step.duration_s)
 
     def _run(self) -> None:
@@ -238,13 +239,14 @@ class GenerationEngine:
         running = self._running
         leaders = [running.rows[span.slot] for span in plan.spans if span.samples]
         try:
+            self._runner.begin()
             drafts = {} if self._speculation is None else self._speculation.draft(plan, running.rows)
             verified = self._runner.run(plan, running.rows, drafts)
             running.ran(plan)
             for leader in leaders:
                 running.fork(leader)
-            for row, token in verified.accept(is_maximal=self._is_maximal):
-                self._accept(row, token)
+            for taken in verified.accept(is_maximal=self._is_maximal):
+                self._accept(*taken)
             if self._speculation is not None:
                 self._speculation.observe(plan, drafts, verified)
         except Exception as error:
@@ -255,13 +257,13 @@ class GenerationEngine:
             return False
         return True
 
-    def _accept(self, row: Row, token: SampledToken) -> None:
+    def _accept(self, row: Row, token: SampledToken, drafts: DraftRound | None = None, goes_on: bool = False) -> None:
         """Take a row's next token and emit its event. If it is the last, the slot is freed or handed over first."""
         stream = row.stream
         if row not in stream.rows:  # the stream has ended with another of its choices' failure
             return
         try:
-            event = row.accept(token, self._clock.unix_ns())
+            event = row.accept(token, self._clock.unix_ns(), drafts, goes_on=goes_on)
         except Exception as error:
             logger.exception("request %s failed", stream.request.request_id)
             self._end(stream, FinishReason.ERROR, _one_line(error))

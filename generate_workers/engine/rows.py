@@ -12,7 +12,7 @@ from typing import NewType, Protocol
 from baton.errors import InvalidArgumentError
 from baton.ids import RequestId, SlotId
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
+from baton.types import DraftRound, FinishReason, LeaseRef, SampledToken, TokenEvent, TokenRange
 from generate_workers.slots.leases import Seat
 from modeling.checkpoints.registry import ModelConfig
 from modeling.forward.sampling import SamplerState
@@ -193,9 +193,12 @@ class Row:
         """Add the scores of the prompt's next tokens."""
         self._prompt.extend(tokens)
 
-    def accept(self, token: SampledToken, unix_ns: int) -> TokenEvent:
-        """Take the next output token; return its event, which carries the finish reason if the choice ends with it.
-        Raises InvalidArgumentError for a token that the model does not have."""
+    def accept(
+        self, token: SampledToken, unix_ns: int, drafts: DraftRound | None = None, *, goes_on: bool = False
+    ) -> TokenEvent:
+        """Take the next output token; return its event, which carries the finish reason if the choice ends with it,
+        and, unless the step `goes_on`, the drafts that the step verified. Raises InvalidArgumentError for a token that
+        the model does not have."""
         if not 0 <= token.token_id < self._vocab_size:
             raise InvalidArgumentError(f"token {token.token_id} is not in the model's vocabulary of {self._vocab_size}")
         index = self.sampler.position
@@ -203,7 +206,8 @@ class Row:
         self.sampler.append(token.token_id)
         text, finish = self._advance_text(token.token_id, self._finish_by_token())
         prompt, self._prompt = tuple(self._prompt), []
-        return TokenEvent(index, token, text, unix_ns, finish, choice=self.choice, prompt=prompt)
+        verified = None if goes_on and finish is None else drafts
+        return TokenEvent(index, token, text, unix_ns, finish, choice=self.choice, prompt=prompt, drafts=verified)
 
     def _finish_by_token(self) -> FinishReason | None:
         finish = self.sampler.finish_after_last()

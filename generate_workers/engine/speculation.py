@@ -10,9 +10,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from baton.ids import SlotId
+from baton.results import DraftCounts
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Drafts, Verified
+
+
+@dataclass(frozen=True)
+class SourceStats:
+    """A way to draft, and what came of it so far."""
+
+    counts: DraftCounts
+    draft_keys: int
+    """Keys that a draft step attends to; 0 where drafts take no step."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +36,17 @@ class SpeculationStats:
     num_drafts: int = 0
     """Drafts of the latest round, of all rows."""
     expected_tokens: float = 0.0
-    """Tokens expected of the latest round; 0 where numbers of drafts are fixed."""
+    """Tokens expected of the latest round; 0 for a round whose step also prefilled."""
     predicted_s: float = 0.0
-    """Seconds predicted for the latest round; 0 where numbers of drafts are fixed."""
+    """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
     measured_s: float = 0.0
     """Seconds that the latest round took."""
+    num_draft_steps: int = 0
+    """Forwards of the latest round that made drafts."""
+    num_draft_kv_bytes: int = 0
+    """Bytes of KV that those forwards read, in all layers."""
+    sources: tuple[SourceStats, ...] = ()
+    """Each way to draft that the engine has."""
 
 
 class Speculation(Protocol):
@@ -42,8 +58,8 @@ class Speculation(Protocol):
         ...
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with numbers of drafts, for which memory is promised. Rows that have no memory for drafts get
-        none."""
+        """Return the plan with numbers of drafts, for which memory is promised, and with the work that they add to its
+        decoding. Rows that have no memory for drafts get none."""
         ...
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:

@@ -23,13 +23,17 @@ class StepStats:
     """Tokens of local prefill."""
     duration_s: float
     num_kv_bytes: int
-    """Bytes of KV that attention read, in all layers."""
+    """Bytes of KV that attention read, in all layers, for drafts and for verifying them."""
     num_weight_bytes: int
-    """Bytes of weights, each read once."""
+    """Bytes of weights, each read once, and once more for each draft step."""
     num_link_bytes: int
-    """Bytes copied between host and device."""
+    """Bytes copied between host and device, those for drafts included."""
     num_drafts: int = 0
     """Drafts that were verified, of all rows."""
+    num_draft_kv_bytes: int = 0
+    """Bytes of `num_kv_bytes` that draft steps read."""
+    predicted_s: float = 0.0
+    """Seconds predicted for the drafts and the step; 0 without drafts, and with local prefill."""
 
     @property
     def num_bytes(self) -> int:

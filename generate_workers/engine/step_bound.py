@@ -2,9 +2,12 @@
 
 A step that decodes B rows whose sequences have C tokens in sum, and prefills beside them, takes about
 
-    base + B row + C token    what decoding alone would take
+    step + B token + C key    what decoding alone would take
     + work * rate             a token's way through the matrices is one unit of work, and so are the pairs of queries
                               and keys that take as many FLOPs
+
+Where rows have drafts, decoding alone is a round: the steps that draft, and more tokens and pairs in the step that
+verifies (`planning.work_cost`). The next round is expected to have as many drafts a row as the latest.
 
 The first line is fitted to the latest steps that only decoded, some of each batch size, so that it holds for sizes that
 were not seen for a while. The rate follows the latest steps that prefilled: the time of such a step, divided by the
@@ -15,14 +18,13 @@ predicted time of it with its decoding, scales the rate by a part.
 
 import math
 from collections import deque
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from baton.types import TokenRange
 from generate_workers.engine.model_shape import model_shape
 from modeling.forward.model_config import ModelConfig
-from planning.fit import fit_relative
+from planning.fit import fit_work
+from planning.work_cost import NO_WORK, StepWork, WorkCost
 
 _KEPT_STEPS = 8
 """Latest steps kept of each batch size."""
@@ -43,6 +45,19 @@ class Decoding:
     num_rows: int
     num_tokens: int
     """Tokens that the decode rows attend to, in sum."""
+    drafts: StepWork = NO_WORK
+    """Work that drafts add: the steps that make them, and their verifying."""
+
+    @property
+    def work(self) -> StepWork:
+        """Return all work of the round: of drafting, and of the step that verifies."""
+        return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
+
+    def drafting_as(self, other: "Decoding") -> "Decoding":
+        """Return these rows with as many drafts a row as `other`, which has some rows."""
+        share, drafts = self.num_rows / other.num_rows, other.drafts
+        tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
+        return replace(self, drafts=StepWork(tokens, keys, pairs, drafts.num_steps))
 
 
 NO_DECODING = Decoding(0, 0)
@@ -82,32 +97,34 @@ class StepBound:
         self._max_stretch = max_stretch
         self._decoded: dict[int, deque[tuple[Decoding, float]]] = {}
         """Latest steps that only decoded, with their seconds, by batch size."""
-        self._fit: tuple[float, float, float] | None = None
-        """Seconds of base, row and token. None: to be fitted anew."""
+        self._fit: WorkCost | None = None
+        """Seconds of decoding. None: to be fitted anew."""
+        self._latest: Decoding | None = None
+        """The decoding part of the latest step with any."""
         self._rate_s: float | None = None
         """Seconds of a unit of work. None before a step has prefilled."""
         self._num_mixed = 0
         """Steps with both decoding and prefill since the latest step that only decoded."""
 
     def decode_s(self, decoding: Decoding) -> float | None:
-        """Return the predicted seconds of a step that only decodes; None before such a step was observed."""
+        """Return the predicted seconds of a step that only decodes, with its drafts; None before such a step was
+        observed."""
         if not self._decoded:
             return None
         if self._fit is None:
             self._fit = self._fitted()
-        base_s, row_s, token_s = self._fit
-        return base_s + decoding.num_rows * row_s + decoding.num_tokens * token_s
+        return self._fit.seconds(decoding.work)
 
     def prefill_s(self, work: float) -> float | None:
         """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
         return None if self._rate_s is None else work * self._rate_s
 
     def max_work(self, decoding: Decoding) -> float:
-        """Return the units of prefill that the next step may take: infinity where no row decodes or without a bound, 0
-        while nothing is known of decoding or of prefill."""
+        """Return the units of prefill that the next step may take, whose drafts are not planned yet: infinity where no
+        row decodes or without a bound, 0 while nothing is known of decoding or of prefill."""
         if not decoding.num_rows or self._max_stretch == math.inf:
             return math.inf
-        decode_s = self.decode_s(decoding)
+        decode_s = self.decode_s(decoding if self._latest is None else decoding.drafting_as(self._latest))
         if decode_s is None or self._rate_s is None:
             return 0.0
         return (self._max_stretch - 1) * decode_s / self._rate_s
@@ -124,6 +141,7 @@ class StepBound:
         """Learn from a step that ran `decoding` and `work` and took `seconds`."""
         if decoding.num_rows:
             self._num_mixed = self._num_mixed + 1 if work else 0
+            self._latest = decoding
         if seconds <= 0:
             return
         if not work:
@@ -144,8 +162,6 @@ class StepBound:
         latest.append((decoding, seconds))
         self._fit = None
 
-    def _fitted(self) -> tuple[float, float, float]:
-        steps = [each for latest in self._decoded.values() for each in latest]
-        columns = np.array([(1, each.num_rows, each.num_tokens) for each, _ in steps], np.float64)
-        (base_s, row_s, token_s), _ = fit_relative(columns, np.array([seconds for _, seconds in steps]))
-        return base_s, row_s, token_s
+    def _fitted(self) -> WorkCost:
+        steps = [(each.work, seconds) for latest in self._decoded.values() for each, seconds in latest]
+        return fit_work(steps, WorkCost(0.0, 0.0, 0.0, 0.0))[0]

@@ -16,6 +16,7 @@ from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.rows import Row
+from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.engine.status import StepStats
 from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
 from generate_workers.residency.port import Residency
@@ -35,29 +36,36 @@ class StepRunner:
         self._residency = residency
         self._num_weight_bytes = bytes_per_step(decoder.weights)
         self._num_kv_bytes = 0
-        """Bytes of KV that attention read in the last step."""
+        """Bytes of KV that attention read in the last step, without its drafts."""
         self._num_link_bytes = 0
-        """Bytes copied between host and device before the last step."""
+        """Bytes copied between host and device before the last step and its drafts."""
         self._num_drafts = 0
         """Drafts that the last step verified."""
 
-    def stats(self, plan: StepPlan, duration_s: float) -> StepStats:
-        """Return what the last step, which ran `plan`, read and took."""
+    def begin(self) -> None:
+        """Count from here on what the next step copies between host and device. To be called before its drafts."""
+        self._num_link_bytes = self._residency.num_link_bytes
+
+    def stats(self, plan: StepPlan, duration_s: float, drafted: SpeculationStats | None = None) -> StepStats:
+        """Return what the last step, which ran `plan`, read and took with the drafts that it verified: those of the
+        latest round in `drafted`."""
+        round = drafted or SpeculationStats()
         return StepStats(
             num_decode_rows=plan.decoding.num_rows,
             num_prefill_tokens=plan.num_prefill_tokens,
             duration_s=duration_s,
-            num_kv_bytes=self._num_kv_bytes,
-            num_weight_bytes=self._num_weight_bytes,
+            num_kv_bytes=self._num_kv_bytes + round.num_draft_kv_bytes,
+            num_weight_bytes=self._num_weight_bytes * (1 + round.num_draft_steps),
             num_link_bytes=self._residency.num_link_bytes - self._num_link_bytes,
             num_drafts=self._num_drafts,
+            num_draft_kv_bytes=round.num_draft_kv_bytes,
+            predicted_s=round.predicted_s if self._num_drafts else 0.0,
         )
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, rows: Mapping[SlotId, Row], drafts: Drafts) -> Verified:
         """Run one forward over the plan's spans, each followed by its row's drafts. Return the logits of the rows that
         reach their last token, each followed by its followers, which share them."""
-        self._num_link_bytes = self._residency.num_link_bytes
         self._num_drafts = sum(map(len, drafts.values()))
         token_ids: list[int] = []
         spans: list[tuple[SlotId, TokenRange]] = []

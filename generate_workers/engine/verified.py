@@ -13,11 +13,12 @@ R rows of logits, V vocabulary.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
 from baton.ids import SlotId
-from baton.types import SampledToken
+from baton.types import DraftRound, SampledToken
 from generate_workers.engine.rows import Row
 from modeling.forward.sampling import sample
 from modeling.forward.speculative_sampling import verify_draft
@@ -30,6 +31,8 @@ class Draft:
     token_ids: list[int]
     drafted_V: list[Tensor] | None = None
     """The distributions that they were drawn from, for the maximal rule. None: each was certain."""
+    source: str = ""
+    """Name of the way to draft that they come from."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -38,6 +41,17 @@ class Draft:
 NO_DRAFT = Draft([])
 Drafts = Mapping[SlotId, Draft]
 """Drafts of rows, by slot; rows without any are not in it."""
+
+
+class Taken(NamedTuple):
+    """A row's next token."""
+
+    row: Row
+    token: SampledToken
+    drafts: DraftRound | None
+    """The row's drafts as far as they have become tokens, this one included; None for a row that had none."""
+    goes_on: bool
+    """Whether the step brings another token, unless the row ends with this one."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +65,7 @@ class Verified:
     num_accepted: dict[SlotId, tuple[Row, int]] = field(default_factory=dict)
     """Rows that had drafts, by the slot that they had, and how many were accepted; complete once `accept` has ended."""
 
-    def accept(self, *, is_maximal: bool = False) -> Iterator[tuple[Row, SampledToken]]:
+    def accept(self, *, is_maximal: bool = False) -> Iterator[Taken]:
         """Yield each row's next tokens: its accepted drafts, and one more. The caller takes each token into its row, or
         ends the row, before it asks for the next; once only. A row's KV counts as far as its tokens are the drafts."""
         num_cached = {row: row.num_cached for row, *_ in self.rows}
@@ -66,7 +80,8 @@ class Verified:
                 row, draft, _ = each
                 token, is_accepted = found[row]
                 row.num_cached = num_cached[row] + index
-                yield row, token
+                drafts = DraftRound(draft.source, len(draft), index + is_accepted, index + 1) if draft else None
+                yield Taken(row, token, drafts, is_accepted)
                 if index < len(draft):
                     self.num_accepted[slots[row]] = row, index + is_accepted
                     if is_accepted and row.seat is not None:

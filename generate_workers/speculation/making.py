@@ -79,7 +79,7 @@ def make_speculation(
         raise ConfigError(
             f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"
         )
-    chosen = list(sources.values()) if name == "auto" else [sources[name]]
+    chosen: dict[str, Source] = sources if name == "auto" else {name: sources[name]}
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
     known = cost or derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))

@@ -1,7 +1,8 @@
 """Speculation in the batch: what drafts the rows of the next step get, and what is learnt from each round.
 
 An implementation of `engine.speculation`, on the engine's thread. Rows join and leave between rounds; each has its own
-source of drafts, its own number of them, and its own number of accepted ones.
+source of drafts, its own number of them, and its own number of accepted ones. A round is some draft steps and the step
+that verifies; what it does is counted as StepWork (`planning.work_cost`), by which it is predicted and learnt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,16 +10,18 @@ from dataclasses import dataclass, replace
 
 from baton.clock import Clock
 from baton.ids import SlotId
-from generate_workers.engine.batcher import StepPlan
+from baton.results import DraftCounts
+from baton.types import DraftRound
+from generate_workers.engine.batcher import RowSpan, StepPlan
 from generate_workers.engine.rows import Row
-from generate_workers.engine.speculation import SpeculationStats
-from generate_workers.engine.verified import NO_DRAFT, Draft, Drafts, Verified
+from generate_workers.engine.speculation import SourceStats, SpeculationStats
+from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import Drafter, DraftWish
-from planning.speculation import MOST_DRAFTS, Prospect, Round, plan_round
+from planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
 from planning.step_costs import StepCosts
-from planning.work_cost import StepWork
+from planning.work_cost import NO_WORK, StepWork
 
 
 @dataclass(frozen=True)
@@ -30,60 +33,71 @@ class Source:
     draft_keys: int = 0
     """Keys that a draft step attends to; 0: drafts take no step."""
 
+    def work(self, rows: Sequence[tuple[int, int]]) -> StepWork:
+        """Return the work of drafting for rows, each given by the keys that its last token attends to and its number of
+        drafts."""
+        if not self.draft_keys or not rows:
+            return NO_WORK
+        num_keys = sum(min(self.draft_keys, context + step) for context, num in rows for step in range(num))
+        return StepWork(sum(num for _, num in rows), num_keys, num_keys, max(num for _, num in rows))
+
 
 class Speculator:
     """Drafts for rows that decode, as many as pay."""
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Mapping[str, Source],
         slots: SlotTable,
         costs: StepCosts,
         clock: Clock,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: a row is drafted for by the one whose drafts are most likely accepted, of equals the first.
-        `fixed_drafts`: drafts of each row in each round; None: planned by what they cost and bring."""
-        self.stats = SpeculationStats()
-        """What was drafted so far."""
-        self._planned: Round | None = None
-        """The round that was planned; None while numbers of drafts are fixed, and where no row decodes."""
+        """`sources`: by name; a row is drafted for by the one whose drafts are most likely accepted, of equals the
+        first. `fixed_drafts`: drafts of each row in each round, where its request does not say; None: planned by what
+        they cost and bring."""
         self._sources = sources
         self._slots = slots
         self._costs = costs
         self._clock = clock
         self._fixed_drafts = fixed_drafts
-        self._source_of: dict[SlotId, Source] = {}
-        """Sources of the rows of the next round."""
+        self._counts = {name: DraftCounts(name) for name in sources}
+        self.stats = SpeculationStats(sources=self._source_stats())
+        """What was drafted so far."""
+        self._source_of: dict[SlotId, str] = {}
+        """Names of the sources of the rows of the next round."""
+        self._expected = 0.0, 0.0
+        """Tokens and seconds expected of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
 
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
-        """Return the plan with drafts for the rows where they pay."""
-        decoding = [rows[span.slot] for span in plan.spans if len(span.tokens) == 1 and span.samples]
-        sources, prospects = zip(*map(self._prospect, decoding), strict=True) if decoding else ((), ())
-        self._source_of = {row.slot: source for row, source in zip(decoding, sources, strict=True)}
-        if self._fixed_drafts is None:
-            self._planned = plan_round(prospects, self._costs.cost) if decoding else None
-            numbers: Sequence[int] = () if self._planned is None else self._planned.num_drafts
-        else:
-            numbers = [min(self._fixed_drafts, prospect.most_drafts) for prospect in prospects]
-        with_drafts = {
-            row.slot: num
-            for row, num in zip(decoding, numbers, strict=True)
-            if num and self._slots.extend(row.slot, row.num_known + num) is None
-        }
-        spans = [replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans]
-        return replace(plan, spans=tuple(spans))
+        """Return the plan with drafts for the rows where they pay, and with the work that drafts add."""
+        decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
+        found = [self._prospect(row) for row in decoding]
+        self._source_of = {row.slot: name for row, (name, _) in zip(decoding, found, strict=True)}
+        prospects = [prospect for _, prospect in found]
+        numbers = [
+            num if num and self._slots.extend(row.slot, row.num_known + num) is None else 0
+            for row, num in zip(decoding, self._numbers(decoding, prospects), strict=True)
+        ]
+        with_drafts = {row.slot: num for row, num in zip(decoding, numbers, strict=True)}
+        spans = tuple([replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans])
+        drafting, verifying = self._works(spans, with_drafts)
+        tokens = sum(expected_tokens(each.acceptance, num) for each, num in zip(prospects, numbers, strict=True))
+        self._expected = tokens, self._costs.cost.seconds(drafting + verifying)
+        plain = StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
+        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafting + verifying - plain))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of a plan's rows, by the sources that the rows were planned with."""
         started_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
-        for source in self._sources:
-            mine = [span for span in plan.spans if span.num_drafts and self._source_of[span.slot] is source]
+        for name, source in self._sources.items():
+            mine = [span for span in plan.spans if span.num_drafts and self._source_of[span.slot] == name]
             if mine:
                 drafts = source.drafter.draft([DraftWish(rows[span.slot], span.num_drafts) for span in mine])
-                found |= {span.slot: each for span, each in zip(mine, drafts, strict=True) if each}
+                named = [replace(each, source=name) for each in drafts]
+                found |= {span.slot: each for span, each in zip(mine, named, strict=True) if each}
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found
@@ -91,44 +105,74 @@ class Speculator:
     def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
         """Note what was accepted, and what the round's steps took."""
         verify_s = self._clock.now_s() - self._verifying_since_s
-        planned, num_drafts = self._planned, sum(map(len, drafts.values()))
-        self.stats = SpeculationStats(
-            num_drafted=self.stats.num_drafted + num_drafts,
-            num_accepted=self.stats.num_accepted + sum(num for _, num in verified.num_accepted.values()),
-            num_drafts=num_drafts,
-            expected_tokens=planned.num_tokens if planned is not None else 0.0,
-            predicted_s=planned.draft_s + planned.verify_s if planned is not None else 0.0,
-            measured_s=self._draft_s + verify_s,
-        )
         for slot, (row, num_accepted) in verified.num_accepted.items():
-            self._source_of[slot].acceptances.took(row, num_accepted, len(drafts[slot]))
+            name, num = drafts[slot].source, len(drafts[slot])
+            self._sources[name].acceptances.took(row, num_accepted, num)
+            self._counts[name] = self._counts[name].plus(DraftRound(name, num, num_accepted, num_accepted))
+        drafting, verifying = self._works(plan.spans, {slot: len(draft) for slot, draft in drafts.items()})
+        tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
+        self.stats = SpeculationStats(
+            num_drafted=sum(each.num_drafted for each in self._counts.values()),
+            num_accepted=sum(each.num_accepted for each in self._counts.values()),
+            num_drafts=sum(map(len, drafts.values())),
+            expected_tokens=tokens,
+            predicted_s=seconds,
+            measured_s=self._draft_s + verify_s,
+            num_draft_steps=drafting.num_steps,
+            num_draft_kv_bytes=drafting.num_keys * self._slots.layout.token_bytes,
+            sources=self._source_stats(),
+        )
         if plan.num_prefill_tokens:
             return  # prefill is not what these costs are of
-        drafted = {span.slot: len(drafts.get(span.slot, NO_DRAFT)) for span in plan.spans}
-        num_keys = sum(span.tokens.end for span in plan.spans)
-        num_pairs = sum((1 + drafted[span.slot]) * span.tokens.end for span in plan.spans)
-        self._costs.observe(StepWork(len(plan.spans) + sum(drafted.values()), num_keys, num_pairs), verify_s)
-        stepped = [span for span in plan.spans if drafted[span.slot] and self._source_of[span.slot].draft_keys]
-        if stepped:
-            keys = [min(self._source_of[span.slot].draft_keys, span.tokens.end) for span in stepped]
-            num_keys = sum(each * drafted[span.slot] for each, span in zip(keys, stepped, strict=True))
-            num_tokens, num_steps = (of(drafted[span.slot] for span in stepped) for of in (sum, max))
-            self._costs.observe(StepWork(num_tokens, num_keys, num_keys, num_steps), self._draft_s)
+        self._costs.observe(verifying, verify_s)
+        if drafting.num_steps:
+            self._costs.observe(drafting, self._draft_s)
 
     def forget(self, row: Row) -> None:
         """Let all sources forget the row."""
-        for source in self._sources:
+        for source in self._sources.values():
             source.drafter.forget(row)
             source.acceptances.forget(row)
 
-    def _prospect(self, row: Row) -> tuple[Source, Prospect]:
+    def _numbers(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> list[int]:
+        """Return the drafts of each row: as its request says, else as configured, else as many as pay."""
+        asked = [row.sampler.params.num_drafts for row in rows]
+        fixed = [self._fixed_drafts if num is None else num for num in asked]
+        open_rows = [prospect for prospect, num in zip(prospects, fixed, strict=True) if num is None]
+        planned = iter(plan_round(open_rows, self._costs.cost).num_drafts if open_rows else ())
+        return [
+            next(planned) if num is None else min(num, prospect.most_drafts)
+            for prospect, num in zip(prospects, fixed, strict=True)
+        ]
+
+    def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
+        """Return the work of the draft steps, and of the step that verifies these numbers of drafts."""
+        rows = [(span.slot, span.tokens.end, num_drafts.get(span.slot, 0)) for span in spans if _decodes(span)]
+        drafting = NO_WORK
+        for name, source in self._sources.items():
+            drafting += source.work([(end, num) for slot, end, num in rows if num and self._source_of[slot] == name])
+        return drafting, StepWork(
+            sum(1 + num for _, _, num in rows),
+            sum(end for _, end, _ in rows),
+            sum((1 + num) * end for _, end, num in rows),
+        )
+
+    def _source_stats(self) -> tuple[SourceStats, ...]:
+        return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
+
+    def _prospect(self, row: Row) -> tuple[str, Prospect]:
         """Return the source with which the row's drafts are most likely accepted, and what to expect of it."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
         offers = [
-            (source, Prospect(row.num_known, source.acceptances.of(row), num_drafts, source.draft_keys))
-            for source in self._sources
+            (name, Prospect(row.num_known, source.acceptances.of(row), num_drafts, source.draft_keys))
+            for name, source in self._sources.items()
             if (num_drafts := source.drafter.most_drafts(row, most)) > 0
         ]
         if not offers:
-            return self._sources[0], Prospect(row.num_known, 0.0, 0, 0)
+            return next(iter(self._sources)), Prospect(row.num_known, 0.0, 0, 0)
         return max(offers, key=lambda offer: offer[1].acceptance)
+
+
+def _decodes(span: RowSpan) -> bool:
+    """Return whether the span is of a row that decodes."""
+    return len(span.tokens) == 1 and span.samples

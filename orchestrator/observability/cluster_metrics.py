@@ -90,12 +90,17 @@ def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Me
     preemptions = of_each(lambda status: status.num_preemptions)
     yield _counter("baton_preemptions", "Rows that gave their memory to older ones", preemptions, "group")
     drafting = {name: status.speculation for name, status in groups.items() if status.HasField("speculation")}
+    sources = [(name, source.counts) for name, each in drafting.items() for source in each.sources]
     drafts = [
-        ((name, end), num)
-        for name, each in drafting.items()
+        ((name, each.source, end), num)
+        for name, each in sources
         for end, num in (("accepted", each.num_accepted), ("rejected", each.num_drafted - each.num_accepted))
     ]
-    yield _counter("baton_drafts", "Drafts of speculative decoding that were verified", drafts, "group", "end")
+    text = "Drafts of speculative decoding that were verified"
+    yield _counter("baton_drafts", text, drafts, "group", "source", "end")
+    of_rows = [((name, each.source), each.num_rounds) for name, each in sources]
+    text = "Steps that verified drafts, counted for each row that had some"
+    yield _counter("baton_draft_rounds", text, of_rows, "group", "source")
     rounds = [
         ((name, kind), value)
         for name, each in drafting.items()

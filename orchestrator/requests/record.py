@@ -16,9 +16,18 @@ from typing import Self
 
 from baton.errors import BatonError
 from baton.ids import RequestId
-from baton.results import Placement, PrefillTrace, RankTiming, Timings, Usage, WidthChoice
+from baton.results import (
+    DraftCounts,
+    Placement,
+    PrefillTrace,
+    RankTiming,
+    SpeculationTrace,
+    Timings,
+    Usage,
+    WidthChoice,
+)
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, TokenEvent
+from baton.types import DraftRound, FinishReason, TokenEvent
 from orchestrator.requests.request import Request
 
 
@@ -99,6 +108,21 @@ class ChoiceRecord:
     output_ids: list[int]
     """Tokens that the client has, or will have; the next attempt continues after them."""
     finish: FinishReason | None = None
+    num_steps: int = 0
+    """Steps of this orchestrator's attempts that brought tokens."""
+    drafts: dict[str, DraftCounts] = field(default_factory=dict)
+    """Drafts that those steps verified, by their source."""
+    _num_accepted: int = 0
+    """Tokens that this record has accepted."""
+
+    def add(self, token_id: int, drafts: DraftRound | None) -> None:
+        """Take the next token, and the drafts of its step if the token is the last one of a step with drafts."""
+        self.output_ids.append(token_id)
+        self._num_accepted += 1
+        self.num_steps += 1
+        if drafts is not None:
+            self.num_steps -= min(drafts.num_tokens, self._num_accepted) - 1  # the client may have had the first ones
+            self.drafts[drafts.source] = self.drafts.get(drafts.source, DraftCounts(drafts.source)).plus(drafts)
 
     def end(self, reason: FinishReason, now_ns: int) -> TokenEvent:
         """End the choice without another token, and return the event that reports it."""
@@ -251,7 +275,7 @@ class RequestRecord:
         if event.token is not None:
             if self.state is not RequestState.STREAMING:  # false for every token but the first
                 self.advance(RequestMove.TOKEN)
-            choice.output_ids.append(event.token.token_id)
+            choice.add(event.token.token_id, event.drafts)
             self.first_token_ns = self.first_token_ns or event.unix_ns
             self.last_token_ns = event.unix_ns
         choice.finish = event.finish
@@ -305,7 +329,17 @@ class RequestRecord:
             finished_ns=now_ns,
             residency=attempt.residency,
             prefill=PrefillTrace(attempt.placement, attempt.width, attempt.ranks),
+            speculation=self._speculation(),
         )
         reasons = [choice.finish or reason for choice in self.choices]
         assert None not in reasons, f"request {self.request_id} ends with choices that have not"
         return Finished(tuple(each for each in reasons if each is not None), usage, timings, error)
+
+    def _speculation(self) -> SpeculationTrace | None:
+        """Return the drafts of all choices; None when no step verified any."""
+        found: dict[str, DraftCounts] = {}
+        for choice in self.choices:
+            for source, counts in choice.drafts.items():
+                found[source] = found.get(source, DraftCounts(source)) + counts
+        num_steps = sum(choice.num_steps for choice in self.choices)
+        return SpeculationTrace(num_steps, tuple(found.values())) if found else None

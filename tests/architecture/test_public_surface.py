@@ -18,11 +18,13 @@ from baton.cluster_state import ClusterState, GenerationStatus, GroupState, Pref
 from baton.results import (
     Choice,
     Completion,
+    DraftCounts,
     ModelInfo,
     Placement,
     PlacementTerms,
     PrefillTrace,
     RankTiming,
+    SpeculationTrace,
     Timings,
     Usage,
     WidthChoice,
@@ -31,9 +33,10 @@ from baton.results import (
 from deploy.cli import build_parser
 
 NAMES = """
-    AsyncClient AsyncStream BatonError Choice Client ClusterState Completion FinishReason GenerationStatus GroupState
-    ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace RankTiming Reconnect SampledToken SamplingParams
-    Stream Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice WidthOption __version__
+    AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
+    GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace RankTiming Reconnect
+    SampledToken SamplingParams SpeculationTrace Stream Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice
+    WidthOption __version__
 """
 
 CLIENT = {
@@ -51,7 +54,9 @@ FIELDS = {
     Choice: "index text tokens finish",
     Completion: "request_id choices prompt model seed exact num_prompt_tokens usage timings num_resumes",
     Usage: "num_prompt_tokens num_output_tokens num_attempts num_cached_tokens",
-    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns residency prefill",
+    Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns residency prefill speculation",
+    SpeculationTrace: "num_steps sources",
+    DraftCounts: "source num_rounds num_drafted num_accepted",
     PrefillTrace: "placement width ranks",
     Placement: "reason chain local",
     PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
@@ -65,18 +70,19 @@ FIELDS = {
     ClusterState: "groups num_queued num_running num_degraded version num_queued_tokens why_not_serving why_degraded"
     " metrics_endpoint",
     GroupState: "name role endpoints epoch is_ready num_leaked num_requests is_drained is_broken generation ranks",
-    baton.TokenEvent: "index token text unix_ns finish error choice prompt",
+    baton.TokenEvent: "index token text unix_ns finish error choice prompt drafts",
+    baton.DraftRound: "source num_drafts num_accepted num_tokens",
     baton.SampledToken: "token_id logprob top",
     baton.Reconnect: "num_connects num_resumes first_delay_s max_delay_s",
     baton.SamplingParams: "max_tokens min_tokens temperature top_k top_p min_p repetition_penalty presence_penalty"
     " frequency_penalty logit_bias seed stop stop_token_ids ignore_eos logprobs"
-    " prompt_logprobs n",
+    " prompt_logprobs n num_drafts",
 }
 
 STATUSES: dict[type[Message], str] = {
     GenerationStatus: "num_slots num_free num_leased num_active num_quarantined num_bytes_held num_steps"
     " layout_fingerprint version kept kv num_preemptions imbalance last_step residency is_approximate kernels"
-    " prefix_store",
+    " prefix_store speculation",
     PrefillStatus: "epoch epoch_error num_jobs progress num_jobs_done layout_fingerprint version stall kernels"
     " prefix_store",
 }

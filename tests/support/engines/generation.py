@@ -33,6 +33,7 @@ from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
 from modeling.prefix_store.store import PrefixStore
 from planning.speculation import MOST_DRAFTS
+from planning.work_cost import WorkCost
 from tests.support.engines.infinigen import prepared
 from tests.support.engines.slot_tables import UNLIMITED, Policy, ends_empty, make_residency, push_buffer
 from tests.support.manual_clock import ManualClock
@@ -181,6 +182,7 @@ def harness(
     draft_tokens: int = 3,
     draft_keys: int = 16,
     acceptance: AcceptanceName = "coupled",
+    cost: WorkCost | None = None,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
     decoder = decoder or eos_decoder()
@@ -207,7 +209,7 @@ def harness(
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
         batcher=batcher,
-        speculation=make_speculation(decoder, slots, config, clock),
+        speculation=make_speculation(decoder, slots, config, clock, cost),
         reclaim=reclaim,
     )
     made = Harness(decoder, slots, engine, clock, saver)

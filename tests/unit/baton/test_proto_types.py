@@ -10,11 +10,13 @@ from baton.proto_types import (
     timings_to_proto,
 )
 from baton.results import (
+    DraftCounts,
     Interval,
     Placement,
     PlacementTerms,
     PrefillTrace,
     RankTiming,
+    SpeculationTrace,
     Timings,
     Usage,
     WidthChoice,
@@ -36,6 +38,7 @@ PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTe
         Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(None, WIDTH, (RANK,))),
         Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(PLACEMENT)),
         Timings(1, 2, 3, 4, 5, "infinigen", PrefillTrace(Placement("never"))),
+        Timings(1, 2, 3, 4, 5, speculation=SpeculationTrace(9, (DraftCounts("streaming", 4, 12, 10),))),
     ],
 )
 def test_timings_round_trip(timings: Timings) -> None:

@@ -39,6 +39,8 @@ from baton.sampling_params import SamplingParams
         ("stop_token_ids", tuple(range(1025))),
         ("logit_bias", dict.fromkeys(range(1025), 1.0)),
         ("logprobs", 21),
+        ("num_drafts", -1),
+        ("num_drafts", 9),
     ],
 )
 def test_out_of_limits_is_refused_by_name(field: str, value: Any) -> None:

@@ -8,7 +8,7 @@ from baton import proto_types as clients
 from baton.errors import InvalidArgumentError, VersionMismatchError
 from baton.ids import RequestId, SlotId, Stamp
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenLogprob, TokenRange
+from baton.types import DraftRound, FinishReason, Lease, LeaseRef, SampledToken, TokenEvent, TokenLogprob, TokenRange
 from baton.v1 import common_pb2, generate_pb2
 from transport import proto_types as convert
 
@@ -37,6 +37,7 @@ params = st.builds(
     stop_token_ids=st.lists(token_ids, max_size=3, unique=True).map(tuple),
     ignore_eos=st.booleans(),
     logprobs=st.none() | st.integers(0, 20),
+    num_drafts=st.none() | st.integers(0, 8),
 )
 events = st.builds(
     TokenEvent,
@@ -46,6 +47,7 @@ events = st.builds(
     unix_ns=st.integers(0, 2**64 - 1),
     finish=st.none() | st.sampled_from(FinishReason),
     error=st.text(),
+    drafts=st.none() | st.builds(DraftRound, st.text(), token_ids, token_ids, token_ids),
 )
 
 

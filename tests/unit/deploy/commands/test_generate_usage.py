@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from baton.results import Choice, Completion, Timings, Usage
+from baton.results import Choice, Completion, DraftCounts, SpeculationTrace, Timings, Usage
 from baton.types import FinishReason
 from deploy.commands.generate import describe
 
@@ -36,3 +36,11 @@ def test_approximate_attention_is_told(exact: bool | None, policy: str, told: st
     line = describe(replace(OUTPUT, exact=exact, timings=replace(TIMINGS, residency=policy)))
     assert told in line
     assert bool(told) == ("approximate" in line)
+
+
+def test_drafts_are_told_where_there_were_some() -> None:
+    trace = SpeculationTrace(30, (DraftCounts("streaming", 20, 60, 48), DraftCounts("ngram", 2, 8, 1)))
+    line = describe(replace(OUTPUT, timings=replace(TIMINGS, speculation=trace)))
+    told = "30 steps, drafts accepted: streaming 48 of 60 (80%; 2.4 a round), ngram 1 of 8 (12%; 0.5 a round)"
+    assert f"; {told}; " in line
+    assert "drafts" not in describe(OUTPUT)

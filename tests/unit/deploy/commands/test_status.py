@@ -7,7 +7,7 @@ from rich.console import Console, RenderableType
 from baton.cluster_state import ClusterState, GenerationStatus, GroupState, KvLedger, PrefillStatus
 from baton.types import KernelChoice
 from baton.v1.common_pb2 import PrefixStoreStatus
-from baton.v1.generate_pb2 import SpeculationStatus
+from baton.v1.generate_pb2 import DraftCounts, DraftSource, SpeculationStatus
 from deploy.commands.status import drafts_of, groups_table, processors_of, slots_table
 from transport.proto_types import kernels_to_proto
 
@@ -65,16 +65,20 @@ def test_slots_and_memory_are_shown_by_state() -> None:
 
 def test_groups_that_draft_say_what_is_accepted() -> None:
     assert not list(drafts_of(STATE))
-    latest = SpeculationStatus(num_drafted=400, num_accepted=300, num_drafts=32, predicted_s=0.19, measured_s=0.2)
-    drafting = GenerationStatus(speculation=latest)
-    idle = GenerationStatus(speculation=SpeculationStatus(measured_s=0.02))
+    sources = [
+        DraftSource(counts=DraftCounts(source="streaming", num_rounds=150, num_drafted=400, num_accepted=300)),
+        DraftSource(counts=DraftCounts(source="ngram")),
+    ]
+    drafting = SpeculationStatus(num_drafts=32, predicted_s=0.19, measured_s=0.2, sources=sources)
+    idle = SpeculationStatus(measured_s=0.02, sources=sources[1:])
     groups = [
-        GroupState(f"g-{index}", "generate", (), 0, True, 0, 0, generation=each)
+        GroupState(f"g-{index}", "generate", (), 0, True, 0, 0, generation=GenerationStatus(speculation=each))
         for index, each in enumerate((drafting, idle))
     ]
+    accepted = "streaming 300 of 400 (75%; 2.0 a round), ngram none"
     assert list(drafts_of(ClusterState(tuple(groups), 0, 0, 0, "v"))) == [
-        "g-0: drafts accepted so far: 75% of 400; latest round: 32 drafts, 200 ms, predicted 190 ms",
-        "g-1: drafts accepted so far: none; latest round: 0 drafts, 20 ms",
+        f"g-0: drafts accepted so far: {accepted}; latest round: 32 drafts, 200 ms, predicted 190 ms",
+        "g-1: drafts accepted so far: ngram none; latest round: 0 drafts, 20 ms",
     ]
 
 

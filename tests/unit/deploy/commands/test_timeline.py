@@ -1,10 +1,21 @@
 """The timeline shows every stage at its place in time."""
 
 import io
+from dataclasses import replace
 
 from rich.console import Console
 
-from baton.results import Interval, PrefillTrace, RankTiming, Timings, Usage, WidthChoice, WidthOption
+from baton.results import (
+    DraftCounts,
+    Interval,
+    PrefillTrace,
+    RankTiming,
+    SpeculationTrace,
+    Timings,
+    Usage,
+    WidthChoice,
+    WidthOption,
+)
 from baton.types import FinishReason, TokenRange
 from deploy.commands.timeline import draw_timeline
 
@@ -28,11 +39,12 @@ def _rank(rank: int, start: int, end: int) -> RankTiming:
     )
 
 
-def _draw(token_ns: list[int]) -> list[str]:
+def _draw(token_ns: list[int], speculation: SpeculationTrace | None = None) -> list[str]:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     ranks = (_rank(0, 100, 500), _rank(1, 500, 900))
     width = WidthChoice(2, 4, 1, 3, tuple(WidthOption(width, 1 / width, 0.25 * width) for width in range(1, 5)))
     timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], prefill=PrefillTrace(None, width, ranks))
+    timings = replace(timings, speculation=speculation)
     draw_timeline(timings, Usage(200, 3, 1), [FinishReason.LENGTH], token_ns, console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
@@ -76,3 +88,12 @@ def test_a_request_without_tokens_draws_nothing() -> None:
 
 def test_no_line_is_wider_than_the_terminal() -> None:
     assert max(len(line) for line in _draw(TOKEN_NS)) <= 120
+
+
+def test_drafts_have_a_line_above_the_tokens() -> None:
+    plain = _draw(TOKEN_NS)
+    drafted = _draw(TOKEN_NS, SpeculationTrace(2, (DraftCounts("streaming", 1, 3, 1),)))
+    (line,) = set(drafted) - set(plain)
+    assert line == "2 steps, drafts accepted: streaming 1 of 3 (33%; 1.0 a round)"
+    assert [each for each in drafted if each != line] == plain
+    assert drafted[drafted.index(line) + 1].startswith("tokens")

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from baton.ids import SlotId
 from baton.types import TokenRange
-from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.batcher import Batcher, StepPlan
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.step_bound import Decoding, PrefillWork, StepBound
+from planning.work_cost import StepWork, WorkCost
 from tests.support.engines.batches import Batch
 
 BASE_S, ROW_S, TOKEN_S, RATE_S = 8e-3, 5e-4, 2e-6, 1e-3
@@ -82,6 +83,22 @@ def test_what_fits_is_as_much_as_can_be(start: int, most: float, pair_work: floa
     assert work.of(TokenRange(start, start + num_tokens + 1)) > most * (1 - 1e-9)
 
 
+class Drafting(Batch):
+    """A batch whose rows that decode have drafts, each made by a step over `num_keys` keys; none is accepted."""
+
+    def __init__(self, batcher: Batcher, num_keys: int) -> None:
+        super().__init__(batcher)
+        self.num_drafts = 0
+        self._num_keys = num_keys
+
+    def plan(self) -> StepPlan:
+        plan, num = super().plan(), self.num_drafts
+        rows, context = plan.decoding.num_rows, plan.decoding.num_tokens
+        drafting = StepWork(num * rows, num * rows * self._num_keys, num * rows * self._num_keys, num)
+        drafts = drafting + StepWork(num * rows, 0, num * context, 0)
+        return replace(plan, decoding=replace(plan.decoding, drafts=drafts)) if rows else plan
+
+
 def model_s(plan: StepPlan) -> float:
     """What the plan's step takes where it keeps to the model."""
     return step_s(plan.decoding, plan.prefill_work)
@@ -139,6 +156,33 @@ def test_prefill_that_never_ends_does_not_starve_beside_more_rows_than_ever_deco
         assert plan.decoding.num_rows == 25
         decode_s = took_s(replace(plan, prefill_work=0.0))
         assert 1.3 * decode_s < took_s(plan) < 1.6 * decode_s
+
+
+def test_beside_rounds_of_drafts_prefill_is_bounded_by_the_round() -> None:
+    """Numbers of drafts change now and then, as they do where they are planned; so does what a round takes."""
+    keys_of_drafts, cost = 256, WorkCost(BASE_S, ROW_S, TOKEN_S, 4e-7)
+    bound, stretch = StepBound(1.5), 1.5
+    batch = Drafting(DecodeFirst(512, bound, PrefillWork()), keys_of_drafts)
+
+    def took_s(plan: StepPlan) -> float:
+        return (cost.seconds(plan.decoding.work) if plan.decoding.num_rows else 0.0) + plan.prefill_work * RATE_S
+
+    for slot in range(6):
+        batch.join(SlotId(slot), num_cached=2000, num_known=2001)
+    for num_drafts in (0, 2, 4, 3):
+        batch.num_drafts = num_drafts
+        for _ in range(5):
+            batch.run(took_s)
+    batch.join(SlotId(99), num_cached=0, num_known=100_000)
+    for num_drafts in (3, 0, 4, 1):
+        batch.num_drafts = num_drafts
+        plans = [batch.run(took_s) for _ in range(30)]
+        mixed = [plan for plan in plans[10:] if plan.prefill_work]
+        assert len(mixed) >= 19
+        for plan in mixed:
+            assert plan.decoding.drafts.num_steps == num_drafts
+            round_s = cost.seconds(plan.decoding.work)
+            assert 1.4 * round_s < took_s(plan) <= stretch * round_s * 1.03
 
 
 def test_without_rows_the_whole_budget_is_prefilled() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from baton.errors import BatonError, UnavailableError
 from baton.ids import RequestId
+from baton.results import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
-from baton.types import FinishReason, SampledToken, TokenEvent
+from baton.types import DraftRound, FinishReason, SampledToken, TokenEvent
 from orchestrator.requests.record import TRANSITIONS, Attempt, RequestMove, RequestRecord, RequestState
 from orchestrator.requests.request import Request
 
@@ -204,3 +205,48 @@ def test_choices_that_were_complete_before_and_those_at_the_deadline_end_in_even
     late = made.end_open(FinishReason.DEADLINE, 9)
     assert [(end.choice, end.index, end.finish) for end in late] == [(1, 2, FinishReason.DEADLINE)]
     assert made.is_complete
+
+
+def step(made: RequestRecord, *indices: int, choice: int = 0, drafts: DraftRound | None = None) -> None:
+    """A step's tokens, the last of which tells what was verified."""
+    for index in indices:
+        told = drafts if index == indices[-1] else None
+        made.accept(replace(token(index), choice=choice, drafts=told))
+
+
+def ended(made: RequestRecord) -> SpeculationTrace | None:
+    made.end_open(FinishReason.LENGTH, 95)
+    return made.finish(99).timings.speculation
+
+
+def test_steps_and_drafts_are_counted_over_choices_and_attempts() -> None:
+    made = of_choices(2)
+    step(made, 0)
+    step(made, 1, 2, 3, drafts=DraftRound("streaming", 3, 2, 3))
+    step(made, 0, choice=1)
+    made.blame("life")
+    made.retry()
+    first, second = made.branches()
+    for each in (first, second):
+        each.place(30)
+    step(first, 4, 5, drafts=DraftRound("ngram", 4, 2, 2))
+    second_round = DraftRound("streaming", 2, 0, 1)
+    second.accept(replace(token(1), drafts=second_round))
+    made.merge([first, second])
+    sources = DraftCounts("streaming", 2, 5, 2), DraftCounts("ngram", 1, 4, 2)
+    assert ended(made) == SpeculationTrace(5, sources)
+
+
+def test_a_stream_without_drafts_tells_nothing_of_them() -> None:
+    made = streaming()
+    step(made, 1)
+    assert ended(made) is None
+
+
+def test_a_round_of_which_the_client_had_the_first_tokens_is_a_step() -> None:
+    made = record((40, 41))
+    made.admit(10)
+    made.place(20)
+    step(made, 2, drafts=DraftRound("streaming", 3, 3, 3))
+    step(made, 3, 4, drafts=DraftRound("streaming", 3, 1, 2))
+    assert ended(made) == SpeculationTrace(2, (DraftCounts("streaming", 2, 6, 4),))
