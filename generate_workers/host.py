@@ -5,16 +5,23 @@
 """
 
 import asyncio
+import logging
 from dataclasses import replace
+from pathlib import Path
 
 from baton.clock import SystemClock
+from baton.errors import ConfigError
 from baton.process.cores import give_way_to
 from baton.process.garbage import collect_rarely
 from baton.settings.place import WorkerPlace
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.hosting import load, prefix_options, sweep_node
+from planning.step_times import load_kept
+from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationServer:
@@ -28,6 +35,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationSe
         clock=SystemClock(),
         host=place.host,
         num_engines=place.num_engines,
+        cost=measured_cost(place),
         **prefix_options(place),
     )
     if place.cores:  # no other process shares them: what pushes take of them would delay tokens
@@ -35,3 +43,14 @@ async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationSe
     await asyncio.to_thread(sweep_node, place)
     collect_rarely()
     return server
+
+
+def measured_cost(place: WorkerPlace) -> WorkCost | None:
+    """Return what steps were measured to cost on engines like this one; None when they were not measured. A file that
+    is damaged or of another version is logged and ignored. Blocks on the disk."""
+    try:
+        found = load_kept(Path(place.step_times)) if place.step_times else None
+    except ConfigError as error:
+        logger.warning("drafts are planned by nominal costs at first: %s", error)
+        return None
+    return None if found is None or not found.is_measured else found.cost

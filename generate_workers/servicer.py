@@ -41,6 +41,7 @@ from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled
+from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -195,17 +196,20 @@ class GenerationServer:
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
+        cost: WorkCost | None = None,
     ) -> Self:
         """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
         answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
-        this one included, share the machine's memory. Raises ConfigError when it cannot listen there or make that
-        folder, for memory that cannot be had, and for speculation that cannot be."""
+        this one included, share the machine's memory. `cost`: what steps were measured to cost, if they were. Raises
+        ConfigError when it cannot listen there or make that folder, for memory that cannot be had, and for speculation
+        that cannot be."""
         memory = make_memory(decoder, config, num_engines)
         server = make_server()
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
-        speculation = make_speculation(decoder, slots, config, clock)  # may refuse: nothing of the store is open yet
+        # may refuse: nothing of the store is open yet
+        speculation = make_speculation(decoder, slots, config, clock, cost)
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)

@@ -9,6 +9,7 @@ from planning.calibration import Calibration
 from planning.cost_model import BATON
 from planning.step_times import StepTimes
 from planning.wavefront import chain_ttft
+from planning.work_cost import verifying_work
 
 MEASURED_FACTOR = 10.0
 """Largest factor by which predictions may differ from those of earlier measurements."""
@@ -18,6 +19,8 @@ _CHAINS = ((256,), (4096,), (2048, 2048))
 """Chunks of the chains whose predicted time to first token is compared."""
 _STEPS = ((1, 256), (1, 4096), (16, 1024))
 """(rows, tokens a row) of the generation steps whose predicted time is compared."""
+_DRAFTS = 4
+"""Drafts of each row of those steps, whose predicted time is compared as well."""
 
 
 def require_close(what: str, given: Calibration | StepTimes, own: Calibration | StepTimes) -> None:
@@ -34,11 +37,13 @@ def require_close(what: str, given: Calibration | StepTimes, own: Calibration | 
 def _names(of: Calibration | StepTimes) -> Iterable[str]:
     if isinstance(of, Calibration):
         return [f"a prompt of {sum(chunks)} tokens on {len(chunks)} ranks" for chunks in _CHAINS]
-    return [f"a step of {rows} rows with {context} tokens each" for rows, context in _STEPS]
+    steps = [f"a step of {rows} rows with {context} tokens each" for rows, context in _STEPS]
+    return [*steps, *(f"{step} and {_DRAFTS} drafts" for step in steps)]
 
 
 def _seconds(of: Calibration | StepTimes) -> Iterable[float]:
     if isinstance(of, Calibration):
         with np.errstate(over="ignore", invalid="ignore"):  # a prediction beyond the range of floats is not close
             return [float(chain_ttft(chunks, of.cost, BATON)) for chunks in _CHAINS]
-    return [of.step_s(rows, context) for rows, context in _STEPS]
+    verifying = [verifying_work([(context, _DRAFTS)] * rows) for rows, context in _STEPS]
+    return [*(of.step_s(rows, context) for rows, context in _STEPS), *map(of.cost.seconds, verifying)]

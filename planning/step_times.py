@@ -152,6 +152,17 @@ def load(path: Path) -> StepTimes:
     return loads(json_file.read(path, KIND), str(path))
 
 
+def load_kept(path: Path) -> StepTimes | None:
+    """Read the step times that are kept in a file which `path_beside` names; None when there is none. Raises
+    ConfigError where `load` does, and when they are of another model or hardware than the file's name says."""
+    if not path.exists():
+        return None
+    found = load(path)
+    if found.fingerprint != path.stem:
+        raise ConfigError(f"{path}: of another model or hardware than its name says: remove it")
+    return found
+
+
 def loads(text: str, where: str) -> StepTimes:
     """Read step times from text that `dumps` made. Raises ConfigError with `where`, field and remedy."""
     with json_file.naming(where):

@@ -9,6 +9,7 @@ draft step has few keys. The four numbers follow from a model's bytes and FLOPs 
 `baton calibrate --generate` (`planning.step_times`), and are learnt while steps run (`planning.step_costs`). Pure.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from baton.errors import ConfigError
@@ -53,6 +54,24 @@ class StepWork:
 
 
 NO_WORK = StepWork(0, 0, 0, 0)
+RowDrafts = tuple[int, int]
+"""A row of a round: the keys that its last token attends to, and its number of drafts."""
+
+
+def drafting_work(rows: Sequence[RowDrafts], draft_keys: int) -> StepWork:
+    """Return the work of the steps that make the drafts of some rows, a draft of each row at a time, over at most
+    `draft_keys` keys of a row; with 0 drafts take no step."""
+    num_tokens = sum(num for _, num in rows)
+    if not draft_keys or not num_tokens:
+        return NO_WORK
+    num_keys = sum(min(draft_keys, context + step) for context, num in rows for step in range(num))
+    return StepWork(num_tokens, num_keys, num_keys, max(num for _, num in rows))
+
+
+def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
+    """Return the work of the step that verifies the drafts of some rows; without drafts it is a plain step."""
+    num_tokens, num_pairs = sum(1 + num for _, num in rows), sum((1 + num) * context for context, num in rows)
+    return StepWork(num_tokens, sum(context for context, _ in rows), num_pairs)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The work of `baton calibrate --generate`: measures generation steps on a running cluster.
 
-deploy.calibration.steps says how they are measured; planning.step_times describes the table, and how it is
-interpolated.
+deploy.calibration.steps and deploy.calibration.rounds say how they are measured; planning.step_times describes the
+table, and how it is interpolated.
 """
 
 import argparse
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
+    from deploy.calibration.rounds import Measured
     from deploy.calibration.steps import Grid
     from planning.step_times import StepTimes
 
@@ -22,21 +23,36 @@ _ANSWER_S = 10.0
 
 
 def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
-    """Measure step times, show them, and return the text of their file. Assumes that the cluster is idle."""
+    """Measure step times, and rounds of drafts where groups speculate; show them, and return the text of their file.
+    Assumes that the cluster is idle."""
     from random import Random
 
     from baton.v1 import planning_pb2 as pb
+    from deploy.calibration.rounds import NUM_DRAFTS, corners, measure_rounds
     from deploy.calibration.steps import measure_steps
     from deploy.options.screen import progress
     from planning.step_times import dumps, loads, tabulate
 
-    grid = _grid(args, client)
+    grid, draft_keys, rng = _grid(args, client), _draft_keys(client), Random()
     origin = loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
     with progress(console, "measuring", sum(map(grid.work, grid.cells)) * args.repeats) as done:
-        seconds = measure_steps(client, grid, repeats=args.repeats, rng=Random(), done=done)
-    times, residual = tabulate(origin, grid.batches, grid.contexts, seconds)
+        seconds = measure_steps(client, grid, repeats=args.repeats, rng=rng, done=done)
+    rounds: list[Measured] = []
+    if draft_keys:
+        ends = corners(grid)
+        total = len(NUM_DRAFTS) * sum(map(ends.work, ends.cells)) * args.repeats
+        with progress(console, "measuring rounds of drafts", total) as done:
+            rounds = measure_rounds(client, ends, draft_keys, repeats=args.repeats, rng=rng, done=done)
+    times, residual = tabulate(origin, grid.batches, grid.contexts, seconds, rounds)
     _show(origin, times, residual, console)
+    _show_rounds(times, rounds, bool(draft_keys), console)
     return dumps(times)
+
+
+def _draft_keys(client: "Client") -> dict[str, int]:
+    """Return the sources of drafts that generation groups have, each with the keys that a draft step attends to."""
+    groups = [group.generation for group in client.cluster_state().groups if group.generation is not None]
+    return {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
 
 
 def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
@@ -73,3 +89,20 @@ def _show(origin: "StepTimes", times: "StepTimes", residual: float, console: "Co
         f"about {cost.step_s * 1e3:.2f} ms a step, {cost.token_s * 1e3:.3f} ms a token, and {cost.key_s * 1e6:.3f} ms "
         f"for 1,000 tokens of KV{rate}; the measured times deviate from that by {residual:.1%} at most"
     )
+
+
+def _show_rounds(times: "StepTimes", rounds: "list[Measured]", has_drafts: bool, console: "Console") -> None:
+    """Print what verifying drafts costs, and the rounds beside what the fitted cost predicts for them."""
+    from rich.table import Table
+
+    if not rounds:
+        why = "no row had drafts" if has_drafts else "no group speculates (generate.speculation)"
+        console.print(f"{why}: what comparing further queries with a key costs is taken over from the former table")
+        return
+    console.print("rounds: steps that draft, and the one that verifies; median milliseconds")
+    table = Table("draft steps", "tokens", "keys", "pairs", "measured", "predicted", box=None)
+    for work, seconds in rounds:
+        counts = work.num_steps - 1, work.num_tokens, work.num_keys, work.num_pairs
+        table.add_row(*map(str, counts), f"{seconds * 1e3:.2f}", f"{times.cost.seconds(work) * 1e3:.2f}")
+    console.print(table)
+    console.print(f"about {times.cost.pair_s * 1e6:.3f} ms for 1,000 further pairs of query and key")

@@ -3,7 +3,7 @@
 A batch is one request with as many choices as it has rows. Its prompt is prefilled once, and its KV is copied to a slot
 for each row; so all rows join in one step and leave in one step, and between the two the engine runs nothing else. A
 token is stamped where it is made, so the time between two tokens of a row is the time of a step, whatever the way to
-the client takes. Blocks; one batch at a time.
+the client takes. Rows have no drafts: `rounds` measures those. Blocks; one batch at a time.
 """
 
 import itertools
@@ -109,11 +109,16 @@ def steps_of(events: Iterable[TokenEvent], batch: int) -> list[float]:
 def _run(client: Client, cell: tuple[int, int], rng: random.Random, vocab_size: int) -> list[float]:
     batch, context = cell
     prompt = [rng.randrange(vocab_size) for _ in range(context - _BEFORE)]
-    params = SamplingParams(n=batch, max_tokens=NUM_STEPS + 2, ignore_eos=True)
+    params = SamplingParams(n=batch, max_tokens=NUM_STEPS + 2, ignore_eos=True, num_drafts=0)
+    return steps_of(events_of(client, prompt, params), batch)
+
+
+def events_of(client: Client, prompt: list[int], params: SamplingParams) -> list[TokenEvent]:
+    """Return the events of a batch: a request's choices. Raises UnavailableError when the cluster lost it."""
     with client.generate(token_ids=prompt, params=params) as stream:
         events = list(stream)
         usage, num_resumes = stream.usage, stream.output.num_resumes
     assert usage is not None, "a stream ended without its last message"
     if usage.num_attempts > 1 or num_resumes:
         raise UnavailableError("the cluster lost a batch: calibrate when `baton status` shows all groups ready")
-    return steps_of(events, batch)
+    return events

@@ -220,13 +220,19 @@ class ClusterConfig:
         return sizes | {f"generate-{number}": 1 for number in range(self.generate.num_groups)}
 
     def workers(
-        self, name: str, folder: Path, kernels: tuple[KernelChoice, ...] = (), cluster: str = ""
+        self,
+        name: str,
+        folder: Path,
+        kernels: tuple[KernelChoice, ...] = (),
+        cluster: str = "",
+        *,
+        step_times: str = "",
     ) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of a group, in rank order.
 
         A group that is not configured, because it stands in for one that is, gets the cores of the latter. `folder`
         holds the resolved model. `cluster` is the name by which workers share files on a node; empty: that of the
-        cluster.
+        cluster. `step_times` is the file of what engines measured earlier, if any.
         """
         number = int(name.partition("-")[2])
         is_chain = name.startswith("prefill-")
@@ -243,6 +249,7 @@ class ClusterConfig:
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups,
             kernels=kernels,
+            step_times="" if is_chain else step_times,
         )
         settings = part_of(PrefillConfig, self.prefill) if is_chain else part_of(EngineConfig, self.generate)
         first = number % max(1, section.num_groups) * size

@@ -19,6 +19,7 @@ from deploy.groups.chain_links import ChainLinks
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.processes import ProcessSpawner
 from deploy.groups.worker import Worker
+from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
@@ -157,8 +158,9 @@ class LocalCluster:
         spawner = ProcessSpawner(supervision.start_timeout_s)
         self._around = Surroundings(spawner, heartbeat, clock, report, changed=self._tell_members)
         self._cluster = Cluster([], [], self._around)
+        measured = engine_step_times(config, folder)
         for name in config.group_sizes:
-            self._cluster.add(group_of(config.workers(name, folder, kernels), self._around))
+            self._cluster.add(group_of(config.workers(name, folder, kernels, step_times=measured), self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.config.num_workers} workers")

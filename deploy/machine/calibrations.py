@@ -16,13 +16,12 @@ from baton.types import DTYPE_BYTES
 from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import use_threads
 from deploy.machine.limits import tokens_of_slot
-from planning import step_times
 from planning.calibration import Calibration, load, nominal
 from planning.hardware import cpu_rank
 from planning.local_prefill import LocalPrefill
 from planning.model_shape import ModelShape
 from planning.planner import ChainPlanner
-from planning.step_times import StepTimes, nominal_steps, path_beside
+from planning.step_times import StepTimes, load_kept, nominal_steps, path_beside
 
 logger = logging.getLogger(__name__)
 
@@ -78,16 +77,11 @@ def nominal_step_times(
 def find_step_times(assumed: StepTimes, calibration: Path) -> StepTimes:
     """Return the step times that are kept beside the calibration file, `assumed` when there are none. Kept ones that
     are damaged, of another version, or of another model or hardware are logged and ignored."""
-    path = path_beside(calibration, assumed)
     try:
-        found = step_times.load(path) if path.exists() else assumed
+        return load_kept(path_beside(calibration, assumed)) or assumed
     except ConfigError as error:
         logger.warning("the step times kept for this model and hardware are not used: %s", error)
         return assumed
-    if found.fingerprint != assumed.fingerprint:
-        logger.warning("%s: of another model or hardware than its name says; not used", path)
-        return assumed
-    return found
 
 
 def _of_same(assumed: Calibration, path: Path) -> Calibration:
@@ -114,15 +108,25 @@ def served_calibration_path(config: ClusterConfig, folder: Path) -> Path:
 def served_step_times(config: ClusterConfig, folder: Path) -> StepTimes:
     """Return the step times that a cluster's generation groups are predicted by; a bad calibration file does not
     matter. Raises ModelError."""
-    beside = served_calibration_path(config, folder)
-    assumed = nominal_step_times(
+    return find_step_times(_assumed_steps(config, folder), served_calibration_path(config, folder))
+
+
+def engine_step_times(config: ClusterConfig, folder: Path) -> str:
+    """Return the path of the step times by which the engines of a cluster plan drafts, whether or not there are any;
+    empty without speculation. Raises ModelError."""
+    if config.generate.speculation == "off":
+        return ""
+    return str(path_beside(served_calibration_path(config, folder), _assumed_steps(config, folder)))
+
+
+def _assumed_steps(config: ClusterConfig, folder: Path) -> StepTimes:
+    return nominal_step_times(
         folder,
         config.model.dtype,
         use_threads(config.generate.num_threads),
         residency=config.generate.residency,
         quantization=config.model.quantization,
     )
-    return find_step_times(assumed, beside)
 
 
 def _assumed(config: ClusterConfig, folder: Path) -> Calibration:

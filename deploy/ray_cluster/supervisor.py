@@ -27,7 +27,7 @@ from deploy.groups.cluster import Cluster, group_of
 from deploy.groups.group import Heartbeat, Surroundings, WorkerGroup
 from deploy.groups.keeper import OrchestratorKeeper, OrchestratorPlan
 from deploy.groups.roster import Roster
-from deploy.machine.calibrations import served_calibration_path, served_planner
+from deploy.machine.calibrations import engine_step_times, served_calibration_path, served_planner
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
@@ -171,7 +171,9 @@ class SupervisorActor:
         if model:
             require_alike(Path(model), self._folder)
         folder = Path(model) if model else self._folder
-        return group_of(self._config.workers(name, folder, self._kernels, self._store), self._around)
+        measured = engine_step_times(self._config, folder)
+        workers = self._config.workers(name, folder, self._kernels, self._store, step_times=measured)
+        return group_of(workers, self._around)
 
     def _follow(self, orders: Orders) -> Orders:
         """Take the operators' orders that come with each heartbeat of the orchestrator, and carry them out. Return

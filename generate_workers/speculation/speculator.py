@@ -21,7 +21,7 @@ from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.port import Drafter, DraftWish
 from planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
 from planning.step_costs import StepCosts
-from planning.work_cost import NO_WORK, StepWork
+from planning.work_cost import NO_WORK, StepWork, drafting_work, verifying_work
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,6 @@ class Source:
     acceptances: Acceptances
     draft_keys: int = 0
     """Keys that a draft step attends to; 0: drafts take no step."""
-
-    def work(self, rows: Sequence[tuple[int, int]]) -> StepWork:
-        """Return the work of drafting for rows, each given by the keys that its last token attends to and its number of
-        drafts."""
-        if not self.draft_keys or not rows:
-            return NO_WORK
-        num_keys = sum(min(self.draft_keys, context + step) for context, num in rows for step in range(num))
-        return StepWork(sum(num for _, num in rows), num_keys, num_keys, max(num for _, num in rows))
 
 
 class Speculator:
@@ -150,12 +142,9 @@ class Speculator:
         rows = [(span.slot, span.tokens.end, num_drafts.get(span.slot, 0)) for span in spans if _decodes(span)]
         drafting = NO_WORK
         for name, source in self._sources.items():
-            drafting += source.work([(end, num) for slot, end, num in rows if num and self._source_of[slot] == name])
-        return drafting, StepWork(
-            sum(1 + num for _, _, num in rows),
-            sum(end for _, end, _ in rows),
-            sum((1 + num) * end for _, end, num in rows),
-        )
+            mine = [(end, num) for slot, end, num in rows if num and self._source_of[slot] == name]
+            drafting += drafting_work(mine, source.draft_keys)
+        return drafting, verifying_work([(end, num) for _, end, num in rows])
 
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])

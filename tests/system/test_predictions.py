@@ -9,12 +9,15 @@ import statistics
 import pytest
 
 from baton import Client
+from baton.results import DraftCounts, SpeculationTrace
 from baton.sampling_params import SamplingParams
+from deploy.calibration.rounds import NUM_DRAFTS, Measured, measure_rounds
 from deploy.calibration.steps import NUM_STEPS, Grid, measure_steps
 from planning.planner import ChainPlanner
 from tests.support.clusters.orchestrators import HOST, MAX_TOKENS, Answer, relay
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt
+from tests.support.eventually import eventually
 
 ONE_TOKEN = SamplingParams(max_tokens=1, ignore_eos=True)
 
@@ -64,8 +67,61 @@ async def test_steps_are_measured_in_batches_that_fill_the_group_and_leave_nothi
         with Client(target) as client:
             return measure_steps(client, grid, repeats=2, rng=random.Random(1), done=done.append)
 
-    async with relay(num_slots=8) as running:
+    async with relay(num_slots=8, speculation="auto") as running:
         seconds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
         await running.until_empty()
     assert [len(row) for row in seconds] == [2, 2, 2] and all(each > 0 for row in seconds for each in row)
     assert sum(done) == 2 * sum(map(grid.work, grid.cells))
+
+
+async def test_rounds_are_measured_beside_what_they_did_and_leave_nothing() -> None:
+    """Rows whose rounds did not run in step would be refused."""
+    grid, draft_keys = Grid((1, 6), (60, 200)), {"streaming": 256, "ngram": 0}
+
+    def measured(target: str) -> list[Measured]:
+        with Client(target) as client:
+            return measure_rounds(client, grid, draft_keys, repeats=1, rng=random.Random(1), done=lambda work: None)
+
+    async with relay(num_slots=8, speculation="auto") as running:
+        rounds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
+        await running.until_empty()
+    assert len(rounds) == len(grid.cells) * len(NUM_DRAFTS)
+    assert all(seconds > 0 and work.num_pairs > work.num_keys for work, seconds in rounds)
+    assert {work.num_steps for work, _ in rounds} <= {1, *(1 + num for num in NUM_DRAFTS)}
+
+
+async def test_a_streams_drafts_reach_the_client_and_the_metrics() -> None:
+    """What streams tell of their drafts is in sum what their group counts."""
+    params = SamplingParams(max_tokens=40, ignore_eos=True, num_drafts=3, n=2)
+
+    def answered(target: str, num_drafts: int) -> SpeculationTrace | None:
+        with Client(target) as client:
+            asked = dataclasses.replace(params, num_drafts=num_drafts)
+            completion = client.generate(token_ids=prompt(30 + num_drafts), params=asked).collect()
+        assert completion.timings is not None
+        return completion.timings.speculation
+
+    async with relay(num_slots=8, speculation="auto") as running:
+        target = f"{HOST}:{running.server.port}"
+        traces = [await asyncio.to_thread(answered, target, num) for num in (0, 2, 5)]
+        assert traces.pop(0) is None
+        told: dict[str, DraftCounts] = {}
+        for trace in traces:
+            assert trace is not None and 2 < trace.num_steps < 2 * params.max_tokens
+            for each in trace.sources:
+                told[each.source] = told.get(each.source, DraftCounts(each.source)) + each
+
+        def agree(seen: dict[str, float]) -> bool:
+            drafts = {
+                f'baton_drafts_total{{end="{end}",group="group-0",source="{name}"}}': num
+                for name, each in told.items()
+                for end, num in (("accepted", each.num_accepted), ("rejected", each.num_drafted - each.num_accepted))
+            }
+            rounds = {
+                f'baton_draft_rounds_total{{group="group-0",source="{name}"}}': each.num_rounds
+                for name, each in told.items()
+            }
+            return all(seen.get(name) == num for name, num in (drafts | rounds).items())
+
+        await eventually(running.metrics, agree, within_s=5)
+        assert told["streaming"].num_accepted > 0

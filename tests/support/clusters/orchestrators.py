@@ -27,7 +27,7 @@ from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from generate_workers.config import EngineConfig
+from generate_workers.config import EngineConfig, SpeculationName
 from generate_workers.servicer import GenerationServer
 from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder
@@ -180,6 +180,7 @@ class Relay:
     prefix_disk: DiskPlace | None = None
     """Of all of them."""
     residency: str = "device"
+    speculation: SpeculationName = "off"
     """Policy of the generation groups."""
     fronts: dict[int, str] = field(default_factory=dict)
     """By a worker's port, what the orchestrator is told instead of it: host:port of what stands before it."""
@@ -207,7 +208,11 @@ class Relay:
         decoder, gate = self._gated()
         num_slots = self.num_slots
         config = EngineConfig(
-            num_slots=num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=num_slots, residency=self.residency
+            num_slots=num_slots,
+            max_slot_tokens=MAX_TOKENS,
+            max_waiting=num_slots,
+            residency=self.residency,
+            speculation=self.speculation,
         )
         server = await GenerationServer.start(
             decoder,
@@ -370,13 +375,14 @@ async def relay(
     group_folder: Path | None = None,
     prefix_disk: DiskPlace | None = None,
     residency: str = "device",
+    speculation: SpeculationName = "off",
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
-    made.prefix_disk, made.residency = prefix_disk, residency
+    made.prefix_disk, made.residency, made.speculation = prefix_disk, residency, speculation
     try:
         for _ in range(num_ranks):
             await made.add_rank()

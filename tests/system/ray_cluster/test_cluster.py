@@ -51,6 +51,7 @@ SETTINGS = (
     *(f"generate.num_slots={NUM_SLOTS}", f"orchestrator.max_queued_requests={NUM_QUEUED}"),
     *(f"orchestrator.cores=[{CORE}]", "orchestrator.lease_ttl_s=15"),
     *("supervision.heartbeat_s=0.5", "supervision.dead_after_s=3"),
+    *("generate.speculation=auto", "generate.draft_tokens=2"),
 )
 Answers = dict[tuple[int, ...], tuple[list[int], str]]
 """By prompt: tokens and text."""
@@ -121,6 +122,18 @@ def test_status_shows_the_groups(cluster: ServedCluster) -> None:
     assert {"prefill-0", "generate-0"} <= set(shown.stdout.split())
 
 
+def test_a_streams_drafts_are_shown_at_its_end_and_by_status(cluster: ServedCluster) -> None:
+    shown = cluster.command("generate", "--target", cluster.target, "--max-tokens", "24", "--ignore-eos", "One, two,")
+    assert shown.returncode == 0, shown.stderr
+    assert re.search(
+        r"24 output tokens; .*; \d+ steps, drafts accepted: \w+ \d+ of \d+ \(\d+%; \d\.\d a round\)", shown.stderr
+    )
+    status = cluster.command("status").stdout
+    assert re.search(
+        r"^generate-0: drafts accepted so far: .*streaming \d+ of \d+ .*; latest round: ", status, re.MULTILINE
+    )
+
+
 @pytest.mark.ci
 def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
     cluster: ServedCluster, client: Client, tmp_path: Path
@@ -153,6 +166,7 @@ def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
     assert calibrated.stdout == "" and "the cluster predicts by it from now on" in calibrated.stderr
     measured = step_times.load(copy)
     assert (measured.batches, measured.contexts, measured.is_measured) == ((1, 4), (64, 256), True)
+    assert "rounds: steps that draft, and the one that verifies" in calibrated.stderr
     assert _steps_in_use(cluster) == measured
     os.kill(listener(cluster.target), signal.SIGKILL)
     until_settled(client)

@@ -54,3 +54,9 @@ def test_step_times_are_compared_by_what_steps_would_take() -> None:
     for factor in (11.0, 0.05, 1e300):
         with pytest.raises(InvalidArgumentError, match="step_times: a step of 1 rows with 256 tokens each would be"):
             require_close("step_times", table(factor), table())
+
+
+def test_and_by_what_verifying_drafts_would_take() -> None:
+    absurd = dataclasses.replace(table(), cost=dataclasses.replace(table().cost, pair_s=1.0))
+    with pytest.raises(InvalidArgumentError, match="a step of 1 rows with 256 tokens each and 4 drafts would be"):
+        require_close("step_times", absurd, table())

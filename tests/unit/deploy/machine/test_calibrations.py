@@ -11,6 +11,7 @@ from deploy.config.cluster import ClusterConfig, GenerateSection, PrefillSection
 from deploy.config.file import make_local_config
 from deploy.machine.calibrations import (
     calibration_path,
+    engine_step_times,
     find_calibration,
     find_step_times,
     kept_path,
@@ -169,6 +170,25 @@ def test_step_times_that_are_damaged_or_foreign_are_not_used(
     caplog.clear()
     tabulated(dataclasses.replace(assumed, hardware="an abacus"), path)
     assert find_step_times(assumed, kept) is assumed and "of another model or hardware" in caplog.text
+
+
+def test_engines_that_speculate_know_where_their_step_times_are_kept(folder: Path, tmp_path: Path) -> None:
+    """Measured or not yet: they read them when they start."""
+    given = tmp_path / "given.json"
+    measured(nominal_calibration(folder, "bfloat16", 1), given)
+    prefill = PrefillSection(num_threads=1, calibration=str(given))
+    plain = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2))
+    assert engine_step_times(plain, folder) == ""
+    drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2, speculation="auto"))
+    assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
+    assert engine_step_times(drafting, folder) == str(path_beside(given, assumed))
+    workers = [
+        worker
+        for name in drafting.group_sizes
+        for worker in drafting.workers(name, folder, step_times=engine_step_times(drafting, folder))
+    ]
+    places = {worker.role: worker.place.step_times for worker in workers}
+    assert places == {"prefill": "", "generate": str(path_beside(given, assumed))}
 
 
 def test_planners_know_their_engines_steps(folder: Path, tmp_path: Path) -> None:
