@@ -1,5 +1,7 @@
 """Rounds of drafts are told apart by their tokens' times, and measured beside the work that they were."""
 
+from dataclasses import replace
+
 import pytest
 
 from baton.errors import UnavailableError
