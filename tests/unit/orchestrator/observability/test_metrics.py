@@ -119,6 +119,19 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
         await eventually(after_another, lambda seen: seen.get(name, 0) > 0, within_s=10)
 
 
+async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() -> None:
+    name = 'baton_predicted_over_measured_ratio_count{prediction="draft_round"}'
+    async with relay(speculation="streaming") as made:
+        drafting = replace(PARAMS, num_drafts=2, max_tokens=60)
+
+        async def after_another() -> dict[str, float]:
+            await made.ask(made.request(prompt(40), drafting))  # steps between two looks at the group
+            return await made.metrics()
+
+        seen = await eventually(after_another, lambda seen: seen.get(name, 0) > 0, within_s=10)
+        assert seen['baton_round_seconds{group="group-0",kind="measured"}'] > 0
+
+
 async def test_a_request_that_is_not_taken_is_counted_by_why() -> None:
     async with relay(num_slots=1, config=replace(HASTY, max_queued_requests=1)) as made:
         calls = [made.open(made.request(prompt(20), LONG)) for _ in range(2)]
