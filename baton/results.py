@@ -1,6 +1,7 @@
 """What a client receives besides tokens, as values. All are frozen and safe to share between threads."""
 
 from dataclasses import dataclass, fields
+from typing import Self
 
 from baton.types import DraftRound, FinishReason, SampledToken, TokenRange
 
@@ -177,10 +178,10 @@ class DraftCounts:
     num_accepted: int = 0
     """Drafts that became tokens."""
 
-    def plus(self, round: DraftRound) -> "DraftCounts":
-        """Return the counts after another step of a choice."""
-        accepted = self.num_accepted + round.num_accepted
-        return DraftCounts(self.source, self.num_rounds + 1, self.num_drafted + round.num_drafts, accepted)
+    @classmethod
+    def of(cls, drafts: DraftRound) -> Self:
+        """Return the counts of one step of a choice."""
+        return cls(drafts.source, 1, drafts.num_drafts, drafts.num_accepted)
 
     def __add__(self, other: "DraftCounts") -> "DraftCounts":
         return DraftCounts(
@@ -191,7 +192,7 @@ class DraftCounts:
         )
 
     def __str__(self) -> str:
-        if not self.num_rounds:
+        if not (self.num_rounds and self.num_drafted):
             return f"{self.source} none"
         share, mean = self.num_accepted / self.num_drafted, self.num_accepted / self.num_rounds
         return f"{self.source} {self.num_accepted} of {self.num_drafted} ({share:.0%}; {mean:.1f} a round)"

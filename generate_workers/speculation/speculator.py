@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from baton.clock import Clock
 from baton.ids import SlotId
 from baton.results import DraftCounts
-from baton.types import DraftRound
 from generate_workers.engine.batcher import RowSpan, StepPlan
 from generate_workers.engine.rows import Row
 from generate_workers.engine.speculation import SourceStats, SpeculationStats
@@ -100,7 +99,7 @@ class Speculator:
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])
             self._sources[name].acceptances.took(row, num_accepted, num)
-            self._counts[name] = self._counts[name].plus(DraftRound(name, num, num_accepted, num_accepted))
+            self._counts[name] += DraftCounts(name, 1, num, num_accepted)
         drafting, verifying = self._works(plan.spans, {slot: len(draft) for slot, draft in drafts.items()})
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
         self.stats = SpeculationStats(

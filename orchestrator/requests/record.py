@@ -112,17 +112,18 @@ class ChoiceRecord:
     """Steps of this orchestrator's attempts that brought tokens."""
     drafts: dict[str, DraftCounts] = field(default_factory=dict)
     """Drafts that those steps verified, by their source."""
-    _num_accepted: int = 0
-    """Tokens that this record has accepted."""
+    _num_taken: int = 0
+    """Tokens that those steps brought."""
 
     def add(self, token_id: int, drafts: DraftRound | None) -> None:
         """Take the next token, and the drafts of its step if the token is the last one of a step with drafts."""
         self.output_ids.append(token_id)
-        self._num_accepted += 1
+        self._num_taken += 1
         self.num_steps += 1
         if drafts is not None:
-            self.num_steps -= min(drafts.num_tokens, self._num_accepted) - 1  # the client may have had the first ones
-            self.drafts[drafts.source] = self.drafts.get(drafts.source, DraftCounts(drafts.source)).plus(drafts)
+            self.num_steps -= min(drafts.num_tokens, self._num_taken) - 1  # the client may have had the first ones
+            before = self.drafts.get(drafts.source, DraftCounts(drafts.source))
+            self.drafts[drafts.source] = before + DraftCounts.of(drafts)
 
     def end(self, reason: FinishReason, now_ns: int) -> TokenEvent:
         """End the choice without another token, and return the event that reports it."""

@@ -59,7 +59,7 @@ def test_streams_and_the_engine_count_alike() -> None:
         total = stats(made).num_drafted, stats(made).num_accepted
     told = {name: DraftCounts(name) for name in ("ngram", "streaming")}
     for each in (each for stream in streams for each in rounds_of(stream)):
-        told[each.source] = told[each.source].plus(each)
+        told[each.source] += DraftCounts.of(each)
         assert each.num_accepted <= each.num_tokens <= each.num_accepted + 1
     assert {name: each.counts for name, each in said.items()} == told
     assert all(0 < each.num_accepted < each.num_drafted for each in told.values()), told
