@@ -44,7 +44,8 @@ class SpeculationStats:
     num_draft_steps: int = 0
     """Forwards of the latest round that made drafts."""
     num_draft_kv_bytes: int = 0
-    """Bytes of KV that those forwards read, in all layers."""
+    """Bytes of KV that those forwards read, in all layers, if they attended to `draft_keys` keys of each row: choosing
+    keys reads more, and so do drafts over keys that were chosen rounds ago."""
     sources: tuple[SourceStats, ...] = ()
     """Each way to draft that the engine has."""
 

@@ -205,10 +205,9 @@ def harness(
     )
     saver = AnswerSaver(slots, store) if store is not None else None
     reclaim = saver.give_up if saver is not None else None
-    batcher = batcher or DecodeFirst.of(config, decoder.config)
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
-        batcher=batcher,
+        batcher=batcher or DecodeFirst.of(config, decoder.config),
         speculation=make_speculation(decoder, slots, config, clock, cost),
         reclaim=reclaim,
     )

@@ -109,7 +109,7 @@ def test_drafts_over_as_many_keys_as_there_are_are_all_accepted(name: Speculatio
 def test_nothing_is_kept_of_rows_that_have_ended(name: SpeculationName, kept: str) -> None:
     with harness(decoder=DECODER, speculation=name) as made:
         made.submit(prompt(50), SamplingParams(max_tokens=12, ignore_eos=True))
-        view = made.engine._speculation._sources[0].drafter._view  # type: ignore[union-attr]
+        view = made.engine._speculation._sources[name].drafter._view  # type: ignore[union-attr]
         for _ in range(6):
             made.engine.step()
         assert len(getattr(view, kept)) == 1
