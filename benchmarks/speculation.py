@@ -1,9 +1,11 @@
 """Does speculation pay? Tokens a second with drafts and without, over batches, contexts, draft keys and drafts.
 
-Rows continue natural texts (tests/data), greedily, from KV that was prefilled once. All sides are this engine: plain
-steps, fixed numbers of drafts over fixed numbers of keys, and what `generate.speculation = auto` plans. They take
-turns; `ratio` is to plain steps. What bare forwards allow, T_target, T_verify and T_draft measured without the engine,
-is, at the tokens a round that were measured,
+Rows continue natural texts (tests/data), greedily, from KV that was prefilled once; with `--texts quotes` each begins
+to quote its own beginning. Sides take turns: plain steps, `--policies` with fixed numbers of drafts over fixed numbers
+of keys, n-grams, and what `generate.speculation = auto` plans; with `--peer-python` also vLLM's CPU build, plain and
+with n-gram drafts (`peers/setup_vllm_cpu.sh`). `ratio` is to our plain steps. With `--residency host` KV lives at home,
+and rows say what crosses the link for a token. What bare forwards allow, T_target, T_verify and T_draft measured
+without the engine, is, at the tokens a round that were measured,
 
     T_target tokens / (drafts T_draft + T_verify)
 
@@ -17,7 +19,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 
@@ -25,13 +27,17 @@ from rich.console import Console
 
 from baton.process.garbage import collect_rarely
 from baton.sampling_params import SamplingParams
-from benchmarks.sides.text_rows import PrefilledText, TextRows
+from benchmarks.plots.speculation import Cell, draw
+from benchmarks.sides.text_rows import Measured, PrefilledText, TextRows
+from benchmarks.sides.vllm_peer import VllmPeer
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
 from generate_workers.config import EngineConfig, SpeculationName
 from generate_workers.residency.port import DraftKeys
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.hosting import use_cores
+from modeling.kernels.process_kernels import KERNELS
+from modeling.kernels.products import TILES
 from planning.speculation import MOST_DRAFTS
 from text.tokenizer import Tokenizer
 
@@ -40,12 +46,18 @@ QUICK_GRID = "4x1024"
 NUM_KEYS = "128,256,512"
 NUM_DRAFTS = "1,2,3,4,6"
 ROUNDS = 3
-_TOKENS = 48
+_TOKENS = 64
 """Tokens of each row and round that are measured."""
-_BEFORE = 4
-"""Tokens of each row and round before them."""
-SPEEDUP_BARS = {(16, 4096): 1.2, (16, 7500): 1.4}
-"""Least speedup of auto over plain steps, by (batch, context)."""
+_BEFORE = 32
+"""Tokens of each row and round before them: costs and acceptance are learnt meanwhile."""
+SPEEDUP_BARS = {(16, 4096): (1.2, 1.5), (16, 7500): (1.4, 1.8)}
+"""Least speedup of auto over plain steps, by (batch, context): without, and with AMX."""
+QUOTES_BAR = 1.5
+"""Least speedup of auto where texts quote themselves."""
+LINK_BAR = 0.45
+"""Most bytes that cross the link for a token, as a part of those without drafts."""
+PEER_BARS = {(16, 4096): (1.5, 2.0)}
+"""Least tokens/s of auto over the best of vLLM's, by (batch, context): without, and with AMX."""
 PLANNER_BAR = 0.92
 """Least part of the best fixed choice's tokens/s that auto reaches in every cell."""
 ALLOWED_BAR = 0.85
@@ -54,6 +66,8 @@ _TEXTS = ("emma", "persuasion", "prideprejudice")
 _DATA = Path(__file__).parents[1] / "tests/data"
 _STRIDE = 9000
 """Tokens of a text from one row's start to the next row's."""
+_QUOTED = 48
+"""Tokens at a prompt's end that quote its beginning, with `--texts quotes`."""
 
 
 @dataclass(frozen=True)
@@ -65,15 +79,22 @@ class Choice:
     """Drafts of each row in each round; 0: as many as pay."""
     num_keys: int = 256
 
-    def config(self, batch: int, context: int, num_tokens: int) -> EngineConfig:
+    def config(self, batch: int, context: int, num_tokens: int, residency: str) -> EngineConfig:
         """Return the settings of an engine with so many rows."""
         return EngineConfig(
             num_slots=batch,
             max_slot_tokens=context + num_tokens + MOST_DRAFTS + 1,
+            residency=residency,
             speculation=self.speculation,
             draft_tokens=self.num_drafts,
             draft_keys=self.num_keys,
         )
+
+    @property
+    def keys(self) -> dict[str, object]:
+        """Return what tells the choice from others in a row's case."""
+        keys: dict[str, object] = {"policy": self.speculation}
+        return keys | ({"keys": self.num_keys, "drafts": self.num_drafts} if self.num_drafts else {})
 
 
 PLAIN = Choice("off")
@@ -81,22 +102,36 @@ PLAIN = Choice("off")
 
 @dataclass
 class Found:
-    """What was measured of a side in one cell."""
+    """What was measured of a side in one cell, each once for each round of the benchmark."""
 
-    rates: list[float]
-    """Tokens a second, one for each round of the benchmark."""
-    tokens: list[float]
+    rates: list[float] = field(default_factory=list)
+    """Tokens a second."""
+    tokens: list[float] = field(default_factory=list)
     """Tokens of a row and a step."""
+    accepted: list[float] = field(default_factory=list)
+    """Part of the drafts that were accepted; 0 where there were none."""
+    link_mb: list[float] = field(default_factory=list)
+    """Megabytes that crossed the link for a token."""
+
+    def add(self, measured: Measured) -> None:
+        """Take in a round."""
+        self.rates.append(measured.rate)
+        self.tokens.append(measured.tokens_step)
+        self.accepted.append(measured.accepted_share)
+        self.link_mb.append(measured.link_mb)
 
 
-def texts_of(decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int) -> list[PrefilledText]:
-    """Prefill a prompt for each row, of texts in turn."""
+def texts_of(
+    decoder: Decoder, tokenizer: Tokenizer, batch: int, context: int, *, quotes: bool = False
+) -> list[PrefilledText]:
+    """Prefill a prompt for each row, of texts in turn; with `quotes` each ends with its own beginning."""
     ids = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
     starts = [(ids[row % len(ids)], row // len(ids) * _STRIDE + _STRIDE // 4) for row in range(batch)]
     with progress(f"prefill {batch} x {context}", batch) as advance:
         texts = []
         for text, start in starts:
-            texts.append(PrefilledText.of(decoder, text[start : start + context]))
+            prompt = text[start : start + context]
+            texts.append(PrefilledText.of(decoder, prompt[:-_QUOTED] + prompt[:_QUOTED] if quotes else prompt))
             advance()
     return texts
 
@@ -113,26 +148,42 @@ class Bench:
 
     def fixed(self) -> Iterator[Choice]:
         """Yield the fixed choices to measure."""
-        for keys, drafts in product(_numbers(self.args.keys), _numbers(self.args.drafts)):
-            yield Choice("streaming", drafts, keys)
+        numbers = product(self.args.policies.split(","), _numbers(self.args.keys), _numbers(self.args.drafts))
+        for policy, keys, drafts in numbers:
+            yield Choice(policy, drafts, keys)
 
     def cell(self, texts: Sequence[PrefilledText], choices: Sequence[Choice]) -> dict[Choice, Found]:
         """Measure all choices of a cell in turn."""
-        found = {choice: Found([], []) for choice in choices}
+        found = {choice: Found() for choice in choices}
         with progress(f"{len(texts)} x {len(texts[0].token_ids)}", self.rounds * len(choices)) as advance:
             for _ in range(self.rounds):
                 for choice in choices:
-                    rate, tokens = self._measure(texts, choice)
-                    found[choice].rates.append(rate)
-                    found[choice].tokens.append(tokens)
+                    found[choice].add(self._measure(texts, choice))
                     advance()
         return found
 
+    def peers(self, texts: Sequence[PrefilledText]) -> dict[str, list[float]]:
+        """Return vLLM's tokens a second by its policy, where it is to be measured."""
+        if self.args.peer_python is None:
+            return {}
+        model, cores = self.args.peer_model or self.folder, sorted(os.sched_getaffinity(0))
+        context = len(texts[0].token_ids)
+        kv_gib = 1 + len(texts) * (context + 2 * _TOKENS) * self.decoder.layout.token_bytes // 2**30
+        settings = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(kv_gib)}
+        found: dict[str, list[float]] = {}
+        for policy, options in (("vllm", []), ("vllm_ngram", ["--ngram-drafts", "3"])):
+            with VllmPeer.running(self.args.peer_python, model, cores, settings, options=options) as peer:
+                peer.ask({"texts": [text.token_ids for text in texts]})
+                peer.ask({"generate": _BEFORE * len(texts)})
+                answers = [peer.ask({"generate": _TOKENS * len(texts)}) for _ in range(self.rounds)]
+                found[policy] = [float(str(answer["tokens_s"])) for answer in answers]
+        return found
+
     def allowed(self, texts: Sequence[PrefilledText], choice: Choice, tokens: float) -> float:
-        """Return the speedup that bare forwards allow a fixed choice at so many tokens a round."""
+        """Return the speedup that bare forwards allow a fixed choice of `streaming` at so many tokens a round."""
         keys = DraftKeys.of(choice.num_keys, MOST_DRAFTS)
         with self._running(texts, PLAIN) as rows:
-            rows.rate(len(texts))
+            rows.measure(len(texts))
             target, verify, draft = (
                 statistics.median(rows.bare_ms(*asked) for _ in range(5))
                 for asked in ((0,), (choice.num_drafts,), (0, keys))
@@ -143,42 +194,52 @@ class Bench:
     def _running(self, texts: Sequence[PrefilledText], choice: Choice) -> AbstractContextManager[TextRows]:
         num_tokens = _TOKENS + _BEFORE + 4 * MOST_DRAFTS
         params = SamplingParams(max_tokens=num_tokens, temperature=self.args.temperature, seed=1, ignore_eos=True)
-        config = choice.config(len(texts), len(texts[0].token_ids), num_tokens)
+        config = choice.config(len(texts), len(texts[0].token_ids), num_tokens, self.args.residency)
         return TextRows.running(self.decoder, self.folder, texts, params, config)
 
-    def _measure(self, texts: Sequence[PrefilledText], choice: Choice) -> tuple[float, float]:
+    def _measure(self, texts: Sequence[PrefilledText], choice: Choice) -> Measured:
         with self._running(texts, choice) as rows:
-            rows.rate(_BEFORE * len(texts))
-            before, num_steps = rows.num_tokens, rows.engine.status().num_steps
-            rate = rows.rate(_TOKENS * len(texts))
-            num_steps = rows.engine.status().num_steps - num_steps
-            return rate, (rows.num_tokens - before) / num_steps / len(texts)
+            rows.measure(_BEFORE * len(texts))
+            return rows.measure(_TOKENS * len(texts))
 
 
-def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[PrefilledText]) -> None:
+def report(bench: Bench, reporter: Reporter, bars: Bars, texts: Sequence[PrefilledText]) -> Cell:
     """Measure one cell, and report its rows and verdicts."""
     batch, context = len(texts), len(texts[0].token_ids)
     fixed = list(bench.fixed())
     found = bench.cell(texts, [PLAIN, *fixed, Choice("ngram"), Choice("auto")])
     plain, ratios = found.pop(PLAIN), {}
+    where, is_tiled = f"{batch} x {context}", KERNELS.choice.attention == TILES
     for choice, each in found.items():
-        keys = {"batch": batch, "context": context, "policy": choice.speculation}
-        if choice.num_drafts:
-            keys |= {"keys": choice.num_keys, "drafts": choice.num_drafts}
-        row = reporter.add(case(**keys), "tokens_s", "tokens/s", "plain", Pairs(each.rates, plain.rates))
-        reporter.add(case(**keys), "tokens_step", "tokens/step", "plain", Pairs(each.tokens, plain.tokens))
-        ratios[choice] = row.ratio
+        name = case(batch=batch, context=context, **choice.keys)
+        ratios[choice] = reporter.add(name, "tokens_s", "tokens/s", "plain", Pairs(each.rates, plain.rates)).ratio
+        reporter.add(name, "tokens_step", "tokens/step", "plain", Pairs(each.tokens, plain.tokens))
+        reporter.add(name, "accepted_share", "drafts", "all", Pairs(each.accepted, [1.0] * len(each.accepted)))
+        if any(plain.link_mb):
+            row = reporter.add(name, "link_mb_token", "MB", "plain", Pairs(each.link_mb, plain.link_mb))
+            if choice.speculation == "auto":
+                bars.at_most(f"{where}, auto, bytes over the link for a token", 1 / row.ratio, LINK_BAR)
     best = max(fixed, key=ratios.__getitem__)
-    where, auto = f"{batch} x {context}", ratios[Choice("auto")]
-    allowed = bench.allowed(texts, best, statistics.median(found[best].tokens))
-    bars.at_least(
-        f"{where}, {best.num_drafts} drafts over {best.num_keys} keys, of the allowed",
-        ratios[best] / allowed,
-        ALLOWED_BAR,
-    )
+    auto = ratios[Choice("auto")]
+    if best.speculation == "streaming" and bench.args.residency == "device":
+        allowed = bench.allowed(texts, best, statistics.median(found[best].tokens))
+        what = f"{where}, {best.num_drafts} drafts over {best.num_keys} keys, of the allowed"
+        bars.at_least(what, ratios[best] / allowed, ALLOWED_BAR)
     bars.at_least(f"{where}, auto, of the best fixed choice or plain", auto / max(ratios[best], 1.0), PLANNER_BAR)
-    if (batch, context) in SPEEDUP_BARS:
-        bars.at_least(f"{where}, auto, of plain", auto, SPEEDUP_BARS[batch, context])
+    if bench.args.texts == "quotes":
+        bars.at_least(f"{where}, auto, of plain", auto, QUOTES_BAR)
+    elif (batch, context) in SPEEDUP_BARS:
+        bars.at_least(f"{where}, auto, of plain", auto, SPEEDUP_BARS[batch, context][is_tiled])
+    rates = found[Choice("auto")].rates
+    peers = bench.peers(texts)
+    for policy, theirs in peers.items():
+        reporter.add(
+            case(batch=batch, context=context, policy="auto"), "tokens_s", "tokens/s", policy, Pairs(rates, theirs)
+        )
+    if peers and (batch, context) in PEER_BARS:
+        most = max(statistics.median(theirs) for theirs in peers.values())
+        bars.at_least(f"{where}, auto, of vLLM", statistics.median(rates) / most, PEER_BARS[batch, context][is_tiled])
+    return Cell(batch, context, ratios[best], auto, statistics.median(plain.rates), statistics.median(rates))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -192,12 +253,15 @@ def run(args: argparse.Namespace) -> int:
     cells = [
         tuple(map(int, cell.split("x"))) for cell in (args.grid or (QUICK_GRID if args.quick else GRID)).split(",")
     ]
+    done = list[Cell]()
     for context in sorted({context for _, context in cells}):
         batches = [batch for batch, each in cells if each == context]
-        texts = texts_of(bench.decoder, tokenizer, max(batches), context)
-        for batch in sorted(batches):
-            report(bench, reporter, bars, texts[:batch])
+        quotes = args.texts == "quotes"
+        texts = texts_of(bench.decoder, tokenizer, max(batches), context, quotes=quotes)
+        done += [report(bench, reporter, bars, texts[:batch]) for batch in sorted(batches)]
     reporter.close()
+    if args.plot is not None:
+        draw(done, args.plot)
     return bars.close() if args.bars else 0
 
 
@@ -209,10 +273,16 @@ def main() -> int:
     """Run the benchmark; return the exit status."""
     parser = make_parser(__doc__)
     parser.add_argument("--grid", default=None, help=f"batch x context cases (default {GRID})")
+    parser.add_argument("--policies", default="streaming", help="of the fixed choices: names of generate.speculation")
     parser.add_argument("--keys", default=NUM_KEYS, help="keys that drafts attend to, of the fixed choices")
     parser.add_argument("--drafts", default=NUM_DRAFTS, help="drafts of a row in a round, of the fixed choices")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each side is measured")
     parser.add_argument("--temperature", type=float, default=0.0, help="of sampling; 0: greedy")
+    parser.add_argument("--texts", choices=("novels", "quotes"), default="novels", help="what rows continue")
+    parser.add_argument("--residency", choices=("device", "host"), default="device", help="where KV lives")
+    parser.add_argument("--peer-python", type=Path, default=None, help="Python of vLLM's environment")
+    parser.add_argument("--peer-model", type=Path, default=None, help="Hugging Face folder for vLLM; default: ours")
+    parser.add_argument("--plot", type=Path, default=None, help="file for a plot (PNG)")
     parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
     return run(parser.parse_args())
 

@@ -17,6 +17,8 @@ answers each, until the input ends:
                                  goes on with the rows, for idle_s alone and then for the given seconds, in which new
                                  prompts of these lengths come, one every so often, for one token each; says `idle_ms`
                                  and `loaded_ms`, from a token to the next of its row, and `ttft_s` of each prompt
+    {"texts": [[1, 2], [3]]}     the same with prompts of these token ids
+    {"generate": 512}            goes on with the rows until so many more tokens have come; says `tokens_s`
     {"steps": 8}                 the `step_ms` of each of so many steps of the engine, all rows together: one token for
                                  each, chosen greedily, not turned into text
 
@@ -45,11 +47,15 @@ class Rows:
     def __init__(self, engine, prompts, params) -> None:
         self.engine = engine
         self.ids = [str(number) for number in range(len(prompts))]
+        self.lengths, self.num_tokens = {}, 0
         for name, prompt in zip(self.ids, prompts, strict=True):
             engine.add_request(name, prompt, params)
         waiting = set(self.ids)
         while waiting:
-            waiting -= {output.request_id for output in engine.step() if output.outputs[0].token_ids}
+            for output in engine.step():
+                self.lengths[output.request_id] = len(output.outputs[0].token_ids)
+            waiting -= {name for name, length in self.lengths.items() if length}
+        self.num_tokens = sum(self.lengths.values())
 
     def step_ms(self):
         start = time.perf_counter()
@@ -58,6 +64,16 @@ class Rows:
         if {output.request_id for output in outputs} != set(self.ids):
             raise RuntimeError(f"a step of {len(outputs)} rows, not of {len(self.ids)}")
         return elapsed
+
+    def tokens_s(self, num_tokens):
+        """Step until so many more tokens have come, any number of them a step."""
+        start, goal = time.perf_counter(), self.num_tokens + num_tokens
+        before = self.num_tokens
+        while self.num_tokens < goal:
+            for output in self.engine.step():
+                self.lengths[output.request_id] = len(output.outputs[0].token_ids)
+            self.num_tokens = sum(self.lengths.values())
+        return (self.num_tokens - before) / (time.perf_counter() - start)
 
     def run_beside(self, prompts, params, asked):
         """Step all rows while prompts come; return the gaps between a row's tokens, and the prompts' times to first
@@ -96,11 +112,13 @@ def serve(version, ttft_s, make_rows, run_beside) -> None:
         asked = json.loads(line)
         if "tokens" in asked:
             answer = {"ttft_s": ttft_s(asked["tokens"])}
-        elif "rows" in asked:
+        elif "rows" in asked or "texts" in asked:
             if rows is not None:
                 rows.end()
-            rows = make_rows(asked["rows"])
+            rows = make_rows(asked)
             answer = {"rows": len(rows.ids)}
+        elif "generate" in asked:
+            answer = {"tokens_s": rows.tokens_s(asked["generate"])}
         elif "beside" in asked:
             answer = run_beside(rows, asked)
         else:
@@ -116,6 +134,7 @@ def parse_args():
     parser.add_argument("--decode", default="1x192,16x192,32x192,16x1024,8x4096,16x4096")
     parser.add_argument("--steps", type=int, default=32)
     parser.add_argument("--batched-tokens", type=int, default=8192, help="of a step, over all rows")
+    parser.add_argument("--ngram-drafts", type=int, default=0, help="drafts from n-grams of the text; 0: none")
     parser.add_argument("--serve", action="store_true")
     return parser.parse_args()
 
@@ -126,8 +145,10 @@ def main() -> None:
     import vllm
     from vllm import LLM, SamplingParams
 
+    speculative = {"method": "ngram", "num_speculative_tokens": args.ngram_drafts, "prompt_lookup_max": 4}
     llm = LLM(
         args.model,
+        speculative_config=speculative if args.ngram_drafts else None,
         dtype=args.dtype,
         max_model_len=8192,
         max_num_seqs=64,
@@ -138,6 +159,11 @@ def main() -> None:
 
     def prompts(count, tokens):
         return [{"prompt_token_ids": [rng.randint(100, 40000) for _ in range(tokens)]} for _ in range(count)]
+
+    def asked_prompts(asked):
+        if "texts" in asked:
+            return [{"prompt_token_ids": ids} for ids in asked["texts"]]
+        return [prompts(1, length)[0] for length in asked["rows"]]
 
     def run(batch, new_tokens):
         params = SamplingParams(max_tokens=new_tokens, temperature=0, ignore_eos=True)
@@ -152,7 +178,7 @@ def main() -> None:
         serve(
             vllm.__version__,
             lambda tokens: run(prompts(1, tokens), 1),
-            lambda lengths: Rows(llm.llm_engine, [prompts(1, length)[0] for length in lengths], greedy),
+            lambda asked: Rows(llm.llm_engine, asked_prompts(asked), greedy),
             lambda rows, asked: rows.run_beside([prompts(1, length)[0] for length in asked["beside"]], one, asked),
         )
         return

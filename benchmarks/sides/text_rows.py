@@ -21,6 +21,7 @@ from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.memory_limits import make_memory
 from generate_workers.engine.rows import GenerationRequest
+from generate_workers.engine.speculation import SpeculationStats
 from generate_workers.residency.port import DraftKeys
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.making import make_speculation
@@ -33,6 +34,7 @@ from transport.kv_sink import ReserveSpec
 _TTL_S = 3600.0
 _CHUNK = 512
 """Tokens that are prefilled at a time."""
+NO_DRAFTS = SpeculationStats()
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,20 @@ class PrefilledText:
             hidden_TD = decoder.forward(token_ids[part.start : part.end], [BufferSpan(kv, part)])
         first = int(decoder.logits(hidden_TD[-1:]).argmax())
         return cls(tuple(token_ids), kv, SampledToken(first))
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What some steps did."""
+
+    rate: float
+    """Tokens a second, of all rows."""
+    tokens_step: float
+    """Tokens of a row and a step."""
+    accepted_share: float
+    """Part of the drafts that were accepted; 0 where there were none."""
+    link_mb: float
+    """Megabytes that were copied between host and device for a token."""
 
 
 class TextRows:
@@ -112,13 +128,24 @@ class TextRows:
         self._decoder.logits(hidden_TD)
         return (time.perf_counter() - start_s) * 1e3
 
-    def rate(self, num_tokens: int) -> float:
-        """Step until so many more tokens have come; return tokens a second."""
+    def measure(self, num_tokens: int) -> Measured:
+        """Step until so many more tokens have come."""
         before, start_s = self.num_tokens, time.perf_counter()
+        first, link_bytes = self.engine.status(), self._residency.num_link_bytes
         with torch.inference_mode():
             while self.num_tokens - before < num_tokens:
                 self.engine.step()
-        return (self.num_tokens - before) / (time.perf_counter() - start_s)
+        seconds, last = time.perf_counter() - start_s, self.engine.status()
+        num_tokens = self.num_tokens - before
+        drafts = NO_DRAFTS if last.speculation is None else last.speculation
+        drafts_before = NO_DRAFTS if first.speculation is None else first.speculation
+        num_drafted = drafts.num_drafted - drafts_before.num_drafted
+        return Measured(
+            rate=num_tokens / seconds,
+            tokens_step=num_tokens / (last.num_steps - first.num_steps) / len(self._lengths),
+            accepted_share=(drafts.num_accepted - drafts_before.num_accepted) / max(num_drafted, 1),
+            link_mb=(self._residency.num_link_bytes - link_bytes) / num_tokens / 1e6,
+        )
 
     def _count(self, event: TokenEvent) -> None:
         self.num_tokens += event.token is not None
