@@ -23,7 +23,7 @@ MOST_DRAFTS = MAX_DRAFTS
 
 @dataclass(frozen=True)
 class Prospect:
-    """A row that decodes, before a round."""
+    """A way to draft for a row that decodes, before a round."""
 
     context: int
     """Keys that the row attends to, its last token's own included."""
@@ -41,6 +41,8 @@ class Round:
 
     num_drafts: tuple[int, ...]
     """Drafts of each row, in the rows' order; all 0: a plain step."""
+    offers: tuple[int, ...]
+    """The prospect of each row by which it is drafted for: its place among the row's; 0 for a row without drafts."""
     num_tokens: float
     """Expected tokens of all rows."""
     draft_s: float
@@ -59,35 +61,65 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
-def plan_round(rows: Sequence[Prospect], cost: WorkCost) -> Round:
-    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps.
+def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost) -> Round:
+    """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. A row
+    has one prospect or more, of which one is taken: the ways in which it can be drafted for, all of one context.
 
     For a given number of draft steps, each further draft of a row adds its share of the expected tokens, which falls
     with every draft, and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its
-    seconds; the best rate is found by doing so at the rate reached before (Dinkelbach, 1967).
+    seconds, and a row takes the prospect that adds most beyond that; the best rate is found by doing so at the rate
+    reached before (Dinkelbach, 1967).
     """
-    num_keys = sum(row.context for row in rows)
+    num_keys = sum(offers[0].context for offers in rows)
     plain_s = cost.step_s + len(rows) * cost.token_s + num_keys * cost.key_s
-    best = Round((0,) * len(rows), float(len(rows)), 0.0, plain_s)
-    most_steps = max((row.most_drafts for row in rows if row.draft_keys), default=0)
-    verify_s = [cost.token_s + row.context * cost.pair_s for row in rows]
-    draft_s = [cost.token_s + min(row.draft_keys, row.context) * cost.key_s if row.draft_keys else 0.0 for row in rows]
+    best = Round((0,) * len(rows), (0,) * len(rows), float(len(rows)), 0.0, plain_s)
+    priced = [[_Priced.of(each, cost) for each in offers] for offers in rows]
+    most_steps = max((each.most_drafts for offers in rows for each in offers if each.draft_keys), default=0)
     for num_steps in range(most_steps + 1):
-        most = [min(row.most_drafts, num_steps) if row.draft_keys else row.most_drafts for row in rows]
         while True:
-            seconds = [verify + draft for verify, draft in zip(verify_s, draft_s, strict=True)]
-            paying = [_num_paying(row.acceptance, best.rate * each) for row, each in zip(rows, seconds, strict=True)]
-            numbers = tuple(map(min, most, paying))
+            taken = [_most_gaining(offers, num_steps, best.rate) for offers in priced]
+            mine = [(offers[place], num) for offers, (place, num) in zip(priced, taken, strict=True)]
             found = Round(
-                numbers,
-                sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True)),
-                num_steps * cost.step_s + sum(num * each for num, each in zip(numbers, draft_s, strict=True)),
-                plain_s + sum(num * each for num, each in zip(numbers, verify_s, strict=True)),
+                tuple([num for _, num in taken]),
+                tuple([place for place, _ in taken]),
+                sum(expected_tokens(each.prospect.acceptance, num) for each, num in mine),
+                num_steps * cost.step_s + sum(num * each.draft_s for each, num in mine),
+                plain_s + sum(num * each.verify_s for each, num in mine),
             )
             if found.rate <= best.rate * (1 + 1e-12):
                 break
             best = found
     return best
+
+
+@dataclass(frozen=True)
+class _Priced:
+    """A prospect, and the seconds that each of its drafts adds to its draft step, and to the step that verifies."""
+
+    prospect: Prospect
+    draft_s: float
+    verify_s: float
+
+    @classmethod
+    def of(cls, prospect: Prospect, cost: WorkCost) -> "_Priced":
+        num_keys = min(prospect.draft_keys, prospect.context)
+        draft_s = cost.token_s + num_keys * cost.key_s if num_keys else 0.0
+        return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
+
+    def best(self, num_steps: int, rate: float) -> tuple[float, int]:
+        """Return the most tokens that drafts add beyond `rate` times their seconds, and how many drafts do."""
+        prospect, seconds = self.prospect, self.draft_s + self.verify_s
+        most = min(prospect.most_drafts, num_steps) if prospect.draft_keys else prospect.most_drafts
+        num = min(most, _num_paying(prospect.acceptance, rate * seconds))
+        return expected_tokens(prospect.acceptance, num) - 1 - rate * num * seconds, num
+
+
+def _most_gaining(offers: Sequence[_Priced], num_steps: int, rate: float) -> tuple[int, int]:
+    """Return the place of the prospect that adds most, of equals the first, and its number of drafts."""
+    found = [each.best(num_steps, rate) for each in offers]
+    place = max(range(len(found)), key=lambda at: found[at][0])
+    num = found[place][1]
+    return (place, num) if num else (0, 0)
 
 
 def _num_paying(acceptance: float, least: float) -> int:

@@ -18,7 +18,7 @@ from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.beside import BesideView
 from generate_workers.speculation.infinigen import InfinigenView
-from generate_workers.speculation.ngrams import NgramDrafter
+from generate_workers.speculation.ngrams import KINDS, NgramDrafter
 from generate_workers.speculation.quest import QuestView
 from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
@@ -31,6 +31,8 @@ from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
 from planning.work_cost import WorkCost
 
+_SELF_ACCEPTED = {0: 0.8}
+"""How often the model's own drafts may be accepted, before any was."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -64,17 +66,17 @@ def make_speculation(
             f"speculation = {name!r} verifies with all KV, and residency {residency.traits.name} attends to a part of "
             "it: use residency device or host, or speculation off"
         )
-    sources = {"ngram": Source(NgramDrafter(), Acceptances(0.5))}
+    sources = {"ngram": Source(NgramDrafter(), Acceptances(KINDS))}
     if all(window is None for window in decoder.config.windows):
         keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = BesideView(residency)
         drafter = SelfDrafter(decoder, view, keeps=config.acceptance == "maximal")
-        sources["streaming"] = Source(drafter, Acceptances(0.8), config.draft_keys)
+        sources["streaming"] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
     if name in CHOOSING:
         drafter = SelfDrafter(decoder, _choosing(name, decoder, slots, config), keeps=config.acceptance == "maximal")
-        sources[name] = Source(drafter, Acceptances(0.8), config.draft_keys)
+        sources[name] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
     if name != "auto" and name not in sources:
         raise ConfigError(
             f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"

@@ -1,18 +1,22 @@
 """Drafts that are looked up in the row's own text: what followed the last few tokens when they last occurred.
 
-No model runs and no KV is read; strong where a text quotes itself, as summaries do (prompt lookup; Saxena, 2023).
+No model runs and no KV is read; strong where a text quotes itself, as summaries do (prompt lookup; Saxena, 2023). The
+more tokens are the same in both places, the more likely the next ones are, too: drafts are of one kind by that number.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
-from generate_workers.speculation.port import DraftWish
+from generate_workers.speculation.port import DraftWish, Offer
 
 LONGEST = 4
 """Tokens of the longest n-gram that is looked up; shorter ones, down to SHORTEST, where that has not occurred."""
 SHORTEST = 2
+KINDS = {2: 0.3, 3: 0.4, 4: 0.6, 8: 0.8, 16: 0.9}
+"""Kinds of drafts: by the least number of tokens that are the same, how often drafts may be accepted before any was."""
 
 
 @dataclass
@@ -45,9 +49,15 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
-    def most_drafts(self, row: Row, wished: int) -> int:
-        """Return how many tokens are known to have followed the row's last ones, at most `wished`."""
-        return len(self._draft(row, wished))
+    def offer(self, row: Row, wished: int) -> Offer:
+        """Offer the tokens that are known to have followed the row's last ones, at most `wished`."""
+        place = self._find(row)
+        if place is None:
+            return Offer(0)
+        token_ids, most = row.token_ids, max(KINDS)
+        alike = zip(reversed(token_ids[max(place - most, 0) : place]), reversed(token_ids[-most:]), strict=False)
+        num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
+        return Offer(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))
 
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return what followed each row's last tokens when they last occurred; nothing for a row of new tokens."""
@@ -58,7 +68,11 @@ class NgramDrafter:
         self._indices.pop(row, None)
 
     def _draft(self, row: Row, num_drafts: int) -> list[int]:
+        place = self._find(row)
+        return [] if place is None else row.token_ids[place : place + num_drafts]
+
+    def _find(self, row: Row) -> int | None:
+        """Return the position behind an earlier occurrence of the row's last tokens."""
         index = self._indices.setdefault(row, _Index())
         index.extend(row.token_ids)
-        place = index.find(row.token_ids)
-        return [] if place is None else row.token_ids[place : place + num_drafts]
+        return index.find(row.token_ids)

@@ -17,11 +17,19 @@ class DraftWish(NamedTuple):
     num_drafts: int
 
 
+class Offer(NamedTuple):
+    """What a Drafter can draft for a row now."""
+
+    num_drafts: int
+    kind: int = 0
+    """Drafts of one kind are accepted alike, as far as the Drafter can tell."""
+
+
 class Drafter(Protocol):
     """Drafts tokens for rows of the batch. Owned by the engine's thread."""
 
-    def most_drafts(self, row: Row, wished: int) -> int:
-        """Return how many of so many wished drafts the row can have now."""
+    def offer(self, row: Row, wished: int) -> Offer:
+        """Return how many of so many wished drafts the row can have now, and of what kind."""
         ...
 
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:

@@ -18,7 +18,7 @@ from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepRows
-from generate_workers.speculation.port import DraftWish
+from generate_workers.speculation.port import DraftWish, Offer
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
 from modeling.forward.sampling import choose, probabilities
 from modeling.forward.selection import StepPicks
@@ -62,9 +62,9 @@ class SelfDrafter:
         self._view = view
         self._keeps = keeps
 
-    def most_drafts(self, row: Row, wished: int) -> int:
-        """Return `wished`: the model always finds a token."""
-        return wished
+    def offer(self, row: Row, wished: int) -> Offer:
+        """Offer `wished` drafts: the model always finds a token."""
+        return Offer(wished)
 
     @torch.inference_mode()
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:

@@ -17,7 +17,7 @@ from generate_workers.engine.speculation import SourceStats, SpeculationStats
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
-from generate_workers.speculation.port import Drafter, DraftWish
+from generate_workers.speculation.port import Drafter, DraftWish, Offer
 from planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
 from planning.step_costs import StepCosts
 from planning.work_cost import NO_WORK, StepWork, drafting_work, verifying_work
@@ -33,6 +33,21 @@ class Source:
     """Keys that a draft step attends to; 0: drafts take no step."""
 
 
+@dataclass(frozen=True)
+class Way:
+    """A way in which a row can be drafted for."""
+
+    source: str
+    """Name of the source of drafts."""
+    kind: int
+    """Kind of the drafts, as the source tells them apart."""
+    prospect: Prospect
+
+    def expected_tokens(self, num_drafts: int) -> float:
+        """Return the tokens that the row gets of a round with as many drafts, as far as it can have them."""
+        return expected_tokens(self.prospect.acceptance, min(num_drafts, self.prospect.most_drafts))
+
+
 class Speculator:
     """Drafts for rows that decode, as many as pay."""
 
@@ -44,9 +59,8 @@ class Speculator:
         clock: Clock,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: by name; a row is drafted for by the one whose drafts are most likely accepted, of equals the
-        first. `fixed_drafts`: drafts of each row in each round, where its request does not say; None: planned by what
-        they cost and bring."""
+        """`sources`: by name; each row is drafted for by the one that brings most, of equals the first. `fixed_drafts`:
+        drafts of each row in each round, where its request does not say; None: planned by what they cost and bring."""
         self._sources = sources
         self._slots = slots
         self._costs = costs
@@ -55,8 +69,8 @@ class Speculator:
         self._counts = {name: DraftCounts(name) for name in sources}
         self.stats = SpeculationStats(sources=self._source_stats())
         """What was drafted so far."""
-        self._source_of: dict[SlotId, str] = {}
-        """Names of the sources of the rows of the next round."""
+        self._way_of: dict[SlotId, Way] = {}
+        """How the rows of the next round are drafted for."""
         self._expected = 0.0, 0.0
         """Tokens and seconds expected of the next round."""
         self._draft_s = self._verifying_since_s = 0.0
@@ -64,17 +78,15 @@ class Speculator:
     def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
         """Return the plan with drafts for the rows where they pay, and with the work that drafts add."""
         decoding = [rows[span.slot] for span in plan.spans if _decodes(span)]
-        found = [self._prospect(row) for row in decoding]
-        self._source_of = {row.slot: name for row, (name, _) in zip(decoding, found, strict=True)}
-        prospects = [prospect for _, prospect in found]
-        numbers = [
-            num if num and self._slots.extend(row.slot, row.num_known + num) is None else 0
-            for row, num in zip(decoding, self._numbers(decoding, prospects), strict=True)
-        ]
-        with_drafts = {row.slot: num for row, num in zip(decoding, numbers, strict=True)}
+        taken = self._take(decoding)
+        self._way_of = {row.slot: way for row, (way, _) in zip(decoding, taken, strict=True)}
+        with_drafts = {
+            row.slot: num if num and self._slots.extend(row.slot, row.num_known + num) is None else 0
+            for row, (_, num) in zip(decoding, taken, strict=True)
+        }
         spans = tuple([replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans])
         drafting, verifying = self._works(spans, with_drafts)
-        tokens = sum(expected_tokens(each.acceptance, num) for each, num in zip(prospects, numbers, strict=True))
+        tokens = sum(expected_tokens(way.prospect.acceptance, with_drafts[slot]) for slot, way in self._way_of.items())
         self._expected = tokens, self._costs.cost.seconds(drafting + verifying)
         plain = StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
         return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafting + verifying - plain))
@@ -84,7 +96,7 @@ class Speculator:
         started_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
         for name, source in self._sources.items():
-            mine = [span for span in plan.spans if span.num_drafts and self._source_of[span.slot] == name]
+            mine = [span for span in plan.spans if span.num_drafts and self._way_of[span.slot].source == name]
             if mine:
                 drafts = source.drafter.draft([DraftWish(rows[span.slot], span.num_drafts) for span in mine])
                 named = [replace(each, source=name) for each in drafts]
@@ -98,7 +110,7 @@ class Speculator:
         verify_s = self._clock.now_s() - self._verifying_since_s
         for slot, (row, num_accepted) in verified.num_accepted.items():
             name, num = drafts[slot].source, len(drafts[slot])
-            self._sources[name].acceptances.took(row, num_accepted, num)
+            self._sources[name].acceptances.took(row, num_accepted, num, self._way_of[slot].kind)
             self._counts[name] += DraftCounts(name, 1, num, num_accepted)
         drafting, verifying = self._works(plan.spans, {slot: len(draft) for slot, draft in drafts.items()})
         tokens, seconds = (0.0, 0.0) if plan.num_prefill_tokens else self._expected
@@ -125,40 +137,47 @@ class Speculator:
             source.drafter.forget(row)
             source.acceptances.forget(row)
 
-    def _numbers(self, rows: Sequence[Row], prospects: Sequence[Prospect]) -> list[int]:
-        """Return the drafts of each row: as its request says, else as configured, else as many as pay."""
+    def _take(self, rows: Sequence[Row]) -> list[tuple[Way, int]]:
+        """Return how each row is drafted for, and its number of drafts: as its request says, else as configured, else
+        as pays most."""
+        ways = [self._ways(row) for row in rows]
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
-        open_rows = [prospect for prospect, num in zip(prospects, fixed, strict=True) if num is None]
-        planned = iter(plan_round(open_rows, self._costs.cost).num_drafts if open_rows else ())
-        return [
-            next(planned) if num is None else min(num, prospect.most_drafts)
-            for prospect, num in zip(prospects, fixed, strict=True)
-        ]
+        open_rows = [[way.prospect for way in each] for each, num in zip(ways, fixed, strict=True) if num is None]
+        planned = plan_round(open_rows, self._costs.cost) if open_rows else None
+        places = iter(() if planned is None else zip(planned.offers, planned.num_drafts, strict=True))
+        taken = []
+        for each, num in zip(ways, fixed, strict=True):
+            if num is None:
+                place, planned_num = next(places)
+                taken.append((each[place], planned_num))
+            else:
+                way = max(each, key=lambda way: way.expected_tokens(num))
+                taken.append((way, min(num, way.prospect.most_drafts)))
+        return taken
 
     def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
         """Return the work of the draft steps, and of the step that verifies these numbers of drafts."""
         rows = [(span.slot, span.tokens.end, num_drafts.get(span.slot, 0)) for span in spans if _decodes(span)]
         drafting = NO_WORK
         for name, source in self._sources.items():
-            mine = [(end, num) for slot, end, num in rows if num and self._source_of[slot] == name]
+            mine = [(end, num) for slot, end, num in rows if num and self._way_of[slot].source == name]
             drafting += drafting_work(mine, source.draft_keys)
         return drafting, verifying_work([(end, num) for _, end, num in rows])
 
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
 
-    def _prospect(self, row: Row) -> tuple[str, Prospect]:
-        """Return the source with which the row's drafts are most likely accepted, and what to expect of it."""
+    def _ways(self, row: Row) -> list[Way]:
+        """Return the ways in which the row can be drafted for; one that drafts nothing, where there is none."""
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
-        offers = [
-            (name, Prospect(row.num_known, source.acceptances.of(row), num_drafts, source.draft_keys))
-            for name, source in self._sources.items()
-            if (num_drafts := source.drafter.most_drafts(row, most)) > 0
-        ]
-        if not offers:
-            return next(iter(self._sources)), Prospect(row.num_known, 0.0, 0, 0)
-        return max(offers, key=lambda offer: offer[1].acceptance)
+        ways = []
+        for name, source in self._sources.items():
+            num_drafts, kind = source.drafter.offer(row, most) if most > 0 else Offer(0)
+            if num_drafts:
+                acceptance = source.acceptances.of(row, kind)
+                ways.append(Way(name, kind, Prospect(row.num_known, acceptance, num_drafts, source.draft_keys)))
+        return ways or [Way(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
 
 
 def _decodes(span: RowSpan) -> bool:

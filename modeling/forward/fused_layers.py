@@ -58,9 +58,7 @@ class FusedLayers:
         is_plain = rows.in_order and rows.lengths_B is not None
         return is_plain and len(rows.tokens_B) == num_tokens <= self._most_rows
 
-    def run(
-        self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None
-    ) -> Tensor:
+    def run(self, hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None = None) -> Tensor:
         """Take hidden states `[T, D]` through all layers, mostly in place; write the rows' new keys and values. With
         `picks` rows, each of one token, attend to those keys."""
         assert isinstance(positions, Rotation), positions

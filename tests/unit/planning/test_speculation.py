@@ -25,16 +25,18 @@ def seconds(rows: list[Prospect], numbers: tuple[int, ...]) -> float:
     return total + COST.seconds(StepWork(len(rows) + sum(numbers), num_keys, num_pairs))
 
 
-def best_by_trying(rows: list[Prospect]) -> float:
+def best_by_trying(offers: list[list[Prospect]]) -> float:
     """The most expected tokens a second of all rounds."""
     rates = []
-    for numbers in itertools.product(*(range(row.most_drafts + 1) for row in rows)):
-        tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
-        rates.append(tokens / seconds(rows, numbers))
+    for rows in map(list, itertools.product(*offers)):
+        for numbers in itertools.product(*(range(row.most_drafts + 1) for row in rows)):
+            tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
+            rates.append(tokens / seconds(rows, numbers))
     return max(rates)
 
 
-def rate_of(rows: list[Prospect], planned: Round) -> float:
+def rate_of(offers: list[list[Prospect]], planned: Round) -> float:
+    rows = [each[place] for each, place in zip(offers, planned.offers, strict=True)]
     tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, planned.num_drafts, strict=True))
     assert planned.num_tokens == pytest.approx(tokens)
     assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts))
@@ -43,13 +45,17 @@ def rate_of(rows: list[Prospect], planned: Round) -> float:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_round_is_the_best_of_all(seed: int) -> None:
+    """Of rows that can be drafted for in one way, or in two."""
     chance = random.Random(seed)
-    rows = [
-        Prospect(
-            chance.randrange(100, 9000), chance.uniform(0.1, 0.95), chance.randrange(0, 5), chance.choice((0, 256))
+    rows = []
+    for _ in range(4):
+        context, num_offers = chance.randrange(100, 9000), chance.choice((1, 2))
+        rows.append(
+            [
+                Prospect(context, chance.uniform(0.1, 0.95), chance.randrange(0, 4), chance.choice((0, 256)))
+                for _ in range(num_offers)
+            ]
         )
-        for _ in range(4)
-    ]
     assert rate_of(rows, plan_round(rows, COST)) >= best_by_trying(rows) * (1 - 1e-9)
 
 
@@ -57,20 +63,29 @@ def test_a_round_is_the_best_of_all(seed: int) -> None:
 def test_equal_rows_get_the_best_equal_number(acceptance: float) -> None:
     rows = [Prospect(4096, acceptance, 8, 256)] * 16
     rates = [16 * expected_tokens(acceptance, num) / seconds(rows, (num,) * 16) for num in range(9)]
-    assert plan_round(rows, COST).rate >= max(rates) * (1 - 1e-9)
+    assert plan_round([[row] for row in rows], COST).rate >= max(rates) * (1 - 1e-9)
 
 
 def test_drafts_that_do_not_pay_are_not_made() -> None:
     short = [Prospect(256, 0.8, 8, 256)]
-    assert plan_round(short, COST).num_drafts == (0,)
+    assert plan_round([short], COST).num_drafts == (0,)
     hopeless = [Prospect(8000, 0.0, 8, 256)] * 16
-    assert set(plan_round(hopeless, COST).num_drafts) == {0}
-    assert plan_round([Prospect(8000, 0.9, 0, 256)] * 3, COST).num_drafts == (0, 0, 0)
+    assert set(plan_round([[row] for row in hopeless], COST).num_drafts) == {0}
+    assert plan_round([[Prospect(8000, 0.9, 0, 256)]] * 3, COST).num_drafts == (0, 0, 0)
+
+
+def test_a_row_takes_the_way_that_brings_most_for_its_time() -> None:
+    """Drafts that take no step, where each is less likely accepted, unless it is too unlikely."""
+    own = Prospect(1000, 0.9, 8, 256)
+    for acceptance, place in ((0.7, 1), (0.05, 0)):
+        planned = plan_round([[own, Prospect(1000, acceptance, 8, 0)]] * 16, COST)
+        assert set(planned.offers) == {place}
+        assert min(planned.num_drafts) > 0
 
 
 def test_more_drafts_for_rows_that_accept_more() -> None:
     rows = [Prospect(4096, acceptance, 8, 256) for acceptance in (0.5, 0.7, 0.9)] * 4
-    numbers = plan_round(rows, COST).num_drafts
+    numbers = plan_round([[row] for row in rows], COST).num_drafts
     assert numbers[0] <= numbers[1] <= numbers[2]
     assert numbers[2] > 0
 
