@@ -12,8 +12,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.forecasts import speculation
 from deploy.forecasts.plan_options import find_chip, find_model
-from deploy.forecasts.plan_results import StepCell, StepForecast
+from deploy.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
 from planning.study.chips import CHIPS, Chip
@@ -36,6 +37,9 @@ the roofline of "How To Scale Your Model", part 7:
 By an accelerator's data sheet that is a lower bound. --hardware here measures this machine with the decoder itself, a
 few seconds, and predicts what its steps take. Baton runs on CPUs only; other hardware is for comparison.
 
+With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
+docs/speculation_curves.md). An upper bound, on all hardware.
+
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
 file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
 
@@ -44,6 +48,7 @@ examples:
   baton plan llama-3.1-8b --hardware H100 --context 8k
   baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
   baton plan smollm2-135m --hardware here --threads 2
+  baton plan llama-3.1-8b --hardware a100 --chips 8 --speculation --acceptance 0.82 --draft-keys 512 --plot gains.png
   baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
 
 
@@ -74,6 +79,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     hardware.add_argument("--hardware", default="h100", metavar="NAME", help=known)
     hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
     hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
+    speculation.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -83,10 +89,12 @@ def run(args: argparse.Namespace) -> int:
     from rich.console import Console
 
     plan = make_plan(args)
+    console = Console(highlight=False)
     if args.json:
         print(json.dumps(asdict(plan)))
+    elif isinstance(plan, SpeculationForecast):
+        speculation.show(plan, console)
     else:
-        console = Console(highlight=False)
         console.print(f"[bold]{plan.title}[/]", soft_wrap=True)
         console.print(summary(plan), "")
         console.print(
@@ -95,17 +103,23 @@ def run(args: argparse.Namespace) -> int:
         console.print(cells_table(plan, "tokens/s, all rows", lambda cell: _short(cell.tokens_s)), "")
         console.print("(in brackets: does not fit)  largest part: k KV, w weights, c computing, o other", style="dim")
     if args.plot is not None:
-        from deploy.forecasts.plan_plot import draw
+        from deploy.forecasts.plan_plot import draw, draw_speculation
 
-        draw(plan, args.plot)
+        if isinstance(plan, SpeculationForecast):
+            draw_speculation(plan, args.plot)
+        else:
+            draw(plan, args.plot)
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> StepForecast:
+def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast:
     """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
+    speculation.check_options(args)
     batches = option_values.counts("--batch", args.batch, MAX_BATCH)
     contexts = option_values.counts("--context", args.context, MAX_TOKENS)
     num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)
+    if args.speculation:
+        return speculation.make_forecast(args, batches, contexts, num_chips)
     named = find_model(args)
     hardware, chip = find_chip(args, named.shape)
     return StepForecast(

@@ -1,7 +1,10 @@
 """How long a generation step must take: the roofline of inference ("How To Scale Your Model", part 7). Pure.
 
   step = batch * KV bytes / bandwidth  +  max(2 * batch * parameters / FLOP/s, weight bytes / bandwidth)
-         attention: always reads              matrices: read, or compute from the critical batch on
+         attention: reads                     matrices: read, or compute from the critical batch on
+
+A step of q tokens a row, as one that verifies drafts, computes q times as much and reads the same; its attention takes
+the longer of reading KV and comparing queries with keys. With one token a row that is reading on every known chip.
 
 On n chips all rates and the memory are n times those of one chip: weights and KV are assumed to be spread evenly, and
 communication between chips to take no time. A measured machine adds what a roofline leaves out
@@ -33,6 +36,8 @@ class ServedModel:
     """Parameters that one token passes through; None: all."""
     experts_per_active: float = 1
     """In a mixture of experts, all experts divided by those that a token passes through."""
+    pair_flops: float = 0
+    """FLOPs of comparing one query with one key in all layers; 0: attention's arithmetic does not count."""
 
     def __post_init__(self) -> None:
         for name in ("num_params", "kv_token_bytes", "weight_bytes", "num_layers", "experts_per_active"):
@@ -57,10 +62,12 @@ class ServedModel:
 
     def kv_read_bytes(self, context: int) -> float:
         """Return the bytes of KV that a step reads of a sequence of `context` tokens: windows hide the rest."""
-        if not self.windows:
-            return self.kv_bytes(context)
-        seen = sum(context if window is None else min(context, window) for window in self.windows)
-        return self.kv_token_bytes * seen / self.num_layers
+        return self.kv_token_bytes * self.keys_seen(context)
+
+    def keys_seen(self, context: int) -> float:
+        """Return how many of `context` keys a token attends to, in the mean of all layers."""
+        seen = [context if window is None else min(context, window) for window in self.windows]
+        return sum(seen) / self.num_layers if seen else context
 
 
 @dataclass(frozen=True)
@@ -92,6 +99,7 @@ def served(
         num_layers=shape.num_layers,
         active_params=others + shape.num_layers * ffn * mixture.num_active,
         experts_per_active=mixture.num_experts / mixture.num_active,
+        pair_flops=shape.num_layers * shape.pair_flops,
     )
 
 
@@ -111,7 +119,7 @@ class StepTime:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole step, which makes one token for each row."""
+        """Seconds of the whole step."""
         return self.attention_s + self.linear_s + self.other_s
 
     @property
@@ -121,13 +129,18 @@ class StepTime:
         return max(parts, key=lambda name: parts[name])
 
 
-def step_time(model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1) -> StepTime:
-    """Return the parts of a step of `batch` rows with `context` tokens, which reads all experts of a mixture."""
+def step_time(
+    model: ServedModel, chip: Chip, *, batch: int, context: int, num_chips: int = 1, num_queries: int = 1
+) -> StepTime:
+    """Return the parts of a step of `batch` rows with `context` tokens, which reads all experts of a mixture.
+    `num_queries`: tokens of each row that the step computes, all of which attend to the whole context."""
     read_s = model.all_weight_bytes / (chip.memory_bandwidth * num_chips)
-    compute_s = batch * model.token_flops / (chip.flops * num_chips)
+    compute_s = batch * num_queries * model.token_flops / (chip.flops * num_chips)
     shorter, longer = sorted((read_s, compute_s))
+    kv_s = batch * model.kv_read_bytes(context) / ((chip.kv_bandwidth or chip.memory_bandwidth) * num_chips)
+    pairs_s = batch * num_queries * model.keys_seen(context) * model.pair_flops / (chip.flops * num_chips)
     return StepTime(
-        attention_s=batch * model.kv_read_bytes(context) / ((chip.kv_bandwidth or chip.memory_bandwidth) * num_chips),
+        attention_s=max(kv_s, pairs_s),
         read_s=read_s,
         compute_s=compute_s,
         linear_s=longer + (1 - chip.overlap) * shorter,
