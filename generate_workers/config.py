@@ -20,7 +20,7 @@ EvictionName = Literal["counter", "lru", "fifo"]
 EVICTIONS: tuple[EvictionName, ...] = get_args(EvictionName)
 """Names of the ways to evict tokens from a pool of KV."""
 AcceptanceName = Literal["coupled", "maximal"]
-SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "quest", "topk", "ngram"]
+SpeculationName = Literal["off", "auto", "streaming", "snapkv", "infinigen", "quest", "topk", "ngram", "model"]
 
 
 @settings
@@ -50,13 +50,15 @@ class EngineConfig:
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
     speculation: SpeculationName = "off"
-    """Source of drafts: off, the text (ngram), the model over few keys (others; quest, topk: comparators), or auto."""
+    """Source of drafts: off, the text (ngram), draft_model (model), the model over few keys (others), or auto."""
+    draft_model: str = ""
+    """Name, folder or GGUF file of the model that drafts, with speculation model: small, with the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0
     """Tokens drafted for a row between two steps; 0: as many as pay."""
     acceptance: AcceptanceName = "coupled"
     """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft by the model attends to; snapkv to up to half more, as a row grows between two selections."""
+    """Keys that a draft by a model attends to; snapkv to up to half more, as a row grows between two selections."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 
@@ -65,5 +67,18 @@ class EngineConfig:
         if self.pool_tokens and not POLICIES[self.residency].has_pool:
             raise ValueError(
                 f"pool_tokens = {self.pool_tokens} means nothing to residency {self.residency}: use 0, or {POOLED}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_draft_model_drafts(self) -> Self:
+        if self.speculation == "model" and not self.draft_model:
+            raise ValueError(
+                "draft_model is empty: name a smaller model with the same tokenizer, or use speculation off"
+            )
+        if self.draft_model and self.speculation != "model":
+            raise ValueError(
+                f"draft_model = {self.draft_model!r} means nothing to speculation {self.speculation}: use speculation"
+                " model, or leave it empty"
             )
         return self

@@ -16,6 +16,8 @@ from baton.process.garbage import collect_rarely
 from baton.settings.place import WorkerPlace
 from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
+from modeling.checkpoints.weights import load_decoder
+from modeling.forward.decoder import Decoder
 from modeling.hosting import load, prefix_options, sweep_node
 from planning.step_times import load_kept
 from planning.work_cost import WorkCost
@@ -36,6 +38,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationSe
         host=place.host,
         num_engines=place.num_engines,
         cost=measured_cost(place),
+        draft_model=await asyncio.to_thread(_load_draft_model, place, config, decoder, tokenizer),
         **prefix_options(place),
     )
     if place.cores:  # no other process shares them: what pushes take of them would delay tokens
@@ -54,3 +57,24 @@ def measured_cost(place: WorkerPlace) -> WorkCost | None:
         logger.warning("drafts are planned by nominal costs at first: %s", error)
         return None
     return None if found is None or not found.is_measured else found.cost
+
+
+def _load_draft_model(
+    place: WorkerPlace, config: EngineConfig, decoder: Decoder, tokenizer: Tokenizer
+) -> Decoder | None:
+    """Load the model that drafts, in the formats of the model itself; None where none is configured. Blocks. Raises
+    ModelError, and ConfigError for a model whose tokens are not those of the model itself."""
+    if not config.draft_model:
+        return None
+    folder = Path(config.draft_model)
+    draft_model = load_decoder(folder, dtype=place.dtype, quantization=place.quantization)
+    sizes = draft_model.config.vocab_size, decoder.config.vocab_size
+    if sizes[0] != sizes[1]:
+        what = f"vocabularies of {sizes[0]} and {sizes[1]} tokens"
+    elif not tokenizer.has_tokens_of(Tokenizer.load(folder)):
+        what = "different tokenizers"
+    else:
+        return draft_model
+    raise ConfigError(
+        f"draft_model {folder} and the model {place.model_folder} have {what}: use a draft_model of the same family"
+    )

@@ -197,19 +197,20 @@ class GenerationServer:
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
         cost: WorkCost | None = None,
+        draft_model: Decoder | None = None,
     ) -> Self:
         """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
         may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
         answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
-        this one included, share the machine's memory. `cost`: what steps were measured to cost, if they were. Raises
-        ConfigError when it cannot listen there or make that folder, for memory that cannot be had, and for speculation
-        that cannot be."""
-        memory = make_memory(decoder, config, num_engines)
+        this one included, share the machine's memory. `cost`: what steps were measured to cost, if they were.
+        `draft_model`: the one that the configuration names. Raises ConfigError when it cannot listen there or make that
+        folder, for memory that cannot be had, and for speculation that cannot be."""
+        memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
         server = make_server()
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         # may refuse: nothing of the store is open yet
-        speculation = make_speculation(decoder, slots, config, clock, cost)
+        speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
         prefixes = None
         if prefix_folder is not None:
             prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)

@@ -61,19 +61,21 @@ def expected_tokens(acceptance: float, num_drafts: int) -> float:
     return num_drafts + 1 if acceptance == 1 else (1 - acceptance ** (num_drafts + 1)) / (1 - acceptance)
 
 
-def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost) -> Round:
+def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost, draft_cost: WorkCost | None = None) -> Round:
     """Return the round with the most expected tokens a second; of equal rounds the one with fewer draft steps. A row
     has one prospect or more, of which one is taken: the ways in which it can be drafted for, all of one context.
+    `draft_cost`: what draft steps cost, where another model runs them; None: as much as other steps.
 
     For a given number of draft steps, each further draft of a row adds its share of the expected tokens, which falls
     with every draft, and a fixed time. At a rate of r tokens a second a draft pays while it adds more than r times its
     seconds, and a row takes the prospect that adds most beyond that; the best rate is found by doing so at the rate
     reached before (Dinkelbach, 1967).
     """
+    drafting = draft_cost or cost
     num_keys = sum(offers[0].context for offers in rows)
     plain_s = cost.step_s + len(rows) * cost.token_s + num_keys * cost.key_s
     best = Round((0,) * len(rows), (0,) * len(rows), float(len(rows)), 0.0, plain_s)
-    priced = [[_Priced.of(each, cost) for each in offers] for offers in rows]
+    priced = [[_Priced.of(each, cost, drafting) for each in offers] for offers in rows]
     most_steps = max((each.most_drafts for offers in rows for each in offers if each.draft_keys), default=0)
     for num_steps in range(most_steps + 1):
         while True:
@@ -83,7 +85,7 @@ def plan_round(rows: Sequence[Sequence[Prospect]], cost: WorkCost) -> Round:
                 tuple([num for _, num in taken]),
                 tuple([place for place, _ in taken]),
                 sum(expected_tokens(each.prospect.acceptance, num) for each, num in mine),
-                num_steps * cost.step_s + sum(num * each.draft_s for each, num in mine),
+                num_steps * drafting.step_s + sum(num * each.draft_s for each, num in mine),
                 plain_s + sum(num * each.verify_s for each, num in mine),
             )
             if found.rate <= best.rate * (1 + 1e-12):
@@ -101,9 +103,9 @@ class _Priced:
     verify_s: float
 
     @classmethod
-    def of(cls, prospect: Prospect, cost: WorkCost) -> "_Priced":
+    def of(cls, prospect: Prospect, cost: WorkCost, drafting: WorkCost) -> "_Priced":
         num_keys = min(prospect.draft_keys, prospect.context)
-        draft_s = cost.token_s + num_keys * cost.key_s if num_keys else 0.0
+        draft_s = drafting.token_s + num_keys * drafting.key_s if num_keys else 0.0
         return cls(prospect, draft_s, cost.token_s + prospect.context * cost.pair_s)
 
     def best(self, num_steps: int, rate: float) -> tuple[float, int]:

@@ -68,6 +68,11 @@ class Tokenizer:
         content = f"{self._core.to_str()}/{self._hf.chat_template}"
         return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
+    def has_tokens_of(self, other: "Tokenizer") -> bool:
+        """Return whether both tokenizers mean the same tokens by the same ids, those that were added included."""
+        mine, theirs = (each._core.get_vocab(with_added_tokens=True) for each in (self, other))
+        return bool(mine == theirs)
+
     def min_tokens(self, text: str) -> int:
         """Return a lower bound on the number of tokens of `text`, within milliseconds for megabytes. Returns 0 for a
         tokenizer that is not known to keep every byte of a text (`text.token_bounds`)."""

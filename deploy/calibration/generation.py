@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from baton import Client
+    from baton.cluster_state import ClusterState
     from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.calibration.rounds import Measured
     from deploy.calibration.steps import Grid
     from planning.step_times import StepTimes
 
 _ANSWER_S = 10.0
+_DRAFT_MODEL = "model"
+"""Source of drafts whose steps are those of another model (`generate.draft_model`)."""
 
 
 def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningStub", console: "Console") -> str:
@@ -33,7 +36,7 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
     from deploy.options.screen import progress
     from planning.step_times import dumps, loads, tabulate
 
-    grid, draft_keys, rng = _grid(args, client), _draft_keys(client), Random()
+    grid, draft_keys, rng = _grid(args, client), draft_keys_of(client.cluster_state()), Random()
     origin = loads(stub.GetStepTimes(pb.GetStepTimesRequest(), timeout=_ANSWER_S).step_times, "cluster")
     with progress(console, "measuring", sum(map(grid.work, grid.cells)) * args.repeats) as done:
         seconds = measure_steps(client, grid, repeats=args.repeats, rng=rng, done=done)
@@ -49,10 +52,12 @@ def measured_steps(args: argparse.Namespace, client: "Client", stub: "PlanningSt
     return dumps(times)
 
 
-def _draft_keys(client: "Client") -> dict[str, int]:
-    """Return the sources of drafts that generation groups have, each with the keys that a draft step attends to."""
-    groups = [group.generation for group in client.cluster_state().groups if group.generation is not None]
-    return {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
+def draft_keys_of(state: "ClusterState") -> dict[str, int]:
+    """Return the sources of drafts that generation groups have, each with the keys that a draft step attends to. Drafts
+    of a draft model are left out: its steps are not those that are measured."""
+    groups = [group.generation for group in state.groups if group.generation is not None]
+    sources = {each.counts.source: each.draft_keys for group in groups for each in group.speculation.sources}
+    return {name: num_keys for name, num_keys in sources.items() if name != _DRAFT_MODEL}
 
 
 def _grid(args: argparse.Namespace, client: "Client") -> "Grid":
@@ -96,7 +101,7 @@ def _show_rounds(times: "StepTimes", rounds: "list[Measured]", has_drafts: bool,
     from rich.table import Table
 
     if not rounds:
-        why = "no row had drafts" if has_drafts else "no group speculates (generate.speculation)"
+        why = "no row had drafts" if has_drafts else "no group drafts, or only by a draft model (generate.speculation)"
         console.print(f"{why}: what comparing further queries with a key costs is taken over from the former table")
         return
     console.print("rounds: steps that draft, and the one that verifies; median milliseconds")

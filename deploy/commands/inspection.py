@@ -52,10 +52,11 @@ def print_findings(args: argparse.Namespace) -> int:
 
     from deploy.config.file import load_config
     from deploy.machine.doctor import Verdict, examine, inspect_machine, measure_rates
-    from deploy.machine.model_folder import resolve_folder
+    from deploy.machine.model_folder import resolve_drafts, resolve_folder
 
-    config = load_config(args.config, args.set)
-    folder = resolve_folder(config.model.name, config.model.cache, Console(stderr=True))
+    config, console = load_config(args.config, args.set), Console(stderr=True)
+    folder = resolve_folder(config.model.name, config.model.cache, console)
+    config = resolve_drafts(config, console)
     machine = inspect_machine()
     findings = examine(config, folder, machine)
     if not config.ray.address:

@@ -32,7 +32,7 @@ from deploy.config.cluster import ClusterConfig
 from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
 from deploy.machine.doctor import examine, inspect_machine, require
-from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
 
 _POLL_S = 0.2
 _SPARE = 64
@@ -49,6 +49,7 @@ def serve(args: argparse.Namespace) -> int:
         state = "is running" if earlier.launcher_lives else "was not stopped"
         raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
     folder = resolve_folder(config.model.name, config.model.cache, console)
+    config = resolve_drafts(config, console)
     require(examine(config, folder, inspect_machine()))
     if config.prefill.calibration and not config.ray.address:
         from deploy.machine.calibrations import served_calibration  # imports torch

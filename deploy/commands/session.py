@@ -21,7 +21,7 @@ from deploy.commands.timeline import draw_timeline
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import LocalCluster
 from deploy.machine.limits import tokens_of_slot
-from deploy.machine.model_folder import prepare_kernels, resolve_folder
+from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
 from orchestrator.requests.record import Finished, Started
 from orchestrator.requests.request import Request
 from text.tokenizer import Tokenizer
@@ -31,6 +31,7 @@ def run_session(config: ClusterConfig, prompt: str, params: SamplingParams, args
     """Answer one prompt as the options of `baton local` say; return the exit status."""
     console = Console(stderr=True)
     folder = resolve_folder(config.model.name, config.model.cache, console)
+    config = resolve_drafts(config, console)
     kernels = prepare_kernels(console)
     tokenizer = Tokenizer.load(folder)
     ids = tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else tokenizer.encode(prompt)

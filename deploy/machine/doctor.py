@@ -95,14 +95,19 @@ def versions() -> Finding:
 
 
 def check_model(config: ClusterConfig, folder: Path) -> Finding:
-    """Check that the model's folder holds the files that are needed."""
-    missing = [name for name in ("config.json", "tokenizer.json") if not (folder / name).is_file()]
-    if not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors")
-    if missing:
-        return Finding("model", Verdict.FAILED, f"{folder} lacks {', '.join(missing)}: set model.name to a whole model")
-    size = weight_bytes(folder, config.model.dtype) / GIB
-    return Finding("model", Verdict.OK, f"{folder}, {size:.2f} GiB as {config.model.dtype}")
+    """Check that the model's folder, and that of a model that drafts, hold the files that are needed."""
+    folders = {"model.name": folder}
+    if config.generate.draft_model:
+        folders["generate.draft_model"] = Path(config.generate.draft_model)
+    found = []
+    for field, each in folders.items():
+        missing = [name for name in ("config.json", "tokenizer.json") if not (each / name).is_file()]
+        if not any(each.glob("*.safetensors")):
+            missing.append("*.safetensors")
+        if missing:
+            return Finding("model", Verdict.FAILED, f"{each} lacks {', '.join(missing)}: set {field} to a whole model")
+        found.append(f"{each}, {weight_bytes(each, config.model.dtype) / GIB:.2f} GiB as {config.model.dtype}")
+    return Finding("model", Verdict.OK, "; drafts by ".join(found))
 
 
 def check_selection(config: ClusterConfig) -> Finding:
@@ -144,6 +149,8 @@ def check_cores(config: ClusterConfig, machine: Machine) -> Finding:
 def check_memory(config: ClusterConfig, folder: Path, machine: Machine) -> Finding:
     """Check that the weights of all workers fit in memory, and warn when the KV does not fit beside them."""
     needed = config.num_workers * (weight_bytes(folder, config.model.dtype) + WORKER_BYTES)
+    if config.generate.draft_model:
+        needed += config.generate.num_groups * weight_bytes(Path(config.generate.draft_model), config.model.dtype)
     text = f"{machine.available_bytes / GIB:.1f} GiB available, {needed / GIB:.1f} GiB for {config.num_workers} workers"
     if needed > machine.available_bytes:
         remedy = "use fewer ranks or groups, a smaller model, or bfloat16"

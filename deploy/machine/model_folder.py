@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from baton.errors import ConfigError
 from baton.types import KernelChoice
+from deploy.config.cluster import ClusterConfig
 from modeling.checkpoints.catalog import resolve_model
 from modeling.kernels import native
 from modeling.kernels.kept_choice import load_choice
@@ -32,6 +34,15 @@ def resolve_folder(model: str, cache: Path, console: Console) -> Path:
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def resolve_drafts(config: ClusterConfig, console: Console) -> ClusterConfig:
+    """Return the configuration with the folder of `generate.draft_model` in place of its name, found or made as
+    `resolve_folder` does; the same one without a draft model. Blocks. Raises ModelError of one line."""
+    if not config.generate.draft_model:
+        return config
+    folder = resolve_folder(config.generate.draft_model, config.model.cache, console).absolute()
+    return replace(config, generate=replace(config.generate, draft_model=str(folder)))
 
 
 def prepare_kernels(console: Console) -> tuple[KernelChoice, ...]:

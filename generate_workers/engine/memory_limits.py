@@ -3,53 +3,89 @@
 `servicer` calls `make_memory` once, before it makes the slots.
 """
 
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from baton.errors import ConfigError
 from baton.process.memory import free_bytes
 from generate_workers.config import EngineConfig
 from generate_workers.engine.step_runner import weight_bytes
+from generate_workers.residency.beside import Beside
 from generate_workers.residency.policies import SelectionSource, make_residency
 from generate_workers.residency.port import DraftKeys, KvShape, Residency
 from generate_workers.residency.sparse.pool import Eviction, PoolSize
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from modeling.forward.decoder import Decoder
+from modeling.kv.memory import memory_on
 from planning.speculation import MOST_DRAFTS
 
 _SHARE = 0.5
 """Largest part of the free memory for KV of all engines by default: weights and other processes need some too."""
 
 
-def make_memory(decoder: Decoder, config: EngineConfig, num_engines: int = 1) -> KvMemory:
-    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. Raises ConfigError for
-    an unknown policy or memory that cannot be had, ModelError when the file of `baton prepare` is missing."""
-    drafts = None if config.speculation in ("off", "ngram") else DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+def make_memory(
+    decoder: Decoder, config: EngineConfig, num_engines: int = 1, *, draft_model: Decoder | None = None
+) -> KvMemory:
+    """Make a group's KV memory as configured, for one of `num_engines` that share the machine. What
+    `draft_model` takes comes off its limits. Raises ConfigError for an unknown policy or memory that cannot be had,
+    ModelError when the file of `baton prepare` is missing."""
+    drafts = None if config.speculation in ("off", "ngram", "model") else DraftKeys.of(config.draft_keys, MOST_DRAFTS)
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
     source = SelectionSource(decoder, path, pool, serves_drafts=config.speculation == "infinigen")
     residency = make_residency(config.residency, shape, decoder.device, source)
-    limits = memory_limits(config, residency, weight_bytes(decoder.weights), num_engines)
+    taken = TakenBytes(weight_bytes(decoder.weights))
+    if draft_model is not None:
+        taken = _with_drafts(taken, draft_model, config)
+    limits = memory_limits(config, residency, taken, num_engines)
     return KvMemory(residency, shape, limits, config.growth_tokens)
 
 
-def memory_limits(
-    config: EngineConfig, residency: Residency, num_weight_bytes: int, num_engines: int = 1
-) -> MemoryLimits:
-    """Return the limits of KV. Raises ConfigError when weights, or one token's KV, exceed the device's memory."""
+@dataclass(frozen=True)
+class TakenBytes:
+    """Memory that is not there for the KV of rows."""
+
+    weights: int
+    """Bytes of the weights of all models."""
+    draft_kv: int = 0
+    """Bytes of a draft model's KV, of all slots together."""
+
+    def __str__(self) -> str:
+        """Return in words what takes so much."""
+        text = f"weights take {self.weights}"
+        return f"{text} and the KV of drafts {self.draft_kv}" if self.draft_kv else text
+
+
+def memory_limits(config: EngineConfig, residency: Residency, taken: TakenBytes, num_engines: int = 1) -> MemoryLimits:
+    """Return the limits of KV. Raises ConfigError when what is taken, or one token's KV, exceeds them."""
     kv_bytes = config.kv_memory_bytes
-    if not kv_bytes:
+    if kv_bytes:
+        kv_bytes -= taken.draft_kv
+        if kv_bytes <= 0:
+            raise ConfigError(
+                f"kv_memory_bytes = {config.kv_memory_bytes} is out of range: the KV of drafts takes {taken.draft_kv},"
+                " use more, or fewer draft_keys"
+            )
+    else:
         all_slots = residency.bytes_for(config.max_slot_tokens).home * config.num_slots
-        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // num_engines)
+        kv_bytes = min(all_slots, int(_SHARE * free_bytes()) // num_engines - taken.draft_kv)
     device_bytes = None
     if config.device_memory_bytes:
-        device_bytes = config.device_memory_bytes - num_weight_bytes
+        device_bytes = config.device_memory_bytes - taken.weights - taken.draft_kv
         if device_bytes <= 0:
-            raise ConfigError(
-                f"device_memory_bytes = {config.device_memory_bytes} is out of range: weights take {num_weight_bytes}, "
-                "use more"
-            )
+            raise ConfigError(f"device_memory_bytes = {config.device_memory_bytes} is out of range: {taken}, use more")
     limits = MemoryLimits(kv_bytes, device_bytes)
     if limit := limits.exceeded_by(residency.bytes_for(1)):
         raise ConfigError(f"{limit}, less than one token of KV takes: raise it")
     return limits
+
+
+def _with_drafts(taken: TakenBytes, draft_model: Decoder, config: EngineConfig) -> TakenBytes:
+    """Return what is taken with a draft model: its weights, and the most KV that it keeps for all slots."""
+    keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    kv = Beside(draft_model.layout, partial(memory_on, device=draft_model.device), keys)
+    return TakenBytes(
+        taken.weights + weight_bytes(draft_model.weights), config.num_slots * kv.bytes_for(config.max_slot_tokens)
+    )

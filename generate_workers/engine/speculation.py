@@ -40,12 +40,15 @@ class SpeculationStats:
     predicted_s: float = 0.0
     """Seconds predicted for the latest round; 0 for a round whose step also prefilled."""
     measured_s: float = 0.0
-    """Seconds that the latest round took."""
+    """Seconds that the latest round's draft steps and the step that verified took."""
     num_draft_steps: int = 0
     """Forwards of the latest round that made drafts."""
     num_draft_kv_bytes: int = 0
     """Bytes of KV that those forwards read, in all layers, if they attended to `draft_keys` keys of each row: choosing
-    keys reads more, and so do drafts over keys that were chosen rounds ago."""
+    keys reads more, and so do drafts over keys that were chosen rounds ago. What a draft model takes in of a row before
+    its first draft is not counted."""
+    num_draft_weight_bytes: int = 0
+    """Bytes of weights that those forwards read, of the model that drafts."""
     sources: tuple[SourceStats, ...] = ()
     """Each way to draft that the engine has."""
 

@@ -25,7 +25,7 @@ class StepStats:
     num_kv_bytes: int
     """Bytes of KV that attention read, in all layers, for drafts and for verifying them."""
     num_weight_bytes: int
-    """Bytes of weights, each read once, and once more for each draft step."""
+    """Bytes of weights: those of the model once, and for each draft step those of the model that drafts."""
     num_link_bytes: int
     """Bytes copied between host and device, those for drafts included."""
     num_drafts: int = 0

@@ -7,7 +7,8 @@ A step that decodes B rows whose sequences have C tokens in sum, and prefills be
                               and keys that take as many FLOPs
 
 Where rows have drafts, decoding alone is a round: the steps that draft, and more tokens and pairs in the step that
-verifies (`planning.work_cost`). The next round is expected to have as many drafts a row as the latest.
+verifies (`planning.work_cost`). Steps of a draft model are not such work: their predicted seconds are added. The next
+round is expected to have as many drafts a row as the latest.
 
 The first line is fitted to the latest steps that only decoded, some of each batch size, so that it holds for sizes that
 were not seen for a while. The rate follows the latest steps that prefilled: the time of such a step, divided by the
@@ -33,7 +34,8 @@ _GAIN = 0.2
 _MOST_OVER = 2.0
 """Largest factor over the predicted seconds that counts: a longer step was perhaps held up by something else."""
 _LEAST_SHARE = 0.05
-"""Least part of the first prefilling step's time that counts as prefill: a rate of zero could not be scaled."""
+"""Least part of a step's time that counts as prefill in the first step that prefills, and as the model's own beside
+steps of a draft model: a rate or cost of zero could not be scaled."""
 _MOST_MIXED = 32
 """Number of mixed steps, whose time cannot be divided between the two, after which one step only decodes."""
 
@@ -46,18 +48,23 @@ class Decoding:
     num_tokens: int
     """Tokens that the decode rows attend to, in sum."""
     drafts: StepWork = NO_WORK
-    """Work that drafts add: the steps that make them, and their verifying."""
+    """Work that drafts add: their verifying, and the steps of the model itself that make them."""
+    draft_model_s: float = 0.0
+    """Predicted seconds of the draft steps of another model, whose costs are not those of this one."""
 
     @property
     def work(self) -> StepWork:
-        """Return all work of the round: of drafting, and of the step that verifies."""
+        """Return all work of the model in the round: of drafting, and of the step that verifies."""
         return StepWork.plain(self.num_rows, self.num_tokens) + self.drafts
 
     def drafting_as(self, other: "Decoding") -> "Decoding":
         """Return these rows with as many drafts a row as `other`, which has some rows."""
         share, drafts = self.num_rows / other.num_rows, other.drafts
         tokens, keys, pairs = (round(share * part) for part in (drafts.num_tokens, drafts.num_keys, drafts.num_pairs))
-        return replace(self, drafts=StepWork(tokens, keys, pairs, drafts.num_steps))
+        added = StepWork(tokens, keys, pairs, drafts.num_steps)
+        return replace(
+            self, drafts=added, draft_model_s=other.draft_model_s
+        )  # mostly of reading weights, which rows share
 
 
 NO_DECODING = Decoding(0, 0)
@@ -113,7 +120,7 @@ class StepBound:
             return None
         if self._fit is None:
             self._fit = self._fitted()
-        return self._fit.seconds(decoding.work)
+        return self._fit.seconds(decoding.work) + decoding.draft_model_s
 
     def prefill_s(self, work: float) -> float | None:
         """Return the predicted seconds that so much prefill adds to a step; None before a step has prefilled."""
@@ -163,5 +170,9 @@ class StepBound:
         self._fit = None
 
     def _fitted(self) -> WorkCost:
-        steps = [(each.work, seconds) for latest in self._decoded.values() for each, seconds in latest]
+        steps = [
+            (each.work, max(seconds - each.draft_model_s, _LEAST_SHARE * seconds))
+            for latest in self._decoded.values()
+            for each, seconds in latest
+        ]
         return fit_work(steps, WorkCost(0.0, 0.0, 0.0, 0.0))[0]

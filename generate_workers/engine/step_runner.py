@@ -55,7 +55,7 @@ class StepRunner:
             num_prefill_tokens=plan.num_prefill_tokens,
             duration_s=duration_s,
             num_kv_bytes=self._num_kv_bytes + round.num_draft_kv_bytes,
-            num_weight_bytes=self._num_weight_bytes * (1 + round.num_draft_steps),
+            num_weight_bytes=self._num_weight_bytes + round.num_draft_weight_bytes,
             num_link_bytes=self._residency.num_link_bytes - self._num_link_bytes,
             num_drafts=self._num_drafts,
             num_draft_kv_bytes=round.num_draft_kv_bytes,

@@ -1,7 +1,8 @@
-"""A copy of a row's first and latest KV on the device, for drafts of a row whose KV lives at home.
+"""A row's first and latest KV on the device, for drafts: a copy where the row's KV lives at home, or a draft model's.
 
-A Part of a row (`rows`). It follows the row: tokens are copied once, when they have their final KV, so that drafts cost
-the link a few tokens a round, however long the row is. `generate_workers.speculation` runs draft steps over it.
+A copy is a Part of a row (`rows`). It follows the row: tokens are copied once, when they have their final KV, so that
+drafts cost the link a few tokens a round, however long the row is. `generate_workers.speculation` runs draft steps over
+it, and a draft model's forwards write their own (`generate_workers.speculation.draft_model`).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ Fetch = Callable[[list[tuple[Tensor, Tensor]]], None]
 
 
 class Beside:
-    """The copy of one slot's row, claim after claim."""
+    """The first and latest KV of one row after another, claim after claim."""
 
     def __init__(self, layout: KvLayout, make_memory: MakeMemory, size: DraftKeys) -> None:
         """Raise what `make_memory` raises."""
@@ -57,6 +58,21 @@ class Beside:
 
     def follow(self, home: KvBuffer, num_tokens: int, fetch: Fetch) -> None:
         """Copy what is missing of the row's first `num_tokens` tokens, and of their latest."""
+        for tokens in self.missing(num_tokens):
+            place = self._place(tokens.start)
+            to = TokenRange(place, place + len(tokens))
+            self._memory.commit(to)
+            layers = range(self._layout.num_layers)
+            fetch([(self.buffer.span(layer, to), home.span(layer, tokens)) for layer in layers])
+        self.settle(num_tokens)
+
+    def settle(self, num_tokens: int) -> None:
+        """Note that the row's first `num_tokens` tokens, and no others, have their final KV here or are left out."""
+        self._num_copied = num_tokens
+
+    def missing(self, num_tokens: int) -> list[TokenRange]:
+        """Return which tokens' KV is missing here of the row's first `num_tokens`: some of the first ones, then some of
+        the latest, in the order in which they are to be written. Makes room for them and for drafts behind them."""
         size, copied = self._size, self._num_copied
         first_last = max(num_tokens - size.num_last, size.num_first)
         first = min(size.num_first, num_tokens)
@@ -66,20 +82,15 @@ class Beside:
         ]
         if self._place(num_tokens) + size.most_drafts > size.num_places:
             self._move(TokenRange(first_last, max(copied, first_last)))
-        for tokens in wanted:
-            if tokens.start < tokens.end:
-                place = self._place(tokens.start)
-                to = TokenRange(place, place + len(tokens))
-                self._memory.commit(to)
-                layers = range(self._layout.num_layers)
-                fetch([(self.buffer.span(layer, to), home.span(layer, tokens)) for layer in layers])
-        self._num_copied = num_tokens
+        return [tokens for tokens in wanted if tokens]
 
     def span(self, tokens: TokenRange) -> "BesideSpan":
-        """Return the span of a draft whose new token is at `tokens`; the tokens before are copied, or drafts."""
+        """Return the span of new tokens, whose predecessors are here, or are left out. The new ones attend to the first
+        tokens, to themselves, and to as many before them as are among the latest of the last one."""
         place = self._place(tokens.start)
-        self._memory.commit(TokenRange(place, place + 1))
-        first, last = self._size.num_first, max(place + 1 - self._size.num_last, self._size.num_first)
+        self._memory.commit(TokenRange(place, place + len(tokens)))
+        first = self._size.num_first
+        last = min(max(place + len(tokens) - self._size.num_last, first), max(place, first))
         return BesideSpan(self.buffer, tokens, place, TokenRange(first, last) if last > first else None)
 
     @property
@@ -103,27 +114,31 @@ class Beside:
 
 @dataclass(frozen=True)
 class BesideSpan:
-    """A SequenceSpan of one new token over a row's copy."""
+    """A SequenceSpan of new tokens over a row's first and latest KV."""
 
     buffer: KvBuffer
     tokens: TokenRange
-    """Position of the new token."""
+    """Positions of the new tokens."""
     index: int
-    """Where the new token lies in the copy."""
+    """Where the first new token lies in the buffer; the others follow."""
     unseen: TokenRange | None
-    """Tokens of the copy that the new one does not attend to."""
+    """Tokens of the buffer that the new ones do not attend to; they come before the new ones."""
 
     def own(self, layer: int) -> Tensor:
-        return self.buffer.span(layer, TokenRange(self.index, self.index + 1))
+        return self.buffer.span(layer, TokenRange(self.index, self._end))
 
     def segments(self, layer: int) -> Iterator[KvRows]:
         unseen = self.unseen or TokenRange(0, 0)
-        for start, end in ((0, unseen.start), (unseen.end, self.index + 1)):
-            if start < end:  # keys are numbered as they lie, and come before the token wherever they are
+        for start, end in ((0, unseen.start), (unseen.end, self._end)):
+            if start < end:  # keys are numbered as they lie, the new ones as their positions say
                 rows = self.buffer.rows(layer, TokenRange(start, end))
-                yield KvRows(rows.k_SGH, rows.v_SGH, self.tokens.end - (self.index + 1) + start)
+                yield KvRows(rows.k_SGH, rows.v_SGH, self.tokens.start - self.index + start)
 
     def place(self) -> KvPlace:
         data = self.buffer.data
         layer_bytes = data.stride(0) * data.element_size()
-        return KvPlace(data.data_ptr(), layer_bytes, len(data), self.index + 1, unseen=self.unseen)
+        return KvPlace(data.data_ptr(), layer_bytes, len(data), self._end, len(self.tokens), unseen=self.unseen)
+
+    @property
+    def _end(self) -> int:
+        return self.index + len(self.tokens)

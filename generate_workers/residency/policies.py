@@ -29,7 +29,7 @@ from generate_workers.residency.traits import POOLED, policy_named
 from modeling.forward.decoder import Decoder
 from modeling.kernels import native
 from modeling.kv.buffers import OUT_OF_MEMORY
-from modeling.kv.memory import PagedMemory, RowMemory, TensorMemory
+from modeling.kv.memory import PagedMemory, RowMemory, TensorMemory, memory_on
 from modeling.sparse.bases import NUM_WHOLE_LAYERS
 from modeling.sparse.selection_file import PreparedSelection, load_prepared, prepared_path
 
@@ -109,9 +109,7 @@ def _h2o(shape: KvShape, source: SelectionSource) -> Residency:
 
 
 def _on_device(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
-    if device.type == "cpu":
-        return PagedMemory(layout, max_tokens)
-    return TensorMemory(layout, max_tokens, device)
+    return memory_on(layout, max_tokens, device)
 
 
 MAKERS: Mapping[str, Make] = {

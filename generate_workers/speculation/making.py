@@ -1,6 +1,7 @@
 """Makes the speculation that an engine is configured for."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 
@@ -17,15 +18,17 @@ from generate_workers.residency.sparse.selective import NO_CHOSEN_DRAFTS, requir
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
 from generate_workers.speculation.beside import BesideView
+from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.infinigen import InfinigenView
 from generate_workers.speculation.ngrams import KINDS, NgramDrafter
 from generate_workers.speculation.quest import QuestView
 from generate_workers.speculation.self_drafts import DraftView, SelfDrafter
 from generate_workers.speculation.snapkv import SnapKvView
-from generate_workers.speculation.speculator import Source, Speculator
+from generate_workers.speculation.speculator import DraftSteps, Source, Speculator
 from generate_workers.speculation.streaming import StreamingView
 from generate_workers.speculation.topk import TopKeysView
 from modeling.forward.decoder import Decoder
+from modeling.kv.memory import memory_on
 from planning.hardware import cpu_rank, derive_step
 from planning.speculation import MOST_DRAFTS
 from planning.step_costs import StepCosts
@@ -33,6 +36,8 @@ from planning.work_cost import WorkCost
 
 _SELF_ACCEPTED = {0: 0.8}
 """How often the model's own drafts may be accepted, before any was."""
+_MODEL_ACCEPTED = {0: 0.6}
+"""How often drafts of another model may be accepted, before any was."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -53,11 +58,19 @@ CHOOSING: Mapping[str, MakeChoosing] = {
 
 
 def make_speculation(
-    decoder: Decoder, slots: SlotTable, config: EngineConfig, clock: Clock, cost: WorkCost | None = None
+    decoder: Decoder,
+    slots: SlotTable,
+    config: EngineConfig,
+    clock: Clock,
+    cost: WorkCost | None = None,
+    *,
+    draft_model: Decoder | None = None,
 ) -> Speculator | None:
-    """Return the speculation of an engine over these slots; None when it is off. `cost`: what steps were measured to
-    cost; None: nominal costs. Raises ConfigError where speculation is asked for by name and cannot be: over approximate
-    KV, over few keys for a model with sliding windows, and over chosen keys where these are not on the device."""
+    """Return the speculation of an engine over these slots; None when it is off. `cost`: what steps of `decoder` were
+    measured to cost; None: nominal costs. `draft_model`: the model that `config.draft_model` names, loaded, with the
+    vocabulary of `decoder`; None where it names none. Raises ConfigError where speculation is asked for by name and
+    cannot be: over approximate KV, over few keys for a model with sliding windows, and over chosen keys where these
+    are not on the device."""
     name, residency = config.speculation, slots.memory.residency
     if name == "off" or (name == "auto" and not residency.traits.is_exact):
         return None
@@ -77,15 +90,39 @@ def make_speculation(
     if name in CHOOSING:
         drafter = SelfDrafter(decoder, _choosing(name, decoder, slots, config), keeps=config.acceptance == "maximal")
         sources[name] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
+    if name == "model":
+        assert draft_model is not None, f"{config.draft_model} was not loaded"
+        sources["model"] = _by_model(draft_model, config)
     if name != "auto" and name not in sources:
         raise ConfigError(
             f"speculation = {name!r} is not there for models with sliding windows: use speculation ngram, auto or off"
         )
     chosen: dict[str, Source] = sources if name == "auto" else {name: sources[name]}
+    costs = StepCosts(cost or _nominal(decoder))
+    draft_costs = costs if draft_model is None else StepCosts(_nominal(draft_model))
+    drafting = draft_model or decoder
+    draft_steps = DraftSteps(draft_costs, drafting.layout.token_bytes, bytes_per_step(drafting.weights))
+    return Speculator(chosen, slots, costs, draft_steps, clock, fixed_drafts=config.draft_tokens or None)
+
+
+def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:
+    """Return drafts by another model. Raises ConfigError for one with sliding windows."""
+    if any(window is not None for window in draft_model.config.windows):
+        raise ConfigError(
+            f"draft_model = {config.draft_model!r} has sliding windows, and drafts keep first and latest keys: use"
+            " another draft_model, or speculation auto, ngram or off"
+        )
+    keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    make_memory, keeps = partial(memory_on, device=draft_model.device), config.acceptance == "maximal"
+    drafter = ModelDrafter(draft_model, keys, config.num_slots, make_memory, keeps=keeps)
+    return Source(drafter, Acceptances(_MODEL_ACCEPTED), config.draft_keys)
+
+
+def _nominal(decoder: Decoder) -> WorkCost:
+    """Return what steps of a model cost by its bytes and FLOPs at nominal rates."""
     shape = model_shape(decoder.config, decoder.dtype.itemsize)
     rates = cpu_rank(torch.get_num_threads(), shape.dtype_bytes)
-    known = cost or derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
-    return Speculator(chosen, slots, StepCosts(known), clock, config.draft_tokens or None)
+    return derive_step(shape, rates, weight_bytes=bytes_per_step(decoder.weights))
 
 
 def _choosing(name: str, decoder: Decoder, slots: SlotTable, config: EngineConfig) -> DraftView:

@@ -59,6 +59,9 @@ class NgramDrafter:
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
         return Offer(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Do nothing: a row's tokens are taken in when they are looked up."""
+
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return what followed each row's last tokens when they last occurred; nothing for a row of new tokens."""
         return [Draft(self._draft(*wish)) for wish in wishes]

@@ -32,6 +32,11 @@ class Drafter(Protocol):
         """Return how many of so many wished drafts the row can have now, and of what kind."""
         ...
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Take in what the rows' next drafts need and is not there yet. Called right before `draft`, with its rows. Its
+        time does not count as that of draft steps: a row's first round may take far longer than the others."""
+        ...
+
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return the draft of each row: tokens that follow its known ones, perhaps fewer than wished for, or none. The
         rows are unchanged; their memory behind the known tokens may hold anything."""

@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.engine.verified import Draft
 from generate_workers.residency.port import StepRows
 from generate_workers.speculation.port import DraftWish, Offer
+from generate_workers.speculation.stepwise import Going, draft_by_steps
 from modeling.forward.decoder import Decoder, LayerTurns, SequenceSpan
-from modeling.forward.sampling import choose, probabilities
 from modeling.forward.selection import StepPicks
 
 
@@ -66,35 +67,24 @@ class SelfDrafter:
         """Offer `wished` drafts: the model always finds a token."""
         return Offer(wished)
 
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Do nothing: the view is prepared with each round's drafts."""
+
     @torch.inference_mode()
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
-        drafts = [Draft([], [] if self._keeps else None) for _ in wishes]
         self._view.begin([wish.row for wish in wishes])
-        try:
-            for index in range(max(wish.num_drafts for wish in wishes)):
-                found = zip(wishes, drafts, strict=True)
-                self._extend([(wish.row, draft) for wish, draft in found if wish.num_drafts > index], index)
-        finally:
-            for wish, draft in zip(wishes, drafts, strict=True):
-                wish.row.sampler.drop(len(draft))
-        return drafts
+        return draft_by_steps(wishes, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:
         """Let the view forget the row."""
         self._view.forget(row)
 
-    def _extend(self, going: Sequence[tuple[Row, Draft]], index: int) -> None:
-        """Add the next token to the draft of each row, which has `index` tokens already."""
+    def _run(self, going: Going, index: int) -> Tensor:
+        """Run each row's last token over the keys of the view."""
         last_ids = [draft.token_ids[-1] if draft else row.token_ids[-1] for row, draft in going]
         ends = [row.num_known + index for row, _ in going]
         spans = [(row.slot, TokenRange(end - 1, end)) for (row, _), end in zip(going, ends, strict=True)]
         with self._view.step(spans) as step:
             hidden_TD = self._decoder.forward(last_ids, step.spans, step.turns, picks=step.picks)
-        logits_BV = self._decoder.logits(hidden_TD)
-        token_ids = choose(logits_BV, [row.sampler for row, _ in going])
-        for (row, draft), token_id, logits_V in zip(going, token_ids, logits_BV, strict=True):
-            draft.token_ids.append(token_id)
-            if draft.drafted_V is not None:
-                draft.drafted_V.append(probabilities(logits_V, row.sampler.params))
-            row.sampler.append(token_id)
+        return self._decoder.logits(hidden_TD)

@@ -34,6 +34,18 @@ class Source:
 
 
 @dataclass(frozen=True)
+class DraftSteps:
+    """What draft steps cost and read: they are forwards of the model itself, or of another."""
+
+    costs: StepCosts
+    """Costs of draft steps; where the model itself takes them, those of its other steps, too."""
+    token_bytes: int
+    """Bytes of a key and value that a draft step attends to, in all layers."""
+    weight_bytes: int
+    """Bytes of weights that a draft step reads."""
+
+
+@dataclass(frozen=True)
 class Way:
     """A way in which a row can be drafted for."""
 
@@ -56,14 +68,19 @@ class Speculator:
         sources: Mapping[str, Source],
         slots: SlotTable,
         costs: StepCosts,
+        draft_steps: DraftSteps,
         clock: Clock,
+        *,
         fixed_drafts: int | None = None,
     ) -> None:
-        """`sources`: by name; each row is drafted for by the one that brings most, of equals the first. `fixed_drafts`:
-        drafts of each row in each round, where its request does not say; None: planned by what they cost and bring."""
+        """`sources`: by name; each row is drafted for by the one that brings most, of equals the first. `costs`: of the
+        steps that verify. `draft_steps`: those of all sources, with `costs` where the model itself takes them.
+        `fixed_drafts`: drafts of each row in each round, where its request does not say; None: planned by what they
+        cost and bring."""
         self._sources = sources
         self._slots = slots
         self._costs = costs
+        self._draft_steps = draft_steps
         self._clock = clock
         self._fixed_drafts = fixed_drafts
         self._counts = {name: DraftCounts(name) for name in sources}
@@ -87,20 +104,28 @@ class Speculator:
         spans = tuple([replace(span, num_drafts=with_drafts.get(span.slot, 0)) for span in plan.spans])
         drafting, verifying = self._works(spans, with_drafts)
         tokens = sum(expected_tokens(way.prospect.acceptance, with_drafts[slot]) for slot, way in self._way_of.items())
-        self._expected = tokens, self._costs.cost.seconds(drafting + verifying)
-        plain = StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
-        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=drafting + verifying - plain))
+        draft_s = self._draft_steps.costs.cost.seconds(drafting)
+        self._expected = tokens, draft_s + self._costs.cost.seconds(verifying)
+        added = verifying - StepWork.plain(len(decoding), sum(row.num_known for row in decoding))
+        if self._draft_steps.costs is self._costs:
+            return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added + drafting))
+        return replace(plan, spans=spans, decoding=replace(plan.decoding, drafts=added, draft_model_s=draft_s))
 
     def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
         """Return the drafts of a plan's rows, by the sources that the rows were planned with."""
+        wishes: dict[str, list[DraftWish]] = {}
+        for span in plan.spans:
+            if span.num_drafts:
+                source = self._way_of[span.slot].source
+                wishes.setdefault(source, []).append(DraftWish(rows[span.slot], span.num_drafts))
+        for name, mine in wishes.items():
+            self._sources[name].drafter.prepare([wish.row for wish in mine])
         started_s = self._clock.now_s()
         found: dict[SlotId, Draft] = {}
-        for name, source in self._sources.items():
-            mine = [span for span in plan.spans if span.num_drafts and self._way_of[span.slot].source == name]
-            if mine:
-                drafts = source.drafter.draft([DraftWish(rows[span.slot], span.num_drafts) for span in mine])
-                named = [replace(each, source=name) for each in drafts]
-                found |= {span.slot: each for span, each in zip(mine, named, strict=True) if each}
+        for name, mine in wishes.items():
+            drafts = self._sources[name].drafter.draft(mine)
+            named = [replace(each, source=name) for each in drafts]
+            found |= {wish.row.slot: each for wish, each in zip(mine, named, strict=True) if each}
         self._verifying_since_s = self._clock.now_s()
         self._draft_s = self._verifying_since_s - started_s
         return found
@@ -122,14 +147,15 @@ class Speculator:
             predicted_s=seconds,
             measured_s=self._draft_s + verify_s,
             num_draft_steps=drafting.num_steps,
-            num_draft_kv_bytes=drafting.num_keys * self._slots.layout.token_bytes,
+            num_draft_kv_bytes=drafting.num_keys * self._draft_steps.token_bytes,
+            num_draft_weight_bytes=drafting.num_steps * self._draft_steps.weight_bytes,
             sources=self._source_stats(),
         )
         if plan.num_prefill_tokens:
             return  # prefill is not what these costs are of
         self._costs.observe(verifying, verify_s)
         if drafting.num_steps:
-            self._costs.observe(drafting, self._draft_s)
+            self._draft_steps.costs.observe(drafting, self._draft_s)
 
     def forget(self, row: Row) -> None:
         """Let all sources forget the row."""
@@ -144,7 +170,7 @@ class Speculator:
         asked = [row.sampler.params.num_drafts for row in rows]
         fixed = [self._fixed_drafts if num is None else num for num in asked]
         open_rows = [[way.prospect for way in each] for each, num in zip(ways, fixed, strict=True) if num is None]
-        planned = plan_round(open_rows, self._costs.cost) if open_rows else None
+        planned = plan_round(open_rows, self._costs.cost, self._draft_steps.costs.cost) if open_rows else None
         places = iter(() if planned is None else zip(planned.offers, planned.num_drafts, strict=True))
         taken = []
         for each, num in zip(ways, fixed, strict=True):

@@ -142,6 +142,12 @@ class TensorMemory:
         self.num_bytes = 0
 
 
+def memory_on(layout: KvLayout, max_tokens: int, device: torch.device) -> RowMemory:
+    """Return memory for one row on a device: of pages that are committed as they are written, where that is the CPU.
+    Raises OSError when so much address space cannot be had."""
+    return PagedMemory(layout, max_tokens) if device.type == "cpu" else TensorMemory(layout, max_tokens, device)
+
+
 def _strided(memory: Tensor, layout: KvLayout, max_tokens: int, layer_bytes: int) -> Tensor:
     elements = memory.view(TORCH_DTYPES[layout.dtype])
     size = elements.element_size()

@@ -26,7 +26,7 @@ PARTS = ("**Aim**", "**There**", "**Not there**", "**What would close it**")
 PACKAGES = "baton|benchmarks|deploy|generate_workers|modeling|orchestrator|planning|prefill_workers|text|transport"
 SECTIONS: dict[str, Any] = {each.name: each.type for each in fields(ClusterConfig) if is_dataclass(each.type)}
 ABSENT = [
-    ("Speculation", PACKAGES, r"(?i)draft_?model|pq_?cache"),
+    ("Speculation", PACKAGES, r"(?i)pq_?cache"),
     ("GPUs", PACKAGES, r"num_gpus|ProcessGroupNCCL|CUDAGraph"),
     ("TLS", PACKAGES, r"add_secure_port|ssl_server_credentials|ssl_channel_credentials"),
     ("HTTP", PACKAGES, r"^\s*(import|from) (fastapi|aiohttp|starlette|uvicorn)"),

@@ -27,7 +27,9 @@ from generate_workers.residency.port import DraftKeys, KvShape
 from generate_workers.residency.sparse.draft_index import IndexedResidency
 from generate_workers.slots.memory import KvMemory, MemoryLimits
 from generate_workers.slots.table import SlotTable
+from generate_workers.speculation.draft_model import ModelDrafter
 from generate_workers.speculation.making import make_speculation
+from generate_workers.speculation.speculator import Speculator
 from modeling.forward.decoder import Decoder
 from modeling.forward.sampling import SamplerState, sample
 from modeling.kv.buffers import BufferSpan, KvBuffer
@@ -183,11 +185,12 @@ def harness(
     draft_keys: int = 16,
     acceptance: AcceptanceName = "coupled",
     cost: WorkCost | None = None,
+    draft_model: Decoder | None = None,
 ) -> Iterator[Harness]:
     """An engine; at the end every stream has had its one terminal event and nothing is held."""
-    decoder = decoder or eos_decoder()
-    clock = clock or ManualClock(start_s=100.0)
-    drafts = None if speculation in ("off", "ngram") else DraftKeys.of(draft_keys, MOST_DRAFTS)
+    decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
+    drafting = (draft_model or small_decoder()) if speculation == "model" else None
+    drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
     shape = KvShape(decoder.layout, decoder.config.windows, num_slots, max_slot_tokens, drafts)
     policy = _with_partial_keys(policy, speculation, decoder)
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
@@ -202,26 +205,49 @@ def harness(
         draft_tokens=draft_tokens,
         draft_keys=draft_keys,
         acceptance=acceptance,
+        draft_model="another" if drafting else "",
     )
     saver = AnswerSaver(slots, store) if store is not None else None
-    reclaim = saver.give_up if saver is not None else None
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
         batcher=batcher or DecodeFirst.of(config, decoder.config),
-        speculation=make_speculation(decoder, slots, config, clock, cost),
-        reclaim=reclaim,
+        speculation=make_speculation(decoder, slots, config, clock, cost, draft_model=drafting),
+        reclaim=None if saver is None else saver.give_up,
     )
     made = Harness(decoder, slots, engine, clock, saver)
     try:
         with ends_empty(slots):
             yield made
-        for collector in made.streams:
-            collector.check()
+        check_streams(made.streams)
     finally:
         engine.close()
         if saver is not None:
             saver.close()
+    _check_ended(engine)
+
+
+def check_streams(streams: Sequence[Collector]) -> None:
+    """Each has had its events, and its one terminal event."""
+    for stream in streams:
+        stream.check()
+
+
+def small_decoder() -> Decoder:
+    """A random decoder that drafts for others."""
+    return random_decoder(num_heads=2, num_kv_heads=1, seed=9)
+
+
+def _check_ended(engine: GenerationEngine) -> None:
+    """No thread is left, and no KV of a draft model."""
     assert "generate-engine" not in {thread.name for thread in threading.enumerate()}
+    assert set(draft_kv_of(engine)) <= {0}, "rows that have ended hold KV of the draft model"
+
+
+def draft_kv_of(engine: GenerationEngine) -> list[int]:
+    """Bytes of KV that a draft model keeps; nothing where none drafts."""
+    speculation = engine._speculation
+    sources = speculation._sources.values() if isinstance(speculation, Speculator) else ()
+    return [source.drafter.num_bytes for source in sources if isinstance(source.drafter, ModelDrafter)]
 
 
 def _with_partial_keys(policy: Policy, speculation: SpeculationName, decoder: Decoder) -> Policy:

@@ -12,39 +12,44 @@ COST = WorkCost(step_s=20e-3, token_s=0.4e-3, key_s=1.6e-6, pair_s=0.3e-6)
 """Of a machine that is bound by reading."""
 
 
-def seconds(rows: list[Prospect], numbers: tuple[int, ...]) -> float:
+SMALL = WorkCost(step_s=2e-3, token_s=0.05e-3, key_s=0.4e-6, pair_s=0.1e-6)
+"""Of a small model that drafts."""
+
+
+def seconds(rows: list[Prospect], numbers: tuple[int, ...], draft_cost: WorkCost = COST) -> float:
     """Of a round with these drafts, by its steps one after another."""
     total = 0.0
     for depth in range(max(numbers)):
         keys = [min(row.draft_keys, row.context) for row, num in zip(rows, numbers, strict=True) if num > depth]
         if any(keys):
             drafting = [each for each in keys if each]
-            total += COST.seconds(StepWork(len(drafting), sum(drafting), sum(drafting)))
+            total += draft_cost.seconds(StepWork(len(drafting), sum(drafting), sum(drafting)))
     num_keys = sum(row.context for row in rows)
     num_pairs = sum((1 + num) * row.context for row, num in zip(rows, numbers, strict=True))
     return total + COST.seconds(StepWork(len(rows) + sum(numbers), num_keys, num_pairs))
 
 
-def best_by_trying(offers: list[list[Prospect]]) -> float:
+def best_by_trying(offers: list[list[Prospect]], draft_cost: WorkCost) -> float:
     """The most expected tokens a second of all rounds."""
     rates = []
     for rows in map(list, itertools.product(*offers)):
         for numbers in itertools.product(*(range(row.most_drafts + 1) for row in rows)):
             tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, numbers, strict=True))
-            rates.append(tokens / seconds(rows, numbers))
+            rates.append(tokens / seconds(rows, numbers, draft_cost))
     return max(rates)
 
 
-def rate_of(offers: list[list[Prospect]], planned: Round) -> float:
+def rate_of(offers: list[list[Prospect]], planned: Round, draft_cost: WorkCost) -> float:
     rows = [each[place] for each, place in zip(offers, planned.offers, strict=True)]
     tokens = sum(expected_tokens(row.acceptance, num) for row, num in zip(rows, planned.num_drafts, strict=True))
     assert planned.num_tokens == pytest.approx(tokens)
-    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts))
+    assert planned.draft_s + planned.verify_s == pytest.approx(seconds(rows, planned.num_drafts, draft_cost))
     return planned.rate
 
 
+@pytest.mark.parametrize("draft_cost", [COST, SMALL], ids=["itself", "small"])
 @pytest.mark.parametrize("seed", range(20))
-def test_a_round_is_the_best_of_all(seed: int) -> None:
+def test_a_round_is_the_best_of_all(seed: int, draft_cost: WorkCost) -> None:
     """Of rows that can be drafted for in one way, or in two."""
     chance = random.Random(seed)
     rows = []
@@ -56,7 +61,8 @@ def test_a_round_is_the_best_of_all(seed: int) -> None:
                 for _ in range(num_offers)
             ]
         )
-    assert rate_of(rows, plan_round(rows, COST)) >= best_by_trying(rows) * (1 - 1e-9)
+    planned = plan_round(rows, COST, None if draft_cost is COST else draft_cost)
+    assert rate_of(rows, planned, draft_cost) >= best_by_trying(rows, draft_cost) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("acceptance", [0.3, 0.7, 0.9])
@@ -81,6 +87,12 @@ def test_a_row_takes_the_way_that_brings_most_for_its_time() -> None:
         planned = plan_round([[own, Prospect(1000, acceptance, 8, 0)]] * 16, COST)
         assert set(planned.offers) == {place}
         assert min(planned.num_drafts) > 0
+
+
+def test_a_small_model_drafts_where_the_model_itself_does_not_pay() -> None:
+    short = [[Prospect(256, 0.8, 8, 256)]]
+    assert plan_round(short, COST).num_drafts == (0,)
+    assert plan_round(short, COST, SMALL).num_drafts > (2,)
 
 
 def test_more_drafts_for_rows_that_accept_more() -> None:

@@ -14,6 +14,7 @@ from baton.errors import ConfigError
 from deploy.config.file import load_config
 from deploy.machine.calibrations import nominal_calibration
 from deploy.machine.doctor import (
+    WORKER_BYTES,
     Finding,
     Machine,
     Verdict,
@@ -61,6 +62,23 @@ def test_a_model_that_lacks_files_fails(folder: Path) -> None:
     finding = check_model(load_config(None), folder)
     assert finding.verdict is Verdict.FAILED
     assert "lacks tokenizer.json" in finding.text
+
+
+def test_a_model_that_drafts_must_be_whole_and_takes_memory(folder: Path, tmp_path: Path) -> None:
+    drafts = tmp_path / "drafts"
+    drafts.mkdir()
+    save_file({"a": np.zeros(2**20, np.float16)}, drafts / "model.safetensors")
+    (drafts / "config.json").write_text("{}")
+    config = load_config(None, ["generate.speculation=model", f"generate.draft_model={drafts}"])
+    finding = check_model(config, folder)
+    assert finding.verdict is Verdict.FAILED
+    assert f"{drafts} lacks tokenizer.json: set generate.draft_model to a whole model" in finding.text
+    (drafts / "tokenizer.json").write_text("{}")
+    assert f"drafts by {drafts}" in check_model(config, folder).text
+    needed = config.num_workers * (weight_bytes(folder, "bfloat16") + WORKER_BYTES)
+    machine = replace(MACHINE, available_bytes=needed + 2**20)
+    assert check_memory(config, folder, machine).verdict is Verdict.FAILED
+    assert check_memory(load_config(None), folder, machine).verdict is Verdict.OK
 
 
 @pytest.mark.parametrize("field", ["residency", "speculation"])

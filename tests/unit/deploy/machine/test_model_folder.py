@@ -1,13 +1,16 @@
-"""A model may take another's place while a cluster serves if nothing but its weights differs."""
+"""A model may take another's place while a cluster serves if only weights differ. Drafts come from a folder."""
 
 import json
 import shutil
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from baton.errors import ConfigError, ModelError
-from deploy.machine.model_folder import require_alike
+from deploy.config.file import load_config
+from deploy.machine.model_folder import require_alike, resolve_drafts
+from generate_workers.config import EngineConfig
 
 
 @pytest.fixture
@@ -48,3 +51,16 @@ def test_a_template_that_is_missing_is_another(smollm2: Path, other: Path) -> No
     (other / "chat_template.jinja").unlink()
     with pytest.raises(ConfigError, match="differ in chat_template.jinja"):
         require_alike(other, smollm2)
+
+
+def test_workers_get_the_draft_model_s_folder(smollm2: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = load_config(None, [])
+    assert resolve_drafts(plain, Console(stderr=True)) is plain
+    monkeypatch.chdir(smollm2.parent)  # which is not where workers run
+    config = load_config(None, ["generate.speculation=model", f"generate.draft_model={smollm2.name}"])
+    (worker,) = resolve_drafts(config, Console(stderr=True)).workers("generate-0", smollm2)
+    assert isinstance(worker.section, EngineConfig)
+    assert worker.section.draft_model == str(smollm2)
+    unknown = load_config(None, ["generate.speculation=model", "generate.draft_model=gpt-5"])
+    with pytest.raises(ModelError, match="model 'gpt-5' is neither a folder nor"):
+        resolve_drafts(unknown, Console(stderr=True))

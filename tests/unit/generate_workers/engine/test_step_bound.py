@@ -188,6 +188,21 @@ def test_beside_rounds_of_drafts_prefill_is_bounded_by_the_round() -> None:
             assert 1.4 * round_s(plan) < took_s(plan) <= stretch * round_s(plan) * 1.03
 
 
+def test_steps_of_a_draft_model_are_not_taken_for_steps_of_the_model() -> None:
+    """Their predicted seconds are added, however many drafts the rounds had from which decoding was learnt."""
+    bound, draft_step_s = StepBound(1.5), 0.2 * BASE_S
+    for num_rows, context, num_drafts in ((1, 100, 0), (2, 900, 3), (4, 300, 5), (8, 500, 0), (8, 1500, 2)):
+        decoding = Decoding(num_rows, num_rows * context, draft_model_s=num_drafts * draft_step_s)
+        bound.observe(decoding, 0, step_s(decoding, 0) + decoding.draft_model_s)
+    bound.observe(Decoding(0, 0), 256, step_s(Decoding(0, 0), 256))
+    plain = Decoding(6, 6 * 800)
+    assert bound.decode_s(plain) == pytest.approx(step_s(plain, 0))
+    drafting = replace(plain, draft_model_s=8 * draft_step_s)
+    assert bound.decode_s(drafting) == pytest.approx(step_s(plain, 0) + 8 * draft_step_s)
+    latest_s = step_s(plain, 0) + 2 * draft_step_s  # the next round is expected to be as the latest
+    assert bound.max_work(plain) == pytest.approx(0.5 * latest_s / RATE_S)
+
+
 def test_without_rows_the_whole_budget_is_prefilled() -> None:
     batch = Batch(DecodeFirst(64, taught(), WORK))
     batch.join(SlotId(1), num_cached=0, num_known=200)

@@ -11,7 +11,7 @@ from generate_workers.engine.status import StepStats
 from generate_workers.engine.step_runner import bytes_per_step
 from generate_workers.residency.host import copy_tensor
 from modeling.forward.decoder import Decoder, SequenceSpan
-from tests.support.engines.generation import Harness, eos_decoder, harness, prompt
+from tests.support.engines.generation import Harness, eos_decoder, harness, prompt, small_decoder
 
 NUM_DRAFTS, DRAFT_KEYS = 3, 24
 
@@ -65,6 +65,22 @@ def test_all_that_is_read_and_copied_is_counted(policy: str, speculation: Any, m
     assert any(step.num_drafts for step in steps) == (speculation != "off")
     has_steps = speculation in ("streaming", "auto")
     assert any(step.num_draft_kv_bytes for step in steps) == has_steps == (counted.num_forwards > len(steps))
+
+
+def test_drafts_of_another_model_read_its_keys_and_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of rows that the small model knows from their first token on, shorter and longer than what drafts attend to."""
+    decoder, small = eos_decoder(), small_decoder()
+    counted, drafted = Counted(decoder), Counted(small)
+    for each, count in ((decoder, counted), (small, drafted)):
+        monkeypatch.setattr(each, "forward", count.forward)
+    options: dict[str, Any] = {"draft_model": small, "draft_tokens": NUM_DRAFTS, "draft_keys": DRAFT_KEYS}
+    with harness(decoder=decoder, speculation="model", **options) as made:
+        steps = steps_of(made, prompt(1), prompt(1, seed=1), max_tokens=60)
+    assert drafted.num_forwards > 10
+    assert sum(step.num_draft_kv_bytes for step in steps) == drafted.num_kv_bytes
+    assert sum(step.num_kv_bytes for step in steps) == counted.num_kv_bytes + drafted.num_kv_bytes
+    weights = [each.num_forwards * bytes_per_step(of.weights) for each, of in ((counted, decoder), (drafted, small))]
+    assert sum(step.num_weight_bytes for step in steps) == sum(weights)
 
 
 def test_a_round_over_a_link_fetches_all_keys_once_for_all_its_tokens() -> None:

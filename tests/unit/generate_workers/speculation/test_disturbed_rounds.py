@@ -18,7 +18,7 @@ from tests.support.models.tiny_models import random_decoder
 from tests.unit.generate_workers.engine.test_engine_memory import limit
 
 LONG = SamplingParams(max_tokens=60, temperature=0.8, seed=5, ignore_eos=True)
-SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
+SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto", "model")
 COMPARATORS = ("quest", "topk")
 CHOOSING = [
     pytest.param(name, marks=[needs_rows, pytest.mark.ci] if name in COMPARATORS else needs_rows) for name in VIEWS

@@ -12,7 +12,7 @@ from modeling.forward.decoder import Decoder
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
-SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto")
+SPECULATIONS: tuple[SpeculationName, ...] = ("streaming", "ngram", "auto", "model")
 PARAMS = {
     "greedy": SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True),
     "sampled": SamplingParams(max_tokens=24, temperature=0.9, seed=7, ignore_eos=True),

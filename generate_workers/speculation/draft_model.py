@@ -1,0 +1,134 @@
+"""Drafts by a second, smaller model with the same tokenizer, over KV of its own: each row's first and latest keys.
+
+The small model keeps, for each row, the KV of the first tokens and of the latest `draft_keys` (StreamingLLM; Xiao et
+al., 2023), so that its memory and its steps' time do not grow with the context. When a row is first drafted for, only
+those tokens are run through the small model, at their true positions. The tokens between are never attended to, so
+they are never computed: the small model knows less than it would after a whole prefill. That changes what is drafted,
+never what is accepted into the text.
+
+Later each round takes in the accepted tokens that the small model has not seen. Drafts that it ran itself and that
+were accepted are there already; KV of others is overwritten. It never ran a round's last draft, so when all drafts were
+accepted the next round's first step runs two tokens of the row.
+
+`speculator` calls this on the engine's thread. R rows of a step, T tokens, V vocabulary.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from baton.types import TokenRange
+from generate_workers.engine.rows import Row
+from generate_workers.engine.verified import Draft
+from generate_workers.residency.beside import Beside
+from generate_workers.residency.port import DraftKeys
+from generate_workers.residency.rows import MakeMemory
+from generate_workers.speculation.port import DraftWish, Offer
+from generate_workers.speculation.stepwise import Going, draft_by_steps
+from modeling.forward.decoder import Decoder
+
+
+@dataclass
+class _RowState:
+    """The small model's KV of one row, and what is known of it."""
+
+    kv: Beside
+    num_known: int = 0
+    """Tokens of the row that the small model had seen, or left out, before the latest drafts."""
+    run_ids: list[int] = field(default_factory=list)
+    """The latest drafts that it ran, whose KV follows."""
+    start: int = 0
+    """First of the row's tokens that the next draft step is to run."""
+
+    def settle(self, token_ids: Sequence[int]) -> None:
+        """Keep the KV of drafts that have become the row's tokens, and give up that of the others."""
+        num_seen, tokens = self.num_known, token_ids[self.num_known :]
+        for draft, token in zip(self.run_ids, tokens, strict=False):
+            if draft != token:
+                break
+            num_seen += 1
+        self.num_known, self.run_ids = min(num_seen, len(token_ids) - 1), []
+        self.kv.settle(self.num_known)
+
+
+class ModelDrafter:
+    """A Drafter that runs a small model, a token at a time for all rows."""
+
+    def __init__(
+        self, decoder: Decoder, keys: DraftKeys, num_rows: int, make_memory: MakeMemory, *, keeps: bool = False
+    ) -> None:
+        """`decoder`: the small model, without sliding windows and with the large one's vocabulary. `num_rows`: most
+        rows that have a slot at once. `keeps`: whether drafts come with the distributions that they were drawn from.
+        Raises what `make_memory` raises."""
+        assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
+        self._decoder = decoder
+        self._keeps = keeps
+        self._free = [Beside(decoder.layout, make_memory, keys) for _ in range(num_rows)]
+        self._states: dict[Row, _RowState] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of KV that are committed now, of all rows."""
+        kept = [state.kv for state in self._states.values()]
+        return sum(kv.num_bytes for kv in (*kept, *self._free))
+
+    def offer(self, row: Row, wished: int) -> Offer:
+        """Offer as many drafts as the small model has positions for, at most `wished`."""
+        return Offer(max(0, min(wished, self._decoder.config.max_position - row.num_known + 1)))
+
+    @torch.inference_mode()
+    def prepare(self, rows: Sequence[Row]) -> None:
+        """Run those tokens of each row through the small model that its drafts attend to and that it has not seen, but
+        for the last one or two, which the first draft step runs."""
+        for row in rows:
+            state = self._state(row)
+            state.settle(row.token_ids)
+            num_seen = row.num_known - 1
+            missing = state.kv.missing(num_seen)
+            if sum(map(len, missing)) == 1:
+                state.start = missing[0].start
+                continue
+            for tokens in missing:  # one after the other: the latest attend to the first
+                ids = row.token_ids[tokens.start : tokens.end]
+                self._decoder.forward(ids, [state.kv.span(tokens)])
+            state.start = num_seen
+            state.kv.settle(num_seen)
+
+    @torch.inference_mode()
+    def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
+        """Return as many drafts as wished for, each the token that its row would sample from the small model's logits.
+        The rows were prepared."""
+        drafts = draft_by_steps(wishes, self._run, keeps=self._keeps)
+        for wish, draft in zip(wishes, drafts, strict=True):
+            state = self._states[wish.row]
+            state.num_known, state.run_ids = wish.row.num_known, draft.token_ids[:-1]
+        return drafts
+
+    def forget(self, row: Row) -> None:
+        """Free the row's KV of the small model."""
+        state = self._states.pop(row, None)
+        if state is not None:
+            state.kv.release()
+            self._free.append(state.kv)
+
+    def _state(self, row: Row) -> _RowState:
+        if row not in self._states:
+            kv = self._free[-1]
+            kv.open(row.num_known, row.capacity_tokens)  # may raise: then it is free still
+            self._states[row] = _RowState(self._free.pop())
+        return self._states[row]
+
+    def _run(self, going: Going, index: int) -> Tensor:
+        """Run the next token of each row through the small model; in the first step all known ones that are missing."""
+        ids, spans, lasts = list[int](), [], list[int]()
+        for row, draft in going:
+            state, end = self._states[row], row.num_known + index
+            start = end - 1 if index else state.start
+            ids += draft.token_ids[-1:] if index else row.token_ids[start:]
+            spans.append(state.kv.span(TokenRange(start, end)))
+            lasts.append(len(ids) - 1)
+        most_queries = max(len(span.tokens) for span in spans)
+        hidden_TD = self._decoder.forward(ids, spans, most_queries=most_queries)
+        return self._decoder.logits(hidden_TD[lasts])
