@@ -1,0 +1,187 @@
+"""What do clients notice of speculation? A mixed trace through `baton serve`, with drafts and without.
+
+Short chats and summaries of long passages (tests/data) arrive at random times and stream greedy answers. Two clusters
+on one Ray, alike but for `generate.speculation`, are kept up and serve the same arrivals in turn. Rows compare `auto`
+with `off`: over requests the median and the 99th percentile of the mean time per output token, and the 99th percentile
+of the time to first token; the tokens a second from the first arrival to the last token; and the largest gap between
+two messages of a stream. `--bars` checks what is promised.
+"""
+
+import argparse
+import asyncio
+import gzip
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import time_ns
+
+from rich.console import Console
+
+from baton.client import AsyncClient
+from baton.sampling_params import SamplingParams
+from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, resolve
+from benchmarks.support.open_loop import percentile
+from deploy.commands.served_child import own_cluster, until_signal
+from text.tokenizer import Tokenizer
+
+ROUNDS = 3
+NUM_CHATS, NUM_SUMMARIES, SECONDS = 24, 6, 60.0
+QUICK_CHATS, QUICK_SUMMARIES, QUICK_SECONDS = 3, 1, 4.0
+SUMMARY_TOKENS = 6000
+_CHAT_TOKENS = 40, 250
+_ANSWER_TOKENS = 160
+TAIL_BAR = 1.10
+"""Most that the 99th percentiles of the times to first token and per output token may grow."""
+_METRICS = (
+    ("tpot_ms", "ms"),
+    ("tokens_s", "tokens/s"),
+    ("ttft_p99_s", "s"),
+    ("tpot_p99_ms", "ms"),
+    ("largest_gap_ms", "ms"),
+)
+_DATA = Path(__file__).parents[1] / "tests/data"
+_TEXTS = ("emma", "persuasion", "prideprejudice")
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A request of the trace."""
+
+    at_s: float
+    prompt: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """When a request was asked, and when each message with tokens came; unix nanoseconds."""
+
+    asked_ns: int
+    message_ns: tuple[int, ...]
+    num_tokens: int
+
+    @property
+    def ttft_s(self) -> float:
+        return (self.message_ns[0] - self.asked_ns) / 1e9
+
+    @property
+    def tpot_ms(self) -> float:
+        return (self.message_ns[-1] - self.message_ns[0]) / (self.num_tokens - 1) / 1e6
+
+    @property
+    def gap_ms(self) -> float:
+        after = zip(self.message_ns, self.message_ns[1:], strict=False)
+        return max((second - first) / 1e6 for first, second in after)
+
+
+@dataclass(frozen=True)
+class Served:
+    """One round of one side."""
+
+    answers: Sequence[Answer]
+
+    def metric(self, name: str) -> float:
+        """Return the metric of that name in a row."""
+        answers = self.answers
+        tpot = [each.tpot_ms for each in answers]
+        if name == "tpot_ms":
+            return statistics.median(tpot)
+        if name == "tpot_p99_ms":
+            return percentile(tpot, 99)
+        if name == "ttft_p99_s":
+            return percentile([each.ttft_s for each in answers], 99)
+        if name == "largest_gap_ms":
+            return max(each.gap_ms for each in answers)
+        seconds = max(each.message_ns[-1] for each in answers) - min(each.asked_ns for each in answers)
+        return sum(each.num_tokens for each in answers) / seconds * 1e9
+
+
+def trace(tokenizer: Tokenizer, seed: int, *, quick: bool) -> list[Arrival]:
+    """Return chats and summaries at random times, the same for the same seed; a summary comes first."""
+    num_chats, num_long, seconds = (
+        (QUICK_CHATS, QUICK_SUMMARIES, QUICK_SECONDS) if quick else (NUM_CHATS, NUM_SUMMARIES, SECONDS)
+    )
+    rng = random.Random(seed)
+    texts = [tokenizer.encode(gzip.decompress((_DATA / f"{name}.txt.gz").read_bytes()).decode()) for name in _TEXTS]
+
+    def prompt(question: str, num_tokens: int) -> tuple[int, ...]:
+        text = rng.choice(texts)
+        start = rng.randrange(len(text) - num_tokens)
+        content = f"{question}\n\n{tokenizer.decode(text[start : start + num_tokens])}"
+        return tuple(tokenizer.encode_chat([{"role": "user", "content": content}]))
+
+    chats = [prompt("What happens here?", rng.randint(*_CHAT_TOKENS)) for _ in range(num_chats)]
+    summaries = [prompt("Summarize this passage.", SUMMARY_TOKENS) for _ in range(num_long)]
+    times = [rng.uniform(0.0, seconds) for _ in range(num_chats + num_long - 1)]
+    arrivals = zip([0.0, *times], [*summaries, *chats], strict=True)
+    return sorted((Arrival(*each) for each in arrivals), key=lambda each: each.at_s)
+
+
+async def serve(client: AsyncClient, arrivals: Sequence[Arrival]) -> Served:
+    """Ask for all arrivals, each at its time, whether or not others were answered."""
+    return Served(await asyncio.gather(*(_ask(client, each) for each in arrivals)))
+
+
+async def _ask(client: AsyncClient, arrival: Arrival) -> Answer:
+    await asyncio.sleep(arrival.at_s)  # from the trace's start
+    asked_ns, message_ns, num_tokens = time_ns(), list[int](), 0
+    params = SamplingParams(max_tokens=_ANSWER_TOKENS, temperature=0.0, ignore_eos=True)
+    async with client.generate(token_ids=arrival.prompt, params=params) as stream:
+        async for event in stream:
+            if event.token is not None:
+                num_tokens += 1
+                if not message_ns or event.unix_ns > message_ns[-1]:
+                    message_ns.append(event.unix_ns)
+    return Answer(asked_ns, tuple(message_ns), num_tokens)
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Measure all rounds, after a short one that is not counted; with --bars, return 1 when a bar is missed."""
+    folder, console = resolve(args), Console(stderr=True, highlight=False)
+    reporter, bars = Reporter("mixed_trace", args.json), Bars()
+    tokenizer, address = Tokenizer.load(folder), ""
+    found: dict[str, list[Served]] = {"auto": [], "off": []}
+    rounds = 1 if args.quick else args.rounds
+    async with AsyncExitStack() as stack:
+        clients = {}
+        for name in found:
+            settings = [f"model.name={folder}", f"model.dtype={args.dtype}", "prefill.prefix_share=0"]
+            settings += [f"generate.speculation={name}", *args.set, *([f"ray.address={address}"] if address else [])]
+            options = [part for each in settings for part in ("--set", each)]
+            cluster = await stack.enter_async_context(
+                own_cluster(f"trace-{name}", options, lambda line: console.print(f"  {line}", markup=False))
+            )
+            address = cluster.ray_address  # on one Ray, because a second one would take a share of the cores
+            clients[name] = await stack.enter_async_context(AsyncClient(cluster.target))
+        with progress("arrivals", 2 * (rounds + 1)) as advance:
+            for seed in range(rounds + 1):
+                arrivals = trace(tokenizer, seed, quick=args.quick or not seed)
+                for name, client in clients.items():
+                    served = await serve(client, arrivals)
+                    found[name] += [served] if seed else []
+                    advance()
+    for metric, unit in _METRICS:
+        ours, theirs = ([each.metric(metric) for each in found[name]] for name in found)
+        row = reporter.add(case(policy="auto", trace="mixed"), metric, unit, "off", Pairs(ours, theirs))
+        if "p99" in metric:
+            bars.at_most(f"{metric}, auto over off", 1 / row.ratio, TAIL_BAR)
+        elif metric != "largest_gap_ms":
+            bars.at_least(f"{metric}, auto beside off", row.ratio, 1.0)
+    reporter.close()
+    return bars.close() if args.bars else 0
+
+
+def main() -> int:
+    """Run the benchmark; return the exit status."""
+    parser = make_parser(__doc__)
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="traces that both sides serve")
+    parser.add_argument("--set", action="append", default=[], metavar="SETTING", help="setting of both clusters")
+    parser.add_argument("--bars", action="store_true", help="exit with 1 when the promised does not hold")
+    return asyncio.run(until_signal(run(parser.parse_args())))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
