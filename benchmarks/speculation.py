@@ -105,7 +105,7 @@ class Found:
     """What was measured of a side in one cell, each once for each round of the benchmark."""
 
     rates: list[float] = field(default_factory=list)
-    """Tokens a second."""
+    """Tokens a second, of all rows."""
     tokens: list[float] = field(default_factory=list)
     """Tokens of a row and a step."""
     accepted: list[float] = field(default_factory=list)

@@ -139,14 +139,11 @@ def parse_args():
     return parser.parse_args()
 
 
-def main() -> None:
-    args = parse_args()
-
-    import vllm
-    from vllm import LLM, SamplingParams
+def make_llm(args):
+    from vllm import LLM
 
     speculative = {"method": "ngram", "num_speculative_tokens": args.ngram_drafts, "prompt_lookup_max": 4}
-    llm = LLM(
+    return LLM(
         args.model,
         speculative_config=speculative if args.ngram_drafts else None,
         dtype=args.dtype,
@@ -155,6 +152,15 @@ def main() -> None:
         max_num_batched_tokens=args.batched_tokens,
         enable_prefix_caching=False,
     )
+
+
+def main() -> None:
+    args = parse_args()
+
+    import vllm
+    from vllm import SamplingParams
+
+    llm = make_llm(args)
     rng = random.Random(0)
 
     def prompts(count, tokens):

@@ -48,7 +48,7 @@ class Acceptances:
     expected: Mapping[int, float]
     """Kinds of drafts, each with the estimate of all rows before any draft."""
     _all: defaultdict[int, _Count] = field(default_factory=lambda: defaultdict(_Count))
-    """By kind."""
+    """Drafts of all rows, by kind."""
     _rows: defaultdict[Row, defaultdict[int, _Count]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(_Count))
     )

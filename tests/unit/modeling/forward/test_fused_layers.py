@@ -14,6 +14,7 @@ from modeling.forward.linear import has_panel_linear
 from modeling.forward.norms import HeadNorms, RmsNorm
 from modeling.forward.positions import LearnedTable, Positions
 from modeling.forward.rows import DecodeRows
+from modeling.forward.selection import StepPicks
 from modeling.kernels.process_kernels import KERNELS
 from modeling.kernels.products import WIDENED
 from modeling.kv.buffers import BufferSpan, KvBuffer, KvPlace
@@ -61,9 +62,9 @@ def count_runs(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     assert fused is not None
     run = fused.run
 
-    def noting(hidden_TD: Tensor, positions: Positions, rows: DecodeRows) -> Tensor:
+    def noting(hidden_TD: Tensor, positions: Positions, rows: DecodeRows, picks: StepPicks | None) -> Tensor:
         found.append(len(hidden_TD))
-        return run(hidden_TD, positions, rows)
+        return run(hidden_TD, positions, rows, picks)
 
     monkeypatch.setattr(fused, "run", noting)
     return found
