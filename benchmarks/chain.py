@@ -35,10 +35,10 @@ from benchmarks.support.harness import (
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.calibration import Calibration
+from planning.chain.partition import as_ranges, even_partition
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON
-from planning.partition import as_ranges, even_partition
-from planning.search import search
-from planning.wavefront import chain_ttft
 
 TOKENS = "512,1024,2048,6000"
 QUICK_TOKENS = "512"

@@ -34,9 +34,9 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
+from planning.chain.partition import as_ranges
+from planning.chain.search import search
 from planning.cost_model import BATON, CostModel
-from planning.partition import as_ranges
-from planning.search import search
 
 LOSS_BAR = 0.06
 """Largest median loss of the chain, as a fraction of its quiet time."""

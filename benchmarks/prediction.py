@@ -40,11 +40,11 @@ from benchmarks.support.harness import (
 from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
 from planning.calibration import Calibration
+from planning.chain.partition import as_ranges
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON
-from planning.partition import as_ranges
 from planning.planner import ChainPlanner
-from planning.search import search
-from planning.wavefront import chain_ttft
 
 TOKENS = "640,1200,2500,3600,5000"
 QUICK_TOKENS = "300,600"

@@ -31,11 +31,11 @@ from benchmarks.support.crossings import crossing, disagreement, value_at
 from benchmarks.support.harness import Bars, Pairs, Reporter, case, make_parser, progress, random_prompt, resolve
 from benchmarks.support.rates import runnable
 from deploy.machine.calibrations import nominal_calibration
+from planning.chain.partition import as_ranges, even_partition
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, CostModel, Link
-from planning.partition import as_ranges, even_partition
-from planning.search import search
 from planning.study.peers import zigzag_ring
-from planning.wavefront import chain_ttft
 
 LINKS = "200,100,50,20,10,5"
 QUICK_LINKS = "100,5"

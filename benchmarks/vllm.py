@@ -41,10 +41,10 @@ from benchmarks.support.harness import (
 )
 from benchmarks.support.rates import RateProbe, runnable
 from deploy.machine.calibrations import nominal_calibration
+from planning.chain.partition import as_ranges
+from planning.chain.search import search
 from planning.cost_model import BATON
 from planning.model_shape import ModelShape
-from planning.partition import as_ranges
-from planning.search import search
 
 TOKENS = 6000
 QUICK_TOKENS = 512

@@ -6,9 +6,9 @@ import numpy as np
 
 from baton.errors import InvalidArgumentError
 from planning.calibration import Calibration
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON
 from planning.step_times import StepTimes
-from planning.wavefront import chain_ttft
 from planning.work_cost import verifying_work
 
 MEASURED_FACTOR = 10.0

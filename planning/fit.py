@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.errors import InvalidArgumentError
+from planning.chain.wavefront import rank_seconds, work_of
 from planning.cost_model import CostModel, Kernel, Link, Protocol
-from planning.wavefront import rank_seconds, work_of
 from planning.work_cost import StepWork, WorkCost
 
 

@@ -19,14 +19,14 @@ from baton.errors import ConfigError, InvalidArgumentError
 from baton.results import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration
+from planning.chain.partition import as_ranges, check_partition_request
+from planning.chain.partition_table import PartitionTable, build_table
+from planning.chain.search import analytic_seed, tapered
+from planning.chain.wavefront import chain_ttft, rank_seconds, work_of
 from planning.cost_model import BATON, CostModel, Protocol
 from planning.local_prefill import LocalPrefill
 from planning.pace import Pace
-from planning.partition import as_ranges, check_partition_request
-from planning.partition_table import PartitionTable, build_table
-from planning.search import analytic_seed, tapered
 from planning.step_times import StepTimes
-from planning.wavefront import chain_ttft, rank_seconds, work_of
 
 _SEARCHED_RANKS = 8
 """Widest chain that has knots, because a search takes a second there. For wider chains a few shapes are compared by

@@ -15,10 +15,10 @@ from benchmarks.baselines.rank_process import Task
 from benchmarks.baselines.ranks import Outcome, Ranks
 from benchmarks.support.harness import progress, random_prompt
 from planning.calibration import Calibration, calibrate_chain
+from planning.chain.partition import as_ranges
+from planning.chain.search import rounded
 from planning.cost_model import CostModel, Link
 from planning.fit import RankRow, fit_link
-from planning.partition import as_ranges
-from planning.search import rounded
 
 LENGTHS = (256, 1024, 3000)
 QUICK_LENGTHS = (128, 512)

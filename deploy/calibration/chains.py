@@ -17,10 +17,10 @@ from baton.requests import BY_CHAIN
 from baton.results import Completion, RankTiming
 from baton.sampling_params import SamplingParams
 from planning.calibration import Calibration, calibrate_chain
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON
 from planning.fit import RankRow
 from planning.pace import computed_s
-from planning.wavefront import chain_ttft
 
 LEAST_TOKENS = 8
 """Tokens of the shortest prompt that is measured."""

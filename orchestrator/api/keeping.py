@@ -14,8 +14,8 @@ from baton.v1 import keeping_pb2 as pb
 from baton.v1 import orchestrator_pb2
 from orchestrator.membership.view import AbsentGroup, ClusterView, GenerationGroup, Orders, PrefillGroup
 from planning import calibration, step_times
+from planning.chain.partition_table import Knot, PartitionTable
 from planning.local_prefill import LocalPrefill
-from planning.partition_table import Knot, PartitionTable
 from planning.planner import ChainPlanner
 
 T = TypeVar("T", PrefillGroup, GenerationGroup, AbsentGroup, LocalPrefill, Knot)

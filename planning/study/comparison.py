@@ -6,12 +6,12 @@ Used by `baton simulate` and benchmarks. Pure; a case takes some tens of millise
 from dataclasses import dataclass
 
 from baton.types import TokenRange
+from planning.chain.partition import even_partition
+from planning.chain.partition_table import build_table
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import CostModel, Kernel, Protocol
-from planning.partition import even_partition
-from planning.partition_table import build_table
-from planning.search import search
 from planning.study.peers import bound, paper_bound, single, tsp, zigzag_ring
-from planning.wavefront import chain_ttft
 
 KNOT_SPACING = 4096
 """Tokens between the knots that KVR-P interpolates, as in the paper."""

@@ -52,7 +52,7 @@ def test_make_lint_runs_the_step(step: str) -> None:
         ("modeling/forward/decoder.py", "import grpc", "modeling.forward.decoder -> grpc"),
         ("modeling/forward/decoder.py", "import baton.v1.kv_pb2", "modeling.forward.decoder -> baton.v1.kv_pb2"),
         ("text/tokenizer.py", "import torch", "text.tokenizer -> torch"),
-        ("planning/partition.py", "import torch", "planning.partition -> torch"),
+        ("planning/chain/partition.py", "import torch", "planning.chain.partition -> torch"),
         ("baton/types.py", "import torch", "baton.types -> torch"),
         ("benchmarks/support/harness.py", "import ray", "benchmarks.support.harness -> ray"),
     ],
@@ -66,7 +66,7 @@ def test_a_forbidden_library_is_named(module: str, line: str, named: str, tree: 
     ("module", "imported"),
     [
         ("text/tokenizer.py", "modeling.forward.decoder"),
-        ("planning/partition.py", "transport.channel"),
+        ("planning/chain/partition.py", "transport.channel"),
         ("prefill_workers/engine.py", "generate_workers.engine.core"),
         ("generate_workers/engine/core.py", "prefill_workers.engine"),
         ("orchestrator/dispatch/attempt.py", "prefill_workers.engine"),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, PAPER, CostModel, Kernel, Link, Protocol
 from planning.fit import RankRow, fit_link, fit_prefill, fit_ranks
-from planning.wavefront import chain_ttft
 
 TOKENS = (256.0, 1024.0, 2048.0, 4096.0, 8192.0)
 

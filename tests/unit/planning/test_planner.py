@@ -11,14 +11,14 @@ from baton.errors import InvalidArgumentError
 from baton.results import RankTiming
 from baton.types import TokenRange
 from planning.calibration import Calibration, nominal
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, CostModel, Link
 from planning.hardware import cpu_rank
 from planning.local_prefill import LocalPrefill
 from planning.model_shape import SHAPES
 from planning.planner import ChainPlanner
-from planning.search import search
 from planning.step_times import nominal_steps
-from planning.wavefront import chain_ttft
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.wavefront import reference
 

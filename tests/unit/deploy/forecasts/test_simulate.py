@@ -8,12 +8,12 @@ import pytest
 
 from deploy.cli import main
 from planning.calibration import save
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, PAPER, Kernel
 from planning.hardware import HARDWARE, derive
 from planning.model_shape import SHAPES
-from planning.search import search
 from planning.study.peers import single
-from planning.wavefront import chain_ttft
 from tests.support.calibrating import calibrate
 
 

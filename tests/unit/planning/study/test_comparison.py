@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
+from planning.chain.partition_table import build_table
+from planning.chain.search import rounded
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, CostModel, Kernel, Link
-from planning.partition_table import build_table
-from planning.search import rounded
 from planning.study.comparison import Comparison, compare, enough_ranks
 from planning.study.peers import paper_bound, single, tsp, zigzag_ring
-from planning.wavefront import chain_ttft
 
 COST = CostModel(8, 1e-6, 1e-9, 4096, link=Link(1e-5, 1e10))
 

@@ -4,12 +4,12 @@ import math
 
 import pytest
 
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON, PAPER_OVERLAPPED, CostModel, Kernel, Link, Protocol, Receive
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.search import search
 from planning.study.peers import bound, paper_bound, single, tsp, zigzag_ring
-from planning.wavefront import chain_ttft
 
 PAIRS_ONLY = CostModel(1, 0.0, 1.0, 0)
 ROWS = [

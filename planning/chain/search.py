@@ -3,7 +3,7 @@
 The search starts from an analytic seed (equal work on every rank, no communication) and from seeds for slow links. It
 improves each by moving tokens between ranks while that helps, which takes seconds where the paper's grid took hours.
 KV-Runahead (ICML 2024), section 4.2; docs/kv_runahead.md. Pure. A search takes tens of milliseconds, so results are
-kept in a table (`planning.partition_table`) rather than made once a request.
+kept in a table (`planning.chain.partition_table`) rather than made once a request.
 """
 
 import itertools
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import CostModel, Kernel, Protocol
-from planning.wavefront import chain_ttft
 
 Partitions = NDArray[np.float64]
 """Chunks of many partitions, `[N partitions, n ranks]`."""

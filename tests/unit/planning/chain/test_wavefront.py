@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from planning.chain.wavefront import chain_ttft, work_of
 from planning.cost_model import (
     BATON,
     PAPER,
@@ -25,7 +26,6 @@ from planning.cost_model import (
     Receive,
 )
 from planning.study.peers import tsp
-from planning.wavefront import chain_ttft, work_of
 from tests.support.folders import DATA
 from tests.support.wavefront import reference
 

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 
 from baton.errors import ConfigError, InvalidArgumentError
 from baton.types import TokenRange
+from planning.chain.partition_table import Knot, PartitionTable, build_table
+from planning.chain.search import search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import PAPER, PAPER_OVERLAPPED, CostModel, Link
-from planning.partition_table import Knot, PartitionTable, build_table
-from planning.search import search
-from planning.wavefront import chain_ttft
 
 COST = CostModel(32, 0.0790 / 1024 / 32, 0.02075 / 1024**2 / 32, 16384)
 """The paper's Llama-7B without links (test_search)."""

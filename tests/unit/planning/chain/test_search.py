@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from planning.chain.search import Evaluate, analytic_seed, rounded, search
+from planning.chain.wavefront import chain_ttft
 from planning.cost_model import (
     BATON,
     PAPER,
@@ -21,8 +23,6 @@ from planning.cost_model import (
 )
 from planning.hardware import Hardware, derive
 from planning.model_shape import SHAPES
-from planning.search import Evaluate, analytic_seed, rounded, search
-from planning.wavefront import chain_ttft
 
 PER_TOKEN, PER_PAIR = 0.0790 / 1024, 0.02075 / 1024**2
 """Llama-7B on one A100, the whole model, from the paper's one-GPU row."""

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.errors import InvalidArgumentError
 from baton.types import TokenRange
-from planning.partition import even_partition
-from planning.partition_table import Knot, PartitionTable
+from planning.chain.partition import even_partition
+from planning.chain.partition_table import Knot, PartitionTable
 
 _SKEWED = tuple(Knot(100, (*(0.01,) * (n - 1), 1 - 0.01 * (n - 1))) for n in range(2, 10))
 PARTITIONS: dict[str, Callable[[TokenRange, int], tuple[TokenRange, ...]]] = {

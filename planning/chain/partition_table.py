@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 from baton.errors import ConfigError
 from baton.types import TokenRange
+from planning.chain.partition import as_ranges, check_partition_request
+from planning.chain.search import rounded, search
 from planning.cost_model import CostModel, Protocol
-from planning.partition import as_ranges, check_partition_request
-from planning.search import rounded, search
 
 _KNOT_SLACK = 0.005
 """Fraction by which a knot may be slower than the best partition, so that neighbouring knots resemble each other
