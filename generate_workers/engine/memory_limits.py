@@ -30,7 +30,7 @@ def make_memory(
     """Make a group's KV memory as configured, for one of `num_engines` that share the machine. What
     `draft_model` takes comes off its limits. Raises ConfigError for an unknown policy or memory that cannot be had,
     ModelError when the file of `baton prepare` is missing."""
-    drafts = None if config.speculation in ("off", "ngram", "model") else DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    drafts = DraftKeys.of(config.draft_keys, MOST_DRAFTS) if _drafts_over_keys(config) else None
     shape = KvShape(decoder.layout, decoder.config.windows, config.num_slots, config.max_slot_tokens, drafts)
     path = Path(config.selection_file) if config.selection_file else None
     pool = PoolSize(config.pool_tokens, Eviction(config.pool_eviction)) if config.pool_tokens else None
@@ -41,6 +41,14 @@ def make_memory(
         taken = _with_drafts(taken, draft_model, config)
     limits = memory_limits(config, residency, taken, num_engines)
     return KvMemory(residency, shape, limits, config.growth_tokens)
+
+
+def _drafts_over_keys(config: EngineConfig) -> bool:
+    """Return whether rows' first and latest keys serve drafts. Where KV is at home and the device has a limit, they do so
+    only if it is said by name: the copy of them takes memory that rows could have."""
+    if config.speculation == "auto":
+        return config.residency != "host" or not config.device_memory_bytes
+    return config.speculation not in ("off", "ngram", "model")
 
 
 @dataclass(frozen=True)

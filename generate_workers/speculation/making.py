@@ -80,8 +80,8 @@ def make_speculation(
             "it: use residency device or host, or speculation off"
         )
     sources = {"ngram": Source(NgramDrafter(), Acceptances(KINDS))}
-    if all(window is None for window in decoder.config.windows):
-        keys = DraftKeys.of(config.draft_keys, MOST_DRAFTS)
+    keys = slots.memory.shape.draft_keys
+    if keys is not None and all(window is None for window in decoder.config.windows):
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = BesideView(residency)
