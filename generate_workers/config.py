@@ -49,8 +49,8 @@ class EngineConfig:
     """KV memory of each engine, like "4GiB"; 0: enough for all slots, at most half the free memory / num_groups."""
     device_memory_bytes: Bytes = 0
     """Limit of weights and KV, like "1GiB", as on a device with that memory; only counted. 0: only kv_memory_bytes."""
-    speculation: SpeculationName = "off"
-    """Source of drafts: off, the text (ngram), draft_model (model), the model over few keys (others), or auto."""
+    speculation: SpeculationName = "auto"
+    """Source of drafts: auto, off, the text (ngram), draft_model (model), or the model over few keys (others)."""
     draft_model: str = ""
     """Name, folder or GGUF file of the model that drafts, with speculation model: small, with the same tokenizer."""
     draft_tokens: Annotated[int, Field(ge=0, le=8)] = 0

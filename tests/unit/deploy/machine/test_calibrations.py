@@ -177,9 +177,9 @@ def test_engines_that_speculate_know_where_their_step_times_are_kept(folder: Pat
     given = tmp_path / "given.json"
     measured(nominal_calibration(folder, "bfloat16", 1), given)
     prefill = PrefillSection(num_threads=1, calibration=str(given))
-    plain = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2))
+    plain = ClusterConfig(prefill=prefill, generate=GenerateSection(num_threads=2, speculation="off"))
     assert engine_step_times(plain, folder) == ""
-    drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2, speculation="auto"))
+    drafting = dataclasses.replace(plain, generate=GenerateSection(num_threads=2))
     assumed = nominal_step_times(folder, "bfloat16", 2, residency="device")
     assert engine_step_times(drafting, folder) == str(path_beside(given, assumed))
     workers = [
