@@ -295,8 +295,8 @@ def test_its_weights_and_its_kv_come_off_the_limits() -> None:
     ("settings", "text"),
     [
         ({"speculation": "model"}, "draft_model is empty: name a smaller model"),
-        ({"draft_model": "tiny"}, "draft_model = 'tiny' means nothing to speculation off: use speculation model"),
-        ({"draft_model": "tiny", "speculation": "auto"}, "means nothing to speculation auto"),
+        ({"draft_model": "tiny"}, "draft_model = 'tiny' means nothing to speculation auto: use speculation model"),
+        ({"draft_model": "tiny", "speculation": "off"}, "means nothing to speculation off"),
     ],
 )
 def test_settings_that_do_not_go_together(settings: dict[str, str], text: str) -> None:
