@@ -44,7 +44,7 @@ def make_memory(
 
 
 def _drafts_over_keys(config: EngineConfig) -> bool:
-    """Return whether rows' first and latest keys serve drafts. Where KV is at home and the device has a limit, they do so
+    """Return whether rows' first and latest keys serve drafts. Where KV is at home and the device has a limit, they do
     only if it is said by name: the copy of them takes memory that rows could have."""
     if config.speculation == "auto":
         return config.residency != "host" or not config.device_memory_bytes
