@@ -12,6 +12,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.orchestrators import HOST, Answer, Relay, StreamCall, relay
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import prefix_folder
+from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.wire.held_calls import HeldCalls, HoldingNetwork
 
@@ -211,11 +212,16 @@ PHASES: dict[str, Phase] = {
 
 
 @asynccontextmanager
-async def scene() -> AsyncIterator[Scene]:
+async def scene(way: str) -> AsyncIterator[Scene]:
     with prefix_folder() as folder:
         async with (
             relay(
-                num_ranks=NUM_RANKS, num_slots=NUM_SLOTS, config=CONFIG, prefix_folder=folder, group_folder=folder
+                num_ranks=NUM_RANKS,
+                num_slots=NUM_SLOTS,
+                config=CONFIG,
+                prefix_folder=folder,
+                group_folder=folder,
+                generate=SPECULATING[way],
             ) as made,
             AsyncExitStack() as stack,
         ):
@@ -229,10 +235,41 @@ async def scene() -> AsyncIterator[Scene]:
             yield Scene(made, calls)
 
 
+WHERE_ENGINES_STEP = ("inserting", "decoding", "decoding its own prefill", "returning")
+"""The phases in which a generation engine has rows."""
+
+
 @pytest.mark.parametrize("name", PHASES)
 async def test_a_cancel_frees_both_sides_within_a_second(name: str) -> None:
-    async with scene() as on:
-        call = await PHASES[name](on)
+    await check_cancel(name, "off")
+
+
+@pytest.mark.parametrize("way", ways(ci=("auto", "ngram", "streaming", "streaming host")))
+@pytest.mark.parametrize("name", WHERE_ENGINES_STEP)
+async def test_a_cancel_in_a_round_of_drafts_frees_both_sides_too(name: str, way: str) -> None:
+    await check_cancel(name, way)
+
+
+@pytest.mark.parametrize(
+    "num_layers", [pytest.param(number, marks=[pytest.mark.ci] if number != 3 else []) for number in range(9)]
+)
+async def test_so_does_a_cancel_in_any_layer_of_a_round(num_layers: int) -> None:
+    """A round is three forwards of drafts, and the one that verifies, of two layers each."""
+
+    async def drafting(scene: Scene) -> StreamCall:
+        call, (gate,) = scene.ask(), scene.made.group_gates
+        await Answer().read(call, 3)
+        gate.shut(num_layers)
+        await gate.until_reached()
+        return call
+
+    await check_cancel("drafting", "streaming", drafting)
+
+
+async def check_cancel(name: str, way: str, phase: Phase | None = None) -> None:
+    """Within a second of the end of the step or layer under way nothing is held, and others go on."""
+    async with scene(way) as on:
+        call = await (phase or PHASES[name])(on)
         held = await on.held()
         assert name == "queued" or any(held), "the request is nowhere"
         call.cancel()

@@ -16,6 +16,7 @@ from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.storms import CLOCK, TTL_S
+from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
 from transport.channel import make_channel
 from transport.kv_client import KvClient
@@ -34,10 +35,10 @@ SOAK_SEEDS = [seed for seed in range(1, 55) if seed not in SEEDS + FOUND]
 """With 40 requests each."""
 
 
-async def run(folder: Path, seed: int) -> Report:
-    """One schedule, on a cluster of its own."""
+async def run(folder: Path, seed: int, way: str = "off") -> Report:
+    """One schedule, on a cluster of its own whose engines speculate in that way."""
     schedule = Schedule.of(seed, SHAPE)
-    async with chaos_cluster(folder) as (cluster, reference):
+    async with chaos_cluster(folder, generate=SPECULATING[way]) as (cluster, reference):
         assert cluster.victims == SHAPE.victims
         return await ChaosRun(cluster, schedule, CLOCK, bounds=BOUNDS).run(reference)
 
@@ -53,6 +54,12 @@ def check(report: Report) -> None:
 @pytest.mark.parametrize("seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.ci) for seed in SEEDS[1:] + FOUND)])
 async def test_a_schedule_leaves_exact_streams_and_nothing_held(tmp_path: Path, seed: int) -> None:
     check(await run(tmp_path, seed))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("seed", "way"), [(3, "auto"), (4, "streaming"), (5, "streaming host"), (6, "ngram")])
+async def test_a_schedule_does_so_where_engines_speculate(tmp_path: Path, seed: int, way: str) -> None:
+    check(await run(tmp_path, seed, way))
 
 
 async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:

@@ -5,15 +5,19 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from baton.sampling_params import SamplingParams
-from tests.support.clusters.relays import ask, local_relay
+from tests.support.clusters.relays import ask, check_drafted, local_relay
+from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.models.texts import passage_ids
 
 LONG = SamplingParams(max_tokens=40, temperature=0.8, seed=5, ignore_eos=True)
 
 
-async def test_a_stream_goes_on_when_its_generation_engine_dies(smollm2: Path) -> None:
-    async with local_relay(smollm2, num_ranks=1, heartbeat_s=0.5) as relay:
+@pytest.mark.parametrize("way", ways("off", ci=("snapkv", "streaming host")))
+async def test_a_stream_goes_on_when_its_generation_engine_dies(smollm2: Path, way: str) -> None:
+    async with local_relay(smollm2, num_ranks=1, heartbeat_s=0.5, generate=SPECULATING[way]) as relay:
         prompt = passage_ids(smollm2, 50)
         expected = await ask(relay, prompt, LONG)
         victim = relay.cluster.generation.handle.pid
@@ -27,3 +31,4 @@ async def test_a_stream_goes_on_when_its_generation_engine_dies(smollm2: Path) -
         assert [event.index for event in answer.tokens] == list(range(LONG.max_tokens))
         assert answer.token_ids == expected.token_ids
         assert answer.text == expected.text
+        await check_drafted(relay, way)

@@ -19,6 +19,7 @@ from generate_workers.servicer import GenerationServer
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.clusters.orchestrators import HOST, Relay, relay
 from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import text_of
 from transport.channel import make_channel
@@ -129,9 +130,9 @@ class Reader:
         return "".join(event.text for event in self.events)
 
 
-@pytest.fixture
-async def running() -> AsyncIterator[Relay]:
-    async with relay(num_slots=6) as made:
+@pytest.fixture(params=ways("off", ci=("streaming", "ngram", "auto host")))
+async def running(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+    async with relay(num_slots=6, generate=SPECULATING[request.param]) as made:
         yield made
         await made.until_empty()
 

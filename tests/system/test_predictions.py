@@ -67,7 +67,7 @@ async def test_steps_are_measured_in_batches_that_fill_the_group_and_leave_nothi
         with Client(target) as client:
             return measure_steps(client, grid, repeats=2, rng=random.Random(1), done=done.append)
 
-    async with relay(num_slots=8, speculation="auto") as running:
+    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
         seconds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
         await running.until_empty()
     assert [len(row) for row in seconds] == [2, 2, 2] and all(each > 0 for row in seconds for each in row)
@@ -82,7 +82,7 @@ async def test_rounds_are_measured_beside_what_they_did_and_leave_nothing() -> N
         with Client(target) as client:
             return measure_rounds(client, grid, draft_keys, repeats=1, rng=random.Random(1), done=lambda work: None)
 
-    async with relay(num_slots=8, speculation="auto") as running:
+    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
         rounds = await asyncio.to_thread(measured, f"{HOST}:{running.server.port}")
         await running.until_empty()
     assert len(rounds) == len(grid.cells) * len(NUM_DRAFTS)
@@ -101,7 +101,7 @@ async def test_a_streams_drafts_reach_the_client_and_the_metrics() -> None:
         assert completion.timings is not None
         return completion.timings.speculation
 
-    async with relay(num_slots=8, speculation="auto") as running:
+    async with relay(num_slots=8, generate={"speculation": "auto"}) as running:
         target = f"{HOST}:{running.server.port}"
         traces = [await asyncio.to_thread(answered, target, num) for num in (0, 2, 5)]
         assert traces.pop(0) is None

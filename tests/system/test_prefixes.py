@@ -15,8 +15,9 @@ from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.prefix_store.folder import node_folder
-from tests.support.clusters.relays import Relay, ask, local_relay, slots_in_use
+from tests.support.clusters.relays import Relay, ask, check_drafted, local_relay, slots_in_use
 from tests.support.engines.prefixes import blocks_in
+from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
@@ -28,11 +29,13 @@ FOLDER = node_folder(f"local-{os.getpid()}")
 BLOCK = 128
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def relay(smollm2: Path) -> AsyncIterator[Relay]:
-    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1) as running:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=ways("off", ci=("streaming", "auto host")))
+async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+    generate = SPECULATING[request.param]
+    async with local_relay(smollm2, num_ranks=2, prefix_share=0.1, generate=generate) as running:
         assert FOLDER.is_dir()
         yield running
+        await check_drafted(running, request.param)
 
 
 @pytest.fixture(scope="module")

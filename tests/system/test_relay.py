@@ -11,7 +11,8 @@ import torch
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
-from tests.support.clusters.relays import Relay, ask, jobs_in_flight, local_relay, slots_in_use
+from tests.support.clusters.relays import Relay, ask, check_drafted, jobs_in_flight, local_relay, slots_in_use
+from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
@@ -22,10 +23,13 @@ GREEDY = SamplingParams(max_tokens=24, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=24, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def relay(smollm2: Path) -> AsyncIterator[Relay]:
-    async with local_relay(smollm2, num_ranks=3) as running:
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=ways("off", ci=("auto", "snapkv", "streaming host"))
+)
+async def relay(smollm2: Path, request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
+    async with local_relay(smollm2, num_ranks=3, generate=SPECULATING[request.param]) as running:
         yield running
+        await check_drafted(running, request.param)
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,12 @@
 """Clusters to be struck whose workers are real servers in this process: links and outlets fail, too, and a life takes
 milliseconds. Their orchestrator is a process."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 import torch
 
@@ -46,8 +48,11 @@ class Reference:
 
 
 @asynccontextmanager
-async def chaos_cluster(folder: Path, *, num_groups: int = 2) -> AsyncIterator[tuple[ChaosCluster, Reference]]:
-    """Everything up, and everything down again. The orchestrator finds its tokenizer in `folder`."""
+async def chaos_cluster(
+    folder: Path, *, num_groups: int = 2, generate: Mapping[str, Any] = MappingProxyType({})
+) -> AsyncIterator[tuple[ChaosCluster, Reference]]:
+    """Everything up, and everything down again. The orchestrator finds its tokenizer in `folder`. `generate`: further
+    fields of the generation groups' configuration."""
     torch.set_num_threads(1)
     decoder, faults = eos_decoder(), SeededPlan()
     write_letters(folder)
@@ -62,7 +67,7 @@ async def chaos_cluster(folder: Path, *, num_groups: int = 2) -> AsyncIterator[t
 
     with prefix_folder() as prefixes:
         plan = ChaosPlan(
-            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes),
+            spawner=FaultySpawner(decoder, faults, prefixes, prefix_bytes, generate),
             chain=[tiny_worker("prefill", rank) for rank in range(NUM_RANKS)],
             engines=[tiny_worker("generate", group=group) for group in range(num_groups)],
             orchestrator=orchestrator,

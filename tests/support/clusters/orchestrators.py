@@ -4,10 +4,11 @@ import asyncio
 import threading
 import urllib.request
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -27,7 +28,7 @@ from baton.v1 import common_pb2, generate_pb2, prefill_pb2
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
-from generate_workers.config import EngineConfig, SpeculationName
+from generate_workers.config import EngineConfig
 from generate_workers.servicer import GenerationServer
 from modeling.forward.attention import Kernel
 from modeling.forward.decoder import Decoder
@@ -179,9 +180,8 @@ class Relay:
     """Where the generation groups do, up to as much; the same one for those of the same node."""
     prefix_disk: DiskPlace | None = None
     """Of all of them."""
-    residency: str = "device"
-    speculation: SpeculationName = "off"
-    """Policy of the generation groups."""
+    generate: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the generation groups' configuration."""
     fronts: dict[int, str] = field(default_factory=dict)
     """By a worker's port, what the orchestrator is told instead of it: host:port of what stands before it."""
     metadata: tuple[tuple[str, str], ...] = ()
@@ -207,13 +207,7 @@ class Relay:
     async def add_group(self) -> None:
         decoder, gate = self._gated()
         num_slots = self.num_slots
-        config = EngineConfig(
-            num_slots=num_slots,
-            max_slot_tokens=MAX_TOKENS,
-            max_waiting=num_slots,
-            residency=self.residency,
-            speculation=self.speculation,
-        )
+        config = EngineConfig(num_slots=num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=num_slots, **self.generate)
         server = await GenerationServer.start(
             decoder,
             letter_tokenizer(),
@@ -374,15 +368,14 @@ async def relay(
     prefix_bytes: int = 1 << 30,
     group_folder: Path | None = None,
     prefix_disk: DiskPlace | None = None,
-    residency: str = "device",
-    speculation: SpeculationName = "off",
+    generate: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Relay]:
     """Everything up, and everything down again; at the end no worker holds anything."""
     torch.set_num_threads(1)
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
-    made.prefix_disk, made.residency, made.speculation = prefix_disk, residency, speculation
+    made.prefix_disk, made.generate = prefix_disk, generate
     try:
         for _ in range(num_ranks):
             await made.add_rank()

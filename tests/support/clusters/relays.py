@@ -2,9 +2,11 @@
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from baton.clock import SystemClock
 from baton.errors import BatonError
@@ -57,16 +59,21 @@ class Relay:
 
 @contextlib.asynccontextmanager
 async def local_relay(
-    folder: Path, *, num_ranks: int, prefix_share: float = 0.0, heartbeat_s: float = 1.0
+    folder: Path,
+    *,
+    num_ranks: int,
+    prefix_share: float = 0.0,
+    heartbeat_s: float = 1.0,
+    generate: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Relay]:
     """A running relay; closed, with all its processes, at the end. It keeps no prefixes by default: tests ask the same
-    again and again, and count what is computed."""
+    again and again, and count what is computed. `generate`: further settings of the generation group."""
     prefill = {"num_ranks": num_ranks, "watchdog_floor_s": 5.0, "prefix_share": prefix_share}
     config = make_local_config(
         {
             "model": {"dtype": "float32"},
             "prefill": prefill if num_ranks else {"num_groups": 0},
-            "generate": {"num_threads": 1},
+            "generate": {"num_threads": 1, **generate},
             "supervision": {"heartbeat_s": heartbeat_s},
         }
     )
@@ -103,10 +110,23 @@ def open_stream(relay: Relay, prompt_ids: tuple[int, ...], params: SamplingParam
     return relay.controller.generate(Request(RequestId(uuid.uuid4().hex), prompt_ids, params))
 
 
+async def generation_status(relay: Relay) -> generate_pb2.GenerationStatus:
+    """What the generation engine says of itself."""
+    return await relay.cluster.generation.generation.GetStatus(generate_pb2.GenerationStatusRequest())
+
+
 async def slots_in_use(relay: Relay) -> tuple[int, int]:
     """(slots that are not free, KV bytes held) of the generation engine."""
-    status = await relay.cluster.generation.generation.GetStatus(generate_pb2.GenerationStatusRequest())
+    status = await generation_status(relay)
     return status.num_slots - status.num_free, status.num_bytes_held
+
+
+async def check_drafted(relay: Relay, way: str) -> None:
+    """The generation engine, which speculates in this way of SPECULATING, has done so; `auto` may have found that no
+    drafts pay."""
+    status = await generation_status(relay)
+    assert status.HasField("speculation") == (way != "off")
+    assert status.speculation.num_drafted or way in ("off", "auto", "auto host"), status.speculation
 
 
 async def jobs_in_flight(relay: Relay) -> list[int]:

@@ -5,11 +5,12 @@ is made anew. Calm until the plan is switched on.
 """
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,13 +70,20 @@ class FaultySpawner:
     Spawner."""
 
     def __init__(
-        self, decoder: Decoder, plan: FaultPlan, prefix_folder: Path | None = None, prefix_bytes: int = 0
+        self,
+        decoder: Decoder,
+        plan: FaultPlan,
+        prefix_folder: Path | None = None,
+        prefix_bytes: int = 0,
+        generate: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        """All of them keep prefixes in that folder, at most so many bytes; None: nowhere."""
+        """All of them keep prefixes in that folder, at most so many bytes; None: nowhere. `generate`: further fields of
+        the generation groups' configuration."""
         self._decoder = decoder
         self._plan = plan
         self._prefix_folder = prefix_folder
         self._prefix_bytes = prefix_bytes
+        self._generate = generate
 
     async def start(self, config: WorkerConfig) -> InProcessWorker:
         return InProcessWorker(config, await (self._rank() if config.role == "prefill" else self._group()))
@@ -95,7 +103,7 @@ class FaultySpawner:
         return PrefillServer(server, servicer, bound, store)
 
     async def _group(self) -> GenerationServer:
-        config = EngineConfig(num_slots=NUM_SLOTS, max_slot_tokens=MAX_TOKENS, max_waiting=NUM_SLOTS)
+        config = EngineConfig(NUM_SLOTS, MAX_TOKENS, max_waiting=NUM_SLOTS, **self._generate)
         return await GenerationServer.start(
             self._decoder,
             letter_tokenizer(),

@@ -102,7 +102,7 @@ async def test_what_an_approximate_group_has_made_is_not_stored_for_others(resid
     """Who shares a prefix may have asked for exact tokens."""
     with prefix_folder() as folder:
         config = replace(HASTY, block_tokens=16)
-        async with relay(num_ranks=0, config=config, group_folder=folder, residency=residency) as made:
+        async with relay(num_ranks=0, config=config, group_folder=folder, generate={"residency": residency}) as made:
             await made.ask(made.request(prompt(50), replace(PARAMS, max_tokens=40)))
             await made.until_empty(within_s=5.0)  # what is to be stored is by then
             assert bool(blocks_in(folder)) == (residency == "device")

@@ -121,7 +121,7 @@ async def test_steps_are_held_against_what_was_predicted_for_them() -> None:
 
 async def test_rounds_of_drafts_are_held_against_what_their_group_predicted() -> None:
     name = 'baton_predicted_over_measured_ratio_count{prediction="draft_round"}'
-    async with relay(speculation="streaming") as made:
+    async with relay(generate={"speculation": "streaming"}) as made:
         drafting = replace(PARAMS, num_drafts=2, max_tokens=60)
 
         async def after_another() -> dict[str, float]:

@@ -1,0 +1,22 @@
+"""Ways to speculate that whole systems are tested with: fields of EngineConfig, by name."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+SPECULATING: Mapping[str, Mapping[str, Any]] = {
+    "off": {},
+    "auto": {"speculation": "auto"},
+    "streaming": {"speculation": "streaming", "draft_tokens": 3, "draft_keys": 32},
+    "snapkv": {"speculation": "snapkv", "draft_tokens": 3, "draft_keys": 32},
+    "ngram": {"speculation": "ngram", "draft_tokens": 3},
+    "auto host": {"speculation": "auto", "residency": "host", "draft_keys": 32},
+    "streaming host": {"speculation": "streaming", "residency": "host", "draft_tokens": 3, "draft_keys": 32},
+}
+"""Few keys, so that drafts are rejected as well."""
+
+
+def ways(*names: str, ci: tuple[str, ...] = ()) -> list[Any]:
+    """Return a test's parameters: names of SPECULATING, those of `ci` marked so."""
+    return [*names, *(pytest.param(name, marks=pytest.mark.ci) for name in ci)]
