@@ -40,7 +40,12 @@ async def run(folder: Path, seed: int, way: str = "off") -> Report:
     schedule = Schedule.of(seed, SHAPE)
     async with chaos_cluster(folder, generate=SPECULATING[way]) as (cluster, reference):
         assert cluster.victims == SHAPE.victims
-        return await ChaosRun(cluster, schedule, CLOCK, bounds=BOUNDS).run(reference)
+        report = await ChaosRun(cluster, schedule, CLOCK, bounds=BOUNDS).run(reference)
+        async with AsyncClient(cluster.endpoint) as client:
+            groups = (await client.cluster_state()).groups
+        engines = [group.generation for group in groups if group.generation is not None]
+        assert {each.HasField("speculation") for each in engines} == {way != "off"}
+        return report
 
 
 def check(report: Report) -> None:
