@@ -21,6 +21,7 @@ from generate_workers.engine.batcher import Batcher
 from generate_workers.engine.core import GenerationEngine
 from generate_workers.engine.decode_first import DecodeFirst
 from generate_workers.engine.rows import GenerationRequest, Ticket
+from generate_workers.engine.speculation import Speculation
 from generate_workers.prefixes.answer_saving import AnswerSaver
 from generate_workers.residency.host import CopyTensor, copy_tensor
 from generate_workers.residency.port import DraftKeys, KvShape
@@ -186,8 +187,10 @@ def harness(
     acceptance: AcceptanceName = "coupled",
     cost: WorkCost | None = None,
     draft_model: Decoder | None = None,
+    speculator: Callable[[SlotTable, Speculation | None], Speculation] | None = None,
 ) -> Iterator[Harness]:
-    """An engine; at the end every stream has had its one terminal event and nothing is held."""
+    """An engine; at the end every stream has had its one terminal event and nothing is held. `speculator` makes of its
+    slots, and of the speculation that it would have, the one that it has."""
     decoder, clock = decoder or eos_decoder(), clock or ManualClock(start_s=100.0)
     drafting = (draft_model or small_decoder()) if speculation == "model" else None
     drafts = None if speculation in ("off", "ngram", "model") else DraftKeys.of(draft_keys, MOST_DRAFTS)
@@ -196,10 +199,7 @@ def harness(
     memory = KvMemory(make_residency(shape, policy, copy, poison=poison), shape, limits, growth_tokens)
     slots = SlotTable(memory, clock, endpoint="127.0.0.1:1")
     config = EngineConfig(
-        num_slots,
-        max_slot_tokens,
-        max_prefill_tokens_per_step,
-        max_waiting,
+        *(num_slots, max_slot_tokens, max_prefill_tokens_per_step, max_waiting),
         max_step_stretch=max_step_stretch,
         speculation=speculation,
         draft_tokens=draft_tokens,
@@ -208,10 +208,11 @@ def harness(
         draft_model="another" if drafting else "",
     )
     saver = AnswerSaver(slots, store) if store is not None else None
+    own: Speculation | None = make_speculation(decoder, slots, config, clock, cost, draft_model=drafting)
     engine = GenerationEngine(
         *(decoder, letter_tokenizer(), slots, clock, config),
         batcher=batcher or DecodeFirst.of(config, decoder.config),
-        speculation=make_speculation(decoder, slots, config, clock, cost, draft_model=drafting),
+        speculation=own if speculator is None else speculator(slots, own),
         reclaim=None if saver is None else saver.give_up,
     )
     made = Harness(decoder, slots, engine, clock, saver)

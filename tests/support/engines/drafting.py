@@ -1,0 +1,76 @@
+"""Speculation by a test's will, over the port of generate_workers.engine.speculation: what is drafted, and how much."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from baton.ids import SlotId
+from generate_workers.engine.batcher import StepPlan
+from generate_workers.engine.rows import Row
+from generate_workers.engine.speculation import Speculation, SpeculationStats
+from generate_workers.engine.verified import Draft, Drafts, Verified
+from generate_workers.slots.table import SlotTable
+
+
+class Told:
+    """Drafts what it is told, as far as rows have room. Implements Speculation."""
+
+    def __init__(self, slots: SlotTable, tell: Callable[[Row], Sequence[int]]) -> None:
+        """`tell` gives the drafts of a row in the next round; none are wished for by an empty sequence."""
+        self.stats = SpeculationStats()
+        self.accepted: list[tuple[int, int]] = []
+        """Of each row and round the drafts that were accepted, and all."""
+        self._slots = slots
+        self._tell = tell
+        self._told: dict[SlotId, list[int]] = {}
+
+    def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
+        self._told = {}
+        for span in plan.spans:
+            row = rows[span.slot]
+            if len(span.tokens) == 1 and span.samples and not row.followers:
+                told = list(self._tell(row))[: row.num_left - 1]
+                if told and self._slots.extend(span.slot, row.num_known + len(told)) is None:
+                    self._told[span.slot] = told
+        spans = [replace(span, num_drafts=len(self._told.get(span.slot, ()))) for span in plan.spans]
+        return replace(plan, spans=tuple(spans))
+
+    def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
+        return {slot: Draft(told) for slot, told in self._told.items()}
+
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
+        self.accepted += [(num, len(drafts[slot])) for slot, (_, num) in verified.num_accepted.items()]
+
+    def forget(self, row: Row) -> None:
+        """Nothing is kept of rows."""
+
+
+class Curbed:
+    """Another speculation, of which each row gets as many drafts in a round as the test lets it have. Implements
+    Speculation."""
+
+    def __init__(self, speculation: Speculation, most_drafts: Callable[[], int]) -> None:
+        self.num_drafts: list[int] = []
+        """Drafts of each row and round."""
+        self._speculation = speculation
+        self._most_drafts = most_drafts
+
+    @property
+    def stats(self) -> SpeculationStats:
+        return self._speculation.stats
+
+    def plan(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> StepPlan:
+        whole = self._speculation.plan(plan, rows)
+        return replace(
+            whole,
+            spans=tuple(replace(each, num_drafts=min(each.num_drafts, self._most_drafts())) for each in whole.spans),
+        )
+
+    def draft(self, plan: StepPlan, rows: Mapping[SlotId, Row]) -> Drafts:
+        self.num_drafts += [span.num_drafts for span in plan.spans]
+        return self._speculation.draft(plan, rows)
+
+    def observe(self, plan: StepPlan, drafts: Drafts, verified: Verified) -> None:
+        self._speculation.observe(plan, drafts, verified)
+
+    def forget(self, row: Row) -> None:
+        self._speculation.forget(row)
