@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from scipy import stats
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
@@ -75,3 +76,15 @@ def reference_distribution(logits: Floats, params: SamplingParams) -> Floats:
 
 def normal_logits(vocab_size: int, seed: int) -> Tensor:
     return torch.randn(vocab_size, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def p_value(counts_V: Tensor, expected_V: Tensor) -> float:
+    """Of a chi-square test, in which rare tokens count as one; tokens that cannot be must not be there."""
+    assert not counts_V[expected_V == 0].any()
+    expected_V = expected_V / expected_V.sum() * counts_V.sum()
+    is_rare_V = expected_V < 5
+    expected = [*expected_V[~is_rare_V].tolist(), float(expected_V[is_rare_V].sum())]
+    counts = [*counts_V[~is_rare_V].tolist(), float(counts_V[is_rare_V].sum())]
+    if not expected[-1]:
+        expected, counts = expected[:-1], counts[:-1]
+    return float(stats.chisquare(counts, expected).pvalue) if len(expected) > 1 else 1.0

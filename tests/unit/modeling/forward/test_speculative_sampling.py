@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from scipy import stats
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
 from modeling.forward.sampling import SamplerState, choose, probabilities
 from modeling.forward.speculative_sampling import verify_draft
+from tests.support.models.sampling import p_value
 
 VOCAB = 12
 NUM_DRAWS = 2000
@@ -45,18 +45,6 @@ def target(params: SamplingParams) -> Tensor:
     adjusted_V = logits(0)
     state_of(params, 0).adjust(adjusted_V)
     return probabilities(adjusted_V, params)
-
-
-def p_value(counts_V: Tensor, expected_V: Tensor) -> float:
-    """Of a chi-square test, in which rare tokens count as one; tokens that cannot be must not be there."""
-    assert not counts_V[expected_V == 0].any()
-    expected_V = expected_V / expected_V.sum() * counts_V.sum()
-    is_rare_V = expected_V < 5
-    expected = [*expected_V[~is_rare_V].tolist(), float(expected_V[is_rare_V].sum())]
-    counts = [*counts_V[~is_rare_V].tolist(), float(counts_V[is_rare_V].sum())]
-    if not expected[-1]:
-        expected, counts = expected[:-1], counts[:-1]
-    return float(stats.chisquare(counts, expected).pvalue) if len(expected) > 1 else 1.0
 
 
 @pytest.mark.parametrize("kind", ["near", "far", "certain"])
