@@ -14,6 +14,7 @@ from baton.errors import ConfigError, InvalidArgumentError, ResourceExhaustedErr
 from baton.ids import SlotId
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason, KvLayout, TokenRange
+from generate_workers.config import SpeculationName
 from generate_workers.residency.host import HostLink, HostRow, copy_tensor
 from generate_workers.residency.policies import make_residency
 from generate_workers.residency.port import KvBytes, KvShape
@@ -34,10 +35,13 @@ CPU = torch.device("cpu")
 
 
 def answers(
-    policy: str, copy: Callable[[Tensor, Tensor], None] = copy_tensor, decoder: Decoder = DECODER
+    policy: str,
+    copy: Callable[[Tensor, Tensor], None] = copy_tensor,
+    decoder: Decoder = DECODER,
+    speculation: SpeculationName = "off",
 ) -> list[list[int]]:
     """Rows that join one after the other, of all lengths, one pushed and one of two choices."""
-    with harness(decoder=decoder, policy=policy, num_slots=8, copy=copy) as made:
+    with harness(decoder=decoder, policy=policy, num_slots=8, copy=copy, speculation=speculation) as made:
         streams = []
         for length in LENGTHS:
             streams.append(made.submit(prompt(length), PARAMS)[1])
@@ -45,20 +49,26 @@ def answers(
         ref = made.reserve(33, 60).ref
         made.push_and_commit(ref, prompt(33), PARAMS)
         streams.append(made.submit(prompt(33), PARAMS, ref=ref)[1])
-        streams.append(made.submit(prompt(15), dataclasses.replace(PARAMS, n=2, temperature=1.0, seed=3))[1])
+        choices = made.submit(prompt(15), dataclasses.replace(PARAMS, n=2, temperature=1.0, seed=3))[1]
         made.run()
+        streams += [choices.choice(0), choices.choice(1)]
         return [stream.token_ids for stream in streams]
 
 
+SPECULATIONS: tuple[SpeculationName, ...] = ("off", "streaming", "ngram", "auto")
+
+
+@pytest.mark.parametrize("speculation", SPECULATIONS)
 @pytest.mark.parametrize("policy", ["device", "host"])
-def test_tokens_are_those_of_whole_forwards(policy: str) -> None:
-    ids = answers(policy)
+def test_tokens_are_those_of_whole_forwards(policy: str, speculation: SpeculationName) -> None:
+    ids = answers(policy, speculation=speculation)
     for length, got in zip((*LENGTHS, 33), ids, strict=False):
         assert got == reference_ids(DECODER, prompt(length), PARAMS)
 
 
-def test_choices_have_the_same_tokens_under_every_policy() -> None:
-    assert answers("host") == answers("device")
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_choices_have_the_same_tokens_under_every_policy(speculation: SpeculationName) -> None:
+    assert answers("host", speculation=speculation) == answers("device")
 
 
 def test_rows_of_the_native_kernel_have_the_same_tokens_too() -> None:
@@ -66,8 +76,8 @@ def test_rows_of_the_native_kernel_have_the_same_tokens_too() -> None:
     assert answers("host", decoder=decoder) == answers("device", decoder=decoder)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_do_not_depend_on_when_copies_are_done(seed: int) -> None:
+@pytest.mark.parametrize(("seed", "speculation"), [(0, "off"), (1, "off"), (2, "off"), (0, "streaming")])
+def test_tokens_do_not_depend_on_when_copies_are_done(seed: int, speculation: SpeculationName) -> None:
     delays = random.Random(seed)
     threads: set[str] = set()
 
@@ -77,7 +87,7 @@ def test_tokens_do_not_depend_on_when_copies_are_done(seed: int) -> None:
         copy_tensor(to, source)
         time.sleep(delays.choice((0.0, 0.0, 0.001)))
 
-    assert answers("host", slow) == answers("host")
+    assert answers("host", slow, speculation=speculation) == answers("host")
     assert any(name.startswith("kv-link") for name in threads)
 
 
@@ -134,14 +144,15 @@ def test_nothing_is_on_its_way_any_more_when_a_step_has_failed() -> None:
     residency.close()
 
 
-def test_a_copy_that_fails_fails_the_step_and_nothing_else() -> None:
+@pytest.mark.parametrize("speculation", SPECULATIONS)
+def test_a_copy_that_fails_fails_the_step_and_nothing_else(speculation: SpeculationName) -> None:
     def broken(to: Tensor, source: Tensor) -> None:
         if fails:
             raise RuntimeError("the link is down")
         copy_tensor(to, source)
 
     fails = False
-    with harness(decoder=DECODER, policy="host", copy=broken) as made:
+    with harness(decoder=DECODER, policy="host", copy=broken, speculation=speculation) as made:
         stream = made.submit(prompt(9), PARAMS)[1]
         made.engine.step()
         fails = True

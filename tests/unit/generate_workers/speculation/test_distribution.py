@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from baton.sampling_params import SamplingParams
-from generate_workers.config import AcceptanceName, EngineConfig, SpeculationName
+from generate_workers.config import AcceptanceName, SpeculationName
 from generate_workers.engine.batcher import StepPlan
 from generate_workers.engine.speculation import Speculation
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from modeling.forward.sampling import probabilities
 from tests.support.engines.drafting import Curbed
-from tests.support.engines.generation import configured_speculation, harness, prefilled
-from tests.support.manual_clock import ManualClock
+from tests.support.engines.generation import harness, prefilled
 from tests.support.models.sampling import p_value
 from tests.support.models.tiny_models import random_decoder
 
@@ -75,10 +74,9 @@ def outputs(speculation: SpeculationName, acceptance: AcceptanceName) -> tuple[l
     """The output of each stream, in the order of their seeds, and what was drafted."""
     noted: list[Noted] = []
 
-    def make(slots: SlotTable, config: EngineConfig) -> Noted:
-        made = configured_speculation(DECODER, ManualClock(), slots, config)
-        assert made is not None
-        noted.append(Noted(made))
+    def make(slots: SlotTable, configured: Speculation | None) -> Noted:
+        assert configured is not None
+        noted.append(Noted(configured))
         return noted[0]
 
     with harness(
@@ -90,7 +88,7 @@ def outputs(speculation: SpeculationName, acceptance: AcceptanceName) -> tuple[l
         speculation=speculation,
         acceptance=acceptance,
         draft_keys=6,
-        make_speculator=make,
+        speculator=make,
     ) as made:
         streams = [made.submit(IDS, replace(PARAMS, seed=seed))[1] for seed in range(NUM_STREAMS)]
         made.run()

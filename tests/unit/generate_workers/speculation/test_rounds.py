@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from baton.clock import SystemClock
 from baton.sampling_params import SamplingParams
 from baton.types import FinishReason
-from generate_workers.config import AcceptanceName, SpeculationName
-from modeling.forward.decoder import Decoder
+from generate_workers.config import SpeculationName
 from tests.support.engines.generation import Harness, harness
 from tests.support.engines.slot_tables import Policy
 
@@ -46,18 +47,10 @@ def answers(
     asked: Sequence[tuple[list[int], SamplingParams]],
     speculation: SpeculationName,
     policy: Policy = "device",
-    acceptance: AcceptanceName = "coupled",
-    decoder: Decoder | None = None,
+    **limits: Any,
 ) -> tuple[list[list[Said]], list[float]]:
     """What each stream brings, when all run together, and all logprobs."""
-    with harness(
-        decoder=decoder,
-        num_slots=32,
-        max_waiting=32,
-        speculation=speculation,
-        policy=policy,
-        acceptance=acceptance,
-    ) as made:
+    with harness(num_slots=32, max_waiting=32, speculation=speculation, policy=policy, **limits) as made:
         streams = [made.submit(prompt, params)[1] for prompt, params in asked]
         made.run()
     said, logprobs = list[list[Said]](), list[float]()
@@ -124,6 +117,21 @@ def test_a_row_without_room_for_drafts_goes_on_without() -> None:
 def test_the_maximal_rule_leaves_greedy_texts_as_they_are(speculation: SpeculationName) -> None:
     asked = [(prompt, PARAMS["greedy"]) for prompt in prompts(5)]
     assert answers(asked, speculation, acceptance="maximal")[0] == answers(asked, "off")[0]
+
+
+@pytest.mark.parametrize("params", [PARAMS["filtered"], PARAMS["penalized"]], ids=["filtered", "penalized"])
+def test_the_maximal_rule_over_all_keys_leaves_any_text_as_it_is(params: SamplingParams) -> None:
+    """Drafts are drawn by the noise of their tokens, and all accepted."""
+    asked = [(prompt, params) for prompt in prompts(4)]
+    drafted, _ = answers(asked, "streaming", acceptance="maximal", draft_keys=128)
+    assert drafted == answers(asked, "off")[0]
+
+
+@pytest.mark.parametrize("policy", ["device", pytest.param("host", marks=pytest.mark.ci)])
+def test_rounds_that_are_planned_by_their_cost_change_no_text(policy: Policy) -> None:
+    """By the time that they take on this machine: which rounds have drafts differs from run to run."""
+    asked = [(prompt, PARAMS["sampled"]) for prompt in prompts(7)]
+    assert answers(asked, "auto", policy, draft_tokens=0, clock=SystemClock())[0] == answers(asked, "off")[0]
 
 
 def test_the_maximal_rule_accepts_all_drafts_over_all_keys() -> None:
