@@ -6,7 +6,6 @@ it, all at once: it makes the same decision after the same tokens, position by p
 position is equality of greedy texts, and behind a place that differs the comparison goes on.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from modeling.checkpoints.weights import load_decoder
 from modeling.forward.decoder import Decoder
 from modeling.kv.buffers import BufferSpan
 from tests.support.models.texts import passage_ids
-from tests.support.paths import advance_hidden, buffer_for, chunked_hidden, random_cuts
+from tests.support.paths import advance_hidden, buffer_for, chunked_hidden, in_single_steps, random_cuts, rms_error
 from text.tokenizer import Tokenizer
 
 NUM_NEW = 64
@@ -144,18 +143,3 @@ def test_bf16_in_chunks_or_steps_errs_no_more_than_bf16_at_once(decoder: Decoder
     print(f"in steps of one token {in_steps:.4f}")
     assert in_steps <= MAX_RATIO * at_once
     assert at_once > 0.01, "bf16 must differ from fp32, else nothing was compared"
-
-
-def in_single_steps(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
-    """Hidden states `[T, D]` as generation computes them: every token a row of its own. All rows share one buffer, so
-    one batch does what as many steps would: in each layer, keys are written before any row attends."""
-    buffer = buffer_for(decoder, len(token_ids))
-    return decoder.forward(token_ids, [BufferSpan(buffer, TokenRange(at, at + 1)) for at in range(len(token_ids))])
-
-
-def rms_error(rounded: Decoder, hidden_TD: Tensor, exact: Decoder, exact_TD: Tensor) -> float:
-    """Root mean square of logit differences over all positions, a block at a time."""
-    total = 0.0
-    for got_TD, expected_TD in zip(torch.split(hidden_TD, 256), torch.split(exact_TD, 256), strict=True):
-        total += float((rounded.logits(got_TD) - exact.logits(expected_TD)).square().mean(1).sum())
-    return math.sqrt(total / len(hidden_TD))

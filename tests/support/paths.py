@@ -1,5 +1,6 @@
 """The ways a sequence can be computed by our decoder; all must agree. Every function returns logits `[T, V]`."""
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -50,3 +51,18 @@ def random_cuts(num_tokens: int, max_chunk: int, seed: int) -> list[int]:
         if end >= num_tokens:
             return cuts
         cuts.append(end)
+
+
+def in_single_steps(decoder: Decoder, token_ids: Sequence[int]) -> Tensor:
+    """Hidden states `[T, D]` as generation computes them: every token a row of its own. All rows share one buffer, so
+    one batch does what as many steps would: in each layer, keys are written before any row attends."""
+    buffer = buffer_for(decoder, len(token_ids))
+    return decoder.forward(token_ids, [BufferSpan(buffer, TokenRange(at, at + 1)) for at in range(len(token_ids))])
+
+
+def rms_error(rounded: Decoder, hidden_TD: Tensor, exact: Decoder, exact_TD: Tensor) -> float:
+    """Root mean square of logit differences over all positions, a block at a time."""
+    total = 0.0
+    for got_TD, expected_TD in zip(torch.split(hidden_TD, 256), torch.split(exact_TD, 256), strict=True):
+        total += float((rounded.logits(got_TD) - exact.logits(expected_TD)).square().mean(1).sum())
+    return math.sqrt(total / len(hidden_TD))
