@@ -19,7 +19,11 @@ all books must balance. What a seed does depends on the seed alone. Status 1 whe
 _EXAMPLES = """\
 examples:
   baton chaos --seeds 10        ten schedules, one after the other
-  baton chaos --seed 7          the seventh again"""
+  baton chaos --seed 7          the seventh again
+  baton chaos --set generate.speculation=auto --set generate.residency=host"""
+
+_FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
+"""Fields of section generate that are the schedules' own."""
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -31,6 +35,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     which.add_argument("--seed", type=int, metavar="K", help="run schedule K only")
     parser.add_argument("--requests", type=int, default=40, metavar="N", help="of each schedule (default: 40)")
     parser.add_argument("--blows", type=int, default=4, metavar="N", help="at processes, likewise (default: 4)")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="generate.FIELD=VALUE",
+        help="a setting of the generation engines; may be repeated; `baton config` lists all fields",
+    )
     parser.add_argument("--model", default=DEFAULT_MODEL, help="Hugging Face folder, GGUF file, or known name")
     parser.add_argument("--cache", type=Path, default=cache_folder(), help="folder for converted models")
     parser.add_argument(
@@ -46,6 +57,12 @@ def run(args: argparse.Namespace) -> int:
             raise InvalidArgumentError(f"--{name} {getattr(args, name)} is out of range: use at least 1")
     if args.blows < 0:
         raise InvalidArgumentError(f"--blows {args.blows} is out of range: use 0 or more")
+    for each in args.set:
+        section, _, field = each.partition("=")[0].strip().partition(".")
+        if section != "generate" or field in _FIXED:
+            raise InvalidArgumentError(
+                f"--set {each!r} cannot be set here: use fields of generate, but not {', '.join(_FIXED)}"
+            )
     # Imported here, because it imports torch: --help and mistyped options are answered at once.
     from deploy.chaos.session import run_session
 

@@ -28,7 +28,7 @@ from deploy.chaos.report import Answer, Outcome, Report
 from deploy.chaos.run import Bounds, ChaosRun
 from deploy.chaos.schedule import Schedule, Shape
 from deploy.commands.served_child import until_signal
-from deploy.config.file import make_local_config
+from deploy.config.file import load_local_config
 from deploy.config.worker import WorkerConfig
 from deploy.groups.group import Heartbeat
 from deploy.groups.keeper import OrchestratorPlan
@@ -85,7 +85,7 @@ async def _run(args: argparse.Namespace, folder: Path, seeds: range, console: Co
             progress.advance(task)
 
         model = load_config(folder)
-        async with ChaosCluster(_plan(folder, model), CLOCK, tell) as cluster:
+        async with ChaosCluster(_plan(folder, model, args.set), CLOCK, tell) as cluster:
             shape = Shape(cluster.victims, model.vocab_size, args.requests, num_blows=args.blows)
             reports = [await _judged(cluster, Schedule.of(seed, shape), tell, count) for seed in seeds]
     _show(reports, args)
@@ -110,20 +110,18 @@ async def _judged(
     return report
 
 
-def _plan(folder: Path, model: ModelConfig) -> ChaosPlan:
-    """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches."""
-    config = make_local_config(
-        {
-            "model": {"dtype": "float32"},
-            "prefill": {"num_ranks": _NUM_RANKS},
-            "generate": {
-                "num_groups": _NUM_ENGINES,
-                "num_threads": 1,
-                "num_slots": _NUM_SLOTS,
-                "max_slot_tokens": _MAX_TOKENS,
-            },
-        }
+def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> ChaosPlan:
+    """Return the plan of a cluster on this machine, in fp32, where tokens do not depend on chunks and batches.
+    `assignments`: further settings of the engines, each `generate.field=value`. Raises ConfigError."""
+    fixed = (
+        "model.dtype=float32",
+        f"prefill.num_ranks={_NUM_RANKS}",
+        f"generate.num_groups={_NUM_ENGINES}",
+        "generate.num_threads=1",
+        f"generate.num_slots={_NUM_SLOTS}",
+        f"generate.max_slot_tokens={_MAX_TOKENS}",
     )
+    config = load_local_config(None, [*fixed, *assignments])
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
 
     def orchestrator(layout: str) -> OrchestratorPlan:
@@ -164,7 +162,8 @@ def _show(reports: Sequence[Report], args: argparse.Namespace) -> None:
         console.print(f"\n{report.schedule}", markup=False)
         for complaint in report.complaints:
             console.print(f"  did not hold: {complaint}", markup=False)
-        again = f"baton chaos --seed {report.schedule.seed} --requests {args.requests} --blows {args.blows}"
+        options = [f"--requests {args.requests}", f"--blows {args.blows}", *(f"--set {each}" for each in args.set)]
+        again = f"baton chaos --seed {report.schedule.seed} {' '.join(options)}"
         console.print(f"again: {again} --model {args.model}; what the processes said: {args.log}", markup=False)
 
 

@@ -93,7 +93,7 @@ CONFIGURATION = "--config --set"
 COMMANDS = {
     "calibrate": "name --anyway --api-key-env --batches --checks --contexts --dry-run --force --generate --lengths"
     " --output --repeats --target",
-    "chaos": "--blows --cache --log --model --requests --seed --seeds",
+    "chaos": "--blows --cache --log --model --requests --seed --seeds --set",
     "config": CONFIGURATION,
     "doctor": CONFIGURATION,
     "drain": "group name --api-key-env --keep --target --timeout --undo",

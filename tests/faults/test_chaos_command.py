@@ -20,11 +20,15 @@ def rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines()[1:]]
 
 
+SPECULATING = ("--set", "generate.speculation=auto", "--set", "generate.residency=host")
+
+
 @pytest.mark.ci
-def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("settings", [(), SPECULATING], ids=["plain", "speculating"])
+def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
     model = str(write_letter_model(tmp_path))
     log = tmp_path / "chaos.log"
-    done = chaos(log, "--seed", "2", "--requests", "12", "--blows", "2", "--model", model)
+    done = chaos(log, "--seed", "2", "--requests", "12", "--blows", "2", "--model", model, *settings)
     assert done.returncode == 0, done.stdout + done.stderr + log.read_text()[-4000:]
     (row,) = rows(done.stdout)
     assert (row[0], row[-1]) == ("2", "ok")
