@@ -70,7 +70,7 @@ class Place:
         0."""
         chain = [f"prefill.num_ranks={num_ranks}", "orchestrator.disaggregation=always"]
         settings = chain if num_ranks else ["prefill.num_groups=0"]
-        settings.append(f"generate.num_threads={self.num_threads}")
+        settings += [f"generate.num_threads={self.num_threads}", "generate.speculation=off"]  # as the engine alone
         if self.cores:
             others = list(self.other_cores)
             settings += [f"generate.cores={[list(self.cores)]}", f"orchestrator.cores={others}"]
