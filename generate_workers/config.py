@@ -58,7 +58,7 @@ class EngineConfig:
     acceptance: AcceptanceName = "coupled"
     """When a draft is accepted: coupled, so that a text depends on its seed alone, or maximal: more often."""
     draft_keys: Annotated[int, Field(ge=2)] = 256
-    """Keys that a draft by a model attends to; snapkv to up to half more, as a row grows between two selections."""
+    """Keys that a draft attends to; half or twice as many, where that is planned; with snapkv up to half more."""
     growth_tokens: Count = 256
     """Output tokens for which a row gets memory when it starts; fewer fit more rows, and preempt more often."""
 

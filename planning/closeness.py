@@ -9,7 +9,7 @@ from planning.calibration import Calibration
 from planning.chain.wavefront import chain_ttft
 from planning.cost_model import BATON
 from planning.step_times import StepTimes
-from planning.work_cost import verifying_work
+from planning.work_cost import RowDrafts, verifying_work
 
 MEASURED_FACTOR = 10.0
 """Largest factor by which predictions may differ from those of earlier measurements."""
@@ -45,5 +45,5 @@ def _seconds(of: Calibration | StepTimes) -> Iterable[float]:
     if isinstance(of, Calibration):
         with np.errstate(over="ignore", invalid="ignore"):  # a prediction beyond the range of floats is not close
             return [float(chain_ttft(chunks, of.cost, BATON)) for chunks in _CHAINS]
-    verifying = [verifying_work([(context, _DRAFTS)] * rows) for rows, context in _STEPS]
+    verifying = [verifying_work([RowDrafts(context, _DRAFTS)] * rows) for rows, context in _STEPS]
     return [*(of.step_s(rows, context) for rows, context in _STEPS), *map(of.cost.seconds, verifying)]

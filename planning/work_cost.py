@@ -54,24 +54,34 @@ class StepWork:
 
 
 NO_WORK = StepWork(0, 0, 0, 0)
-RowDrafts = tuple[int, int]
-"""A row of a round: the keys that its last token attends to, and its number of drafts."""
 
 
-def drafting_work(rows: Sequence[RowDrafts], draft_keys: int) -> StepWork:
-    """Return the work of the steps that make the drafts of some rows, a draft of each row at a time, over at most
-    `draft_keys` keys of a row; with 0 drafts take no step."""
-    num_tokens = sum(num for _, num in rows)
-    if not draft_keys or not num_tokens:
+@dataclass(frozen=True)
+class RowDrafts:
+    """A row of a round."""
+
+    context: int
+    """Keys that its last token attends to."""
+    num_drafts: int
+    draft_keys: int = 0
+    """Keys that a draft step attends to, of the row's; 0: drafts take no step."""
+
+
+def drafting_work(rows: Sequence[RowDrafts]) -> StepWork:
+    """Return the work of the steps that make the drafts of some rows, a draft of each row at a time."""
+    stepping = [row for row in rows if row.draft_keys and row.num_drafts]
+    if not stepping:
         return NO_WORK
-    num_keys = sum(min(draft_keys, context + step) for context, num in rows for step in range(num))
-    return StepWork(num_tokens, num_keys, num_keys, max(num for _, num in rows))
+    num_keys = sum(min(row.draft_keys, row.context + step) for row in stepping for step in range(row.num_drafts))
+    num_tokens = sum(row.num_drafts for row in stepping)
+    return StepWork(num_tokens, num_keys, num_keys, max(row.num_drafts for row in stepping))
 
 
 def verifying_work(rows: Sequence[RowDrafts]) -> StepWork:
     """Return the work of the step that verifies the drafts of some rows; without drafts it is a plain step."""
-    num_tokens, num_pairs = sum(1 + num for _, num in rows), sum((1 + num) * context for context, num in rows)
-    return StepWork(num_tokens, sum(context for context, _ in rows), num_pairs)
+    num_tokens = sum(1 + row.num_drafts for row in rows)
+    num_pairs = sum((1 + row.num_drafts) * row.context for row in rows)
+    return StepWork(num_tokens, sum(row.context for row in rows), num_pairs)
 
 
 @dataclass(frozen=True)

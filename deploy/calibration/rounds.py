@@ -124,6 +124,8 @@ def _work(step: Sequence[ChoiceStep], num_prompt: int, draft_keys: Mapping[str, 
     rows: dict[str, list[RowDrafts]] = defaultdict(list)
     for each in step:
         assert each.drafts is not None
-        rows[each.drafts.source].append((num_prompt + each.num_before, each.drafts.num_drafts))
-    drafting = sum((drafting_work(mine, draft_keys.get(source, 0)) for source, mine in rows.items()), NO_WORK)
+        source = each.drafts.source
+        row = RowDrafts(num_prompt + each.num_before, each.drafts.num_drafts, draft_keys.get(source, 0))
+        rows[source].append(row)
+    drafting = sum(map(drafting_work, rows.values()), NO_WORK)
     return drafting + verifying_work([row for mine in rows.values() for row in mine])

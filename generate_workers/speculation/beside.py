@@ -19,7 +19,7 @@ class BesideView:
     def __init__(self, residency: HostResidency) -> None:
         self._residency = residency
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Bring the rows' copies up to date."""
         self._residency.follow((row.slot, row.num_cached) for row in rows)
 

@@ -65,6 +65,7 @@ class ModelDrafter:
         assert all(window is None for window in decoder.config.windows), "keys are kept by number, not by window"
         self._decoder = decoder
         self._keeps = keeps
+        self._num_keys = keys.num_first + keys.num_last
         self._free = [Beside(decoder.layout, make_memory, keys) for _ in range(num_rows)]
         self._states: dict[Row, _RowState] = {}
 
@@ -74,9 +75,10 @@ class ModelDrafter:
         kept = [state.kv for state in self._states.values()]
         return sum(kv.num_bytes for kv in (*kept, *self._free))
 
-    def offer(self, row: Row, wished: int) -> Offer:
+    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
         """Offer as many drafts as the small model has positions for, at most `wished`."""
-        return Offer(max(0, min(wished, self._decoder.config.max_position - row.num_known + 1)))
+        num = min(wished, self._decoder.config.max_position - row.num_known + 1)
+        return [Offer(num, num_keys=self._num_keys)] if num > 0 else []
 
     @torch.inference_mode()
     def prepare(self, rows: Sequence[Row]) -> None:

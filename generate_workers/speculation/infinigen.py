@@ -35,7 +35,7 @@ class InfinigenView:
         self._residency = residency
         self._selection = at_most(num_keys, residency.prepared.selection)
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Make partial keys of the rows' new tokens."""
         for row in rows:
             index = self._residency.indices[row.slot]

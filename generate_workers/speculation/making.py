@@ -38,6 +38,8 @@ _SELF_ACCEPTED = {0: 0.8}
 """How often the model's own drafts may be accepted, before any was."""
 _MODEL_ACCEPTED = {0: 0.6}
 """How often drafts of another model may be accepted, before any was."""
+_LEAST_DIVIDED_KEYS = 32
+"""Fewer keys are not divided for rows that could do with half."""
 MakeChoosing = Callable[[Decoder, DeviceResidency, EngineConfig], DraftView]
 
 
@@ -85,10 +87,13 @@ def make_speculation(
         view: DraftView = StreamingView(residency, keys)
         if isinstance(residency, HostResidency):
             view = BesideView(residency)
-        drafter = SelfDrafter(decoder, view, keeps=config.acceptance == "maximal")
-        sources["streaming"] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
+        budgets = _budgets(config) if isinstance(view, StreamingView) else {config.draft_keys: _SELF_ACCEPTED[0]}
+        drafter = SelfDrafter(decoder, view, list(budgets), keeps=config.acceptance == "maximal")
+        expected = {0: budgets[config.draft_keys], **budgets}
+        sources["streaming"] = Source(drafter, Acceptances(expected), config.draft_keys)
     if name in CHOOSING:
-        drafter = SelfDrafter(decoder, _choosing(name, decoder, slots, config), keeps=config.acceptance == "maximal")
+        view = _choosing(name, decoder, slots, config)
+        drafter = SelfDrafter(decoder, view, [config.draft_keys], keeps=config.acceptance == "maximal")
         sources[name] = Source(drafter, Acceptances(_SELF_ACCEPTED), config.draft_keys)
     if name == "model":
         assert draft_model is not None, f"{config.draft_model} was not loaded"
@@ -103,6 +108,15 @@ def make_speculation(
     drafting = draft_model or decoder
     draft_steps = DraftSteps(draft_costs, drafting.layout.token_bytes, bytes_per_step(drafting.weights))
     return Speculator(chosen, slots, costs, draft_steps, clock, fixed_drafts=config.draft_tokens or None)
+
+
+def _budgets(config: EngineConfig) -> dict[int, float]:
+    """Return the numbers of keys that drafts may attend to, as configured first, and how often such drafts may be
+    accepted, before any was. Where numbers of drafts are planned, a row may take fewer or more keys."""
+    configured = {config.draft_keys: _SELF_ACCEPTED[0]}
+    if config.draft_tokens or config.draft_keys < _LEAST_DIVIDED_KEYS:
+        return configured
+    return configured | {config.draft_keys // 2: 0.76, config.draft_keys * 2: 0.83}
 
 
 def _by_model(draft_model: Decoder, config: EngineConfig) -> Source:

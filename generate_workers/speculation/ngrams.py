@@ -49,22 +49,22 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
-    def offer(self, row: Row, wished: int) -> Offer:
+    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
         """Offer the tokens that are known to have followed the row's last ones, at most `wished`."""
         place = self._find(row)
         if place is None:
-            return Offer(0)
+            return []
         token_ids, most = row.token_ids, max(KINDS)
         alike = zip(reversed(token_ids[max(place - most, 0) : place]), reversed(token_ids[-most:]), strict=False)
         num_same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], alike))
-        return Offer(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))
+        return [Offer(min(wished, len(token_ids) - place), max(kind for kind in KINDS if kind <= num_same))]
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: a row's tokens are taken in when they are looked up."""
 
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return what followed each row's last tokens when they last occurred; nothing for a row of new tokens."""
-        return [Draft(self._draft(*wish)) for wish in wishes]
+        return [Draft(self._draft(wish.row, wish.num_drafts)) for wish in wishes]
 
     def forget(self, row: Row) -> None:
         """Drop the row's index."""

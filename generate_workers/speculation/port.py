@@ -15,6 +15,8 @@ class DraftWish(NamedTuple):
 
     row: Row
     num_drafts: int
+    num_keys: int = 0
+    """Keys that its draft steps attend to, as offered."""
 
 
 class Offer(NamedTuple):
@@ -23,13 +25,16 @@ class Offer(NamedTuple):
     num_drafts: int
     kind: int = 0
     """Drafts of one kind are accepted alike, as far as the Drafter can tell."""
+    num_keys: int = 0
+    """Keys that each draft step attends to; 0: drafts take no step."""
 
 
 class Drafter(Protocol):
     """Drafts tokens for rows of the batch. Owned by the engine's thread."""
 
-    def offer(self, row: Row, wished: int) -> Offer:
-        """Return how many of so many wished drafts the row can have now, and of what kind."""
+    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+        """Return how many of so many wished drafts the row can have now, in one or several ways, of which the first is
+        as configured. Empty where it can have none."""
         ...
 
     def prepare(self, rows: Sequence[Row]) -> None:

@@ -72,7 +72,7 @@ class QuestView:
         self._pages_of: dict[SlotId, Pages] = {}
         """Pages of the round's rows."""
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Take in the rows' new pages."""
         for row in rows:
             if row not in self._pages:

@@ -40,8 +40,9 @@ class DraftStep:
 class DraftView(Protocol):
     """The part of each row's KV that draft steps attend to."""
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Prepare for the drafts of a round: the rows' KV is final up to `num_cached`."""
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
+        """Prepare for the drafts of a round: the rows' KV is final up to `num_cached`. `num_keys`: those that each row
+        attends to, for views that take other numbers than they were made for; 0, or none: as made."""
         ...
 
     def step(self, rows: StepRows) -> AbstractContextManager[DraftStep]:
@@ -57,15 +58,20 @@ class DraftView(Protocol):
 class SelfDrafter:
     """A Drafter that runs the model over a view of the rows' KV, a token at a time for all rows."""
 
-    def __init__(self, decoder: Decoder, view: DraftView, *, keeps: bool = False) -> None:
-        """`keeps`: whether drafts come with the distributions that they were drawn from."""
+    def __init__(self, decoder: Decoder, view: DraftView, num_keys: Sequence[int], *, keeps: bool = False) -> None:
+        """`num_keys`: keys that a row's draft steps may attend to; first those for which the view was made, others only
+        for a view that takes them. `keeps`: whether drafts come with the distributions that they were drawn from."""
         self._decoder = decoder
         self._view = view
+        self._num_keys = num_keys
         self._keeps = keeps
 
-    def offer(self, row: Row, wished: int) -> Offer:
-        """Offer `wished` drafts: the model always finds a token."""
-        return Offer(wished)
+    def offers(self, row: Row, wished: int) -> Sequence[Offer]:
+        """Offer `wished` drafts, for the model always finds a token: over each number of keys that tells the row's keys
+        apart. Drafts are of one kind by that number."""
+        num_all, (first, *others) = row.num_known, self._num_keys
+        told_apart = [num for num in others if min(num, num_all) != min(first, num_all)]
+        return [Offer(wished, 0, first), *(Offer(wished, num, num) for num in told_apart)]
 
     def prepare(self, rows: Sequence[Row]) -> None:
         """Do nothing: the view is prepared with each round's drafts."""
@@ -73,7 +79,7 @@ class SelfDrafter:
     @torch.inference_mode()
     def draft(self, wishes: Sequence[DraftWish]) -> list[Draft]:
         """Return as many drafts as wished for, each the token that its row would sample from the view's logits."""
-        self._view.begin([wish.row for wish in wishes])
+        self._view.begin([wish.row for wish in wishes], [wish.num_keys for wish in wishes])
         return draft_by_steps(wishes, self._run, keeps=self._keeps)
 
     def forget(self, row: Row) -> None:

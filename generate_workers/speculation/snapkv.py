@@ -80,7 +80,7 @@ class SnapKvView:
         self._keys_LBGK = torch.empty(0)
         self._num_left_out: list[int] = []
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Select the keys of some rows that have none, or have grown; gather those of all."""
         due = [row for row in rows if self._kept(row) is None][:_MOST_SELECTED]
         if due:

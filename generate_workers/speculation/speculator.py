@@ -17,10 +17,10 @@ from generate_workers.engine.speculation import SourceStats, SpeculationStats
 from generate_workers.engine.verified import Draft, Drafts, Verified
 from generate_workers.slots.table import SlotTable
 from generate_workers.speculation.acceptance import Acceptances
-from generate_workers.speculation.port import Drafter, DraftWish, Offer
+from generate_workers.speculation.port import Drafter, DraftWish
 from planning.speculation import MOST_DRAFTS, Prospect, expected_tokens, plan_round
 from planning.step_costs import StepCosts
-from planning.work_cost import NO_WORK, StepWork, drafting_work, verifying_work
+from planning.work_cost import NO_WORK, RowDrafts, StepWork, drafting_work, verifying_work
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Source:
     drafter: Drafter
     acceptances: Acceptances
     draft_keys: int = 0
-    """Keys that a draft step attends to; 0: drafts take no step."""
+    """Keys that a draft step attends to, as configured; 0: drafts take no step."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ class Way:
     kind: int
     """Kind of the drafts, as the source tells them apart."""
     prospect: Prospect
+    is_configured: bool = True
+    """Whether the source drafts as configured: over as many keys as it says."""
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Return the tokens that the row gets of a round with as many drafts, as far as it can have them."""
@@ -117,7 +119,8 @@ class Speculator:
         for span in plan.spans:
             if span.num_drafts:
                 source = self._way_of[span.slot].source
-                wishes.setdefault(source, []).append(DraftWish(rows[span.slot], span.num_drafts))
+                wish = DraftWish(rows[span.slot], span.num_drafts, self._way_of[span.slot].prospect.draft_keys)
+                wishes.setdefault(source, []).append(wish)
         for name, mine in wishes.items():
             self._sources[name].drafter.prepare([wish.row for wish in mine])
         started_s = self._clock.now_s()
@@ -178,18 +181,20 @@ class Speculator:
                 place, planned_num = next(places)
                 taken.append((each[place], planned_num))
             else:
-                way = max(each, key=lambda way: way.expected_tokens(num))
+                way = max((way for way in each if way.is_configured), key=lambda way: way.expected_tokens(num))
                 taken.append((way, min(num, way.prospect.most_drafts)))
         return taken
 
     def _works(self, spans: Sequence[RowSpan], num_drafts: Mapping[SlotId, int]) -> tuple[StepWork, StepWork]:
         """Return the work of the draft steps, and of the step that verifies these numbers of drafts."""
-        rows = [(span.slot, span.tokens.end, num_drafts.get(span.slot, 0)) for span in spans if _decodes(span)]
-        drafting = NO_WORK
-        for name, source in self._sources.items():
-            mine = [(end, num) for slot, end, num in rows if num and self._way_of[slot].source == name]
-            drafting += drafting_work(mine, source.draft_keys)
-        return drafting, verifying_work([(end, num) for _, end, num in rows])
+        decoding = [span for span in spans if _decodes(span)]
+        rows = [RowDrafts(span.tokens.end, num_drafts.get(span.slot, 0)) for span in decoding]
+        by_source: dict[str, list[RowDrafts]] = {}
+        for span, row in zip(decoding, rows, strict=True):
+            if row.num_drafts:
+                way = self._way_of[span.slot]
+                by_source.setdefault(way.source, []).append(replace(row, draft_keys=way.prospect.draft_keys))
+        return sum(map(drafting_work, by_source.values()), NO_WORK), verifying_work(rows)
 
     def _source_stats(self) -> tuple[SourceStats, ...]:
         return tuple([SourceStats(self._counts[name], each.draft_keys) for name, each in self._sources.items()])
@@ -199,10 +204,10 @@ class Speculator:
         most = 0 if row.followers else min(MOST_DRAFTS, row.num_left - 1)
         ways = []
         for name, source in self._sources.items():
-            num_drafts, kind = source.drafter.offer(row, most) if most > 0 else Offer(0)
-            if num_drafts:
-                acceptance = source.acceptances.of(row, kind)
-                ways.append(Way(name, kind, Prospect(row.num_known, acceptance, num_drafts, source.draft_keys)))
+            for place, offer in enumerate(source.drafter.offers(row, most) if most > 0 else ()):
+                acceptance = source.acceptances.of(row, offer.kind)
+                prospect = Prospect(row.num_known, acceptance, offer.num_drafts, offer.num_keys)
+                ways.append(Way(name, offer.kind, prospect, is_configured=not place))
         return ways or [Way(next(iter(self._sources)), 0, Prospect(row.num_known, 0.0, 0, 0))]
 
 

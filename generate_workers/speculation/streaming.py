@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from baton.ids import SlotId
 from baton.types import TokenRange
 from generate_workers.engine.rows import Row
 from generate_workers.residency.port import DraftKeys, Residency, StepRows
@@ -47,21 +48,28 @@ class StreamingView:
     """A DraftView of the rows' first and latest keys, where they lie."""
 
     def __init__(self, residency: Residency, keys: DraftKeys) -> None:
+        """`keys`: of rows for which a round does not say otherwise."""
         self._residency = residency
-        self._num_first, self._num_last = keys.num_first, keys.num_last
+        self._keys = keys
+        self._keys_of: dict[SlotId, DraftKeys] = {}
+        """Keys of the round's rows that have others."""
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        """Do nothing: the view is of the rows' own KV."""
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
+        """Note how many keys each row attends to: the view is of the rows' own KV, so it takes any number."""
+        asked = zip(rows, num_keys, strict=False)
+        self._keys_of = {row.slot: DraftKeys.of(num, self._keys.most_drafts) for row, num in asked if num}
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:
         """Prepare a forward over the first and latest keys of each row, the new token's among them."""
         with self._residency.step(rows) as step:
-            unseen = [
-                TokenRange(self._num_first, max(tokens.end - self._num_last, self._num_first)) for _, tokens in rows
-            ]
+            unseen = [self._unseen(slot, tokens) for slot, tokens in rows]
             spans = [NarrowSpan(span, keys) if keys else span for span, keys in zip(step.spans, unseen, strict=True)]
             yield DraftStep(spans, step.turns)
 
     def forget(self, row: Row) -> None:
         """Do nothing: nothing is kept."""
+
+    def _unseen(self, slot: SlotId, tokens: TokenRange) -> TokenRange:
+        keys = self._keys_of.get(slot, self._keys)
+        return TokenRange(keys.num_first, max(tokens.end - keys.num_last, keys.num_first))

@@ -31,7 +31,7 @@ class TopKeysView:
         self._residency = residency
         self._num_keys = num_keys
 
-    def begin(self, rows: Sequence[Row]) -> None:
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
         """Do nothing: keys are scored as they lie."""
 
     @contextmanager

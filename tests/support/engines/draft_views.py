@@ -73,8 +73,8 @@ class Watching:
     found: list[dict[int, Picks | None]] = field(default_factory=list)
     """What each step's rows attend to, by layer."""
 
-    def begin(self, rows: Sequence[Row]) -> None:
-        self.view.begin(rows)
+    def begin(self, rows: Sequence[Row], num_keys: Sequence[int] = ()) -> None:
+        self.view.begin(rows, num_keys)
 
     @contextmanager
     def step(self, rows: StepRows) -> Iterator[DraftStep]:

@@ -63,7 +63,7 @@ def test_pages_follow_a_row_and_keep_what_keys_there_are() -> None:
 def test_quest_takes_whole_pages_and_the_latest_keys_within_its_budget() -> None:
     with decoding([prompt(70)]) as (made, rows):
         watching = Watching(make_view("quest", made, 54), residency_of(made))
-        SelfDrafter(made.decoder, watching).draft([DraftWish(rows[0], 3)])
+        SelfDrafter(made.decoder, watching, [24]).draft([DraftWish(rows[0], 3)])
     for index, step in enumerate(watching.found):
         assert [layer for layer, picks in step.items() if picks is None] == [0, 1]
         for layer in (2, 3):
@@ -79,7 +79,7 @@ def test_quest_takes_whole_pages_and_the_latest_keys_within_its_budget() -> None
 def test_partial_keys_are_those_of_the_row_s_keys_and_drafts_among_them_are_given_up() -> None:
     with decoding([prompt(40)]) as (made, rows):
         view, (row,), residency = make_view("infinigen", made, 16), rows, residency_of(made)
-        drafter = SelfDrafter(made.decoder, view)
+        drafter = SelfDrafter(made.decoder, view, [24])
         assert isinstance(view, InfinigenView)
         index, basis = view._residency.indices[row.slot], view._residency.prepared.basis
 

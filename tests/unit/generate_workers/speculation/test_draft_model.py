@@ -127,7 +127,7 @@ def test_drafts_follow_from_the_first_and_latest_keys_whatever_was_accepted(kern
             wishes = [DraftWish(row, chance.randrange(1, 9)) for row in rows if chance.random() < 0.8]
             drafter.prepare([wish.row for wish in wishes])
             drafts = drafter.draft(wishes)
-            for (row, num_drafts), draft in zip(wishes, drafts, strict=True):
+            for (row, num_drafts, _), draft in zip(wishes, drafts, strict=True):
                 assert draft.token_ids == references[row].drafts(num_drafts)
                 num_accepted, num_known = (
                     chance.choice((0, num_drafts, chance.randrange(num_drafts + 1))),

@@ -150,8 +150,8 @@ def test_drafts_of_later_rounds_are_those_of_a_view_without_a_past() -> None:
     """Right after a selection, whatever drafts were made and given up before."""
     with decoding([prompt(50)]) as (made, rows):
         view, wishes = make(made, 24), [DraftWish(rows[0], 6)]
-        drafter = SelfDrafter(made.decoder, view)
+        drafter = SelfDrafter(made.decoder, view, [24])
         while rows[0].num_known < 50 + 1 + 12:
             drafter.draft(wishes)
             made.engine.step()
-        assert drafter.draft(wishes) == SelfDrafter(made.decoder, make(made, 24)).draft(wishes)
+        assert drafter.draft(wishes) == SelfDrafter(made.decoder, make(made, 24), [24]).draft(wishes)

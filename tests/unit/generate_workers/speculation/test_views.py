@@ -43,7 +43,7 @@ def drafted(name: SpeculationName, num_keys: int, *, poison: bool = False) -> tu
     with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
         watching = Watching(make_view(name, made, num_keys), residency_of(made), poison)
         wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
-        return [draft.token_ids for draft in SelfDrafter(made.decoder, watching).draft(wishes)], watching
+        return [draft.token_ids for draft in SelfDrafter(made.decoder, watching, [24]).draft(wishes)], watching
 
 
 @views
@@ -61,9 +61,9 @@ def test_a_drafter_drafts_over_what_its_view_chose(name: SpeculationName) -> Non
     with decoding([prompt(length) for length in LENGTHS]) as (made, rows):
         wishes = [DraftWish(row, num) for row, num in zip(rows, NUM_DRAFTS, strict=True)]
         assert [
-            draft.token_ids for draft in SelfDrafter(made.decoder, make_view(name, made, 24)).draft(wishes)
+            draft.token_ids for draft in SelfDrafter(made.decoder, make_view(name, made, 24), [24]).draft(wishes)
         ] == expected
-        plain = SelfDrafter(made.decoder, make_view(name, made, 10_000)).draft(wishes)
+        plain = SelfDrafter(made.decoder, make_view(name, made, 10_000), [24]).draft(wishes)
     assert name == "infinigen" or [draft.token_ids for draft in plain] != expected  # so it matters what is chosen
 
 
@@ -154,5 +154,5 @@ def test_its_partial_keys_count_as_the_device_s(tmp_path: Path) -> None:
     assert taken.device - plainly.device == residency.indices[0].bytes_for(1000) > 0
     with decoding([prompt(60)]) as (made, rows):
         before = made.slots.ledger().num_device_bytes
-        SelfDrafter(made.decoder, make_view("infinigen", made, 16)).draft([DraftWish(rows[0], 3)])
+        SelfDrafter(made.decoder, make_view("infinigen", made, 16), [24]).draft([DraftWish(rows[0], 3)])
         assert made.slots.ledger().num_device_bytes > before

@@ -1,0 +1,60 @@
+"""Rows of one round may draft over different numbers of keys, by what brings each of them most."""
+
+import dataclasses
+
+from baton.sampling_params import SamplingParams
+from generate_workers.residency.port import DraftKeys
+from generate_workers.speculation.port import DraftWish
+from generate_workers.speculation.self_drafts import SelfDrafter
+from generate_workers.speculation.streaming import StreamingView
+from planning.speculation import MOST_DRAFTS
+from planning.work_cost import WorkCost
+from tests.support.engines.draft_views import decoding, residency_of
+from tests.support.engines.generation import harness, prompt
+from tests.unit.generate_workers.speculation.test_rounds import answers
+
+BUDGETS = (32, 16, 64)
+READING = WorkCost(step_s=1e-5, token_s=1e-6, key_s=1e-5, pair_s=0.0)
+"""Of a machine that does nothing but read keys: fewer keys pay, and so do many drafts."""
+PARAMS = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+
+
+def test_each_row_drafts_over_its_own_number_of_keys() -> None:
+    with decoding([prompt(80), prompt(87, seed=1)]) as (made, rows):
+
+        def drafts(first: int, second: int) -> list[list[int]]:
+            view = StreamingView(residency_of(made), DraftKeys.of(BUDGETS[0], MOST_DRAFTS))
+            wishes = [DraftWish(row, 6, num) for row, num in zip(rows, (first, second), strict=True)]
+            return [draft.token_ids for draft in SelfDrafter(made.decoder, view, BUDGETS).draft(wishes)]
+
+        few, many = drafts(4, 4), drafts(64, 64)
+        assert few != many  # so it matters how many there are
+        assert drafts(4, 64) == [few[0], many[1]]
+        assert drafts(64, 4) == [many[0], few[1]]
+
+
+def test_a_row_is_offered_what_tells_its_keys_apart() -> None:
+    with decoding([prompt(12), prompt(24), prompt(48), prompt(80)]) as (made, rows):
+        view = StreamingView(residency_of(made), DraftKeys.of(BUDGETS[0], MOST_DRAFTS))
+        drafter = SelfDrafter(made.decoder, view, BUDGETS)
+        offered = [[offer.num_keys for offer in drafter.offers(row, 4)] for row in rows]
+    assert offered == [[32], [32, 16], [32, 16, 64], [32, 16, 64]]
+
+
+def test_planned_numbers_of_keys_change_no_text() -> None:
+    asked = [([3 + index, *range(4, 60)], dataclasses.replace(PARAMS, seed=index)) for index in range(5)]
+    plain, _ = answers(asked, "off", max_slot_tokens=128)
+    planned, _ = answers(asked, "streaming", max_slot_tokens=128, draft_tokens=0, draft_keys=32, cost=READING)
+    assert planned == plain
+
+
+def test_drafts_are_made_over_other_numbers_of_keys_than_configured() -> None:
+    with harness(speculation="streaming", draft_tokens=0, draft_keys=32, cost=READING) as made:
+        made.submit(prompt(80), PARAMS)
+        made.run()
+        status = made.engine.status()
+    assert status.speculation is not None
+    assert status.speculation.num_drafted > 0
+    (source,) = made.engine._speculation._sources.values()  # type: ignore[union-attr]
+    counts = source.acceptances._all
+    assert counts[16].num_accepted + counts[16].num_rejected > 0
