@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 SPECULATING: Mapping[str, Mapping[str, Any]] = {
-    "off": {},
+    "off": {"speculation": "off"},
     "auto": {"speculation": "auto"},
     "streaming": {"speculation": "streaming", "draft_tokens": 3, "draft_keys": 32},
     "snapkv": {"speculation": "snapkv", "draft_tokens": 3, "draft_keys": 32},
