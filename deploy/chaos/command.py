@@ -20,7 +20,7 @@ _EXAMPLES = """\
 examples:
   baton chaos --seeds 10        ten schedules, one after the other
   baton chaos --seed 7          the seventh again
-  baton chaos --set generate.speculation=auto --set generate.residency=host"""
+  baton chaos --set generate.speculation=streaming --set generate.residency=host"""
 
 _FIXED = "num_groups", "num_threads", "num_slots", "max_slot_tokens"
 """Fields of section generate that are the schedules' own."""

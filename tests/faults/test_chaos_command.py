@@ -20,11 +20,12 @@ def rows(output: str) -> list[list[str]]:
     return [line.split() for line in output.splitlines()[1:]]
 
 
+PLAIN = ("--set", "generate.speculation=off")
 SPECULATING = ("--set", "generate.speculation=auto", "--set", "generate.residency=host")
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("settings", [(), SPECULATING], ids=["plain", "speculating"])
+@pytest.mark.parametrize("settings", [PLAIN, SPECULATING], ids=["plain", "speculating"])
 def test_a_seed_is_replayed_on_a_cluster_of_its_own(tmp_path: Path, settings: tuple[str, ...]) -> None:
     model = str(write_letter_model(tmp_path))
     log = tmp_path / "chaos.log"
