@@ -122,12 +122,14 @@ def processors_of(state: ClusterState) -> Iterator[str]:
 
 
 def drafts_of(state: ClusterState) -> Iterator[str]:
-    """Yield a line for each group that drafts tokens: how many drafts of each source are accepted, and what its latest
-    round took."""
+    """Yield a line for each group that may draft tokens and has run a round: how many drafts of each source are
+    accepted, and what its latest round took."""
     for group in state.groups:
         if group.generation is None or not group.generation.HasField("speculation"):
             continue
         seen = group.generation.speculation
+        if not seen.measured_s:
+            continue
         accepted = ", ".join(str(read(DraftCounts, each.counts)) for each in seen.sources)
         predicted = f", predicted {seen.predicted_s * 1e3:.0f} ms" if seen.predicted_s else ""
         latest = f"latest round: {seen.num_drafts} drafts, {seen.measured_s * 1e3:.0f} ms{predicted}"
