@@ -35,8 +35,6 @@ from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
 
 _POLL_S = 0.2
-_SPARE = 64
-"""Workers of each pool that a Ray started here has room for; the limits of the configuration are reached first."""
 
 
 def serve(args: argparse.Namespace) -> int:
@@ -98,11 +96,15 @@ class _Launch:
 
     def _make(self) -> Any:
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from deploy.ray_cluster.supervisor import NAME, SupervisorActor
 
+        # Beside the launcher while that node lives: there the orchestrator's address is known beforehand.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
         made: Any = ray.remote(SupervisorActor).options(
             name=NAME,
+            scheduling_strategy=here,
             namespace=self._config.name,
             lifetime="detached",
             num_cpus=0,
@@ -197,7 +199,7 @@ def _connect(config: ClusterConfig, folder: str) -> str:
     if folder:
         options |= {
             "num_cpus": os.cpu_count(),
-            "resources": {"baton_prefill": _SPARE, "baton_generate": _SPARE},
+            "resources": declared_pools(config, os.cpu_count() or 1),
             "object_store_memory": config.ray.object_store_mib * 2**20,
             "include_dashboard": False,
             "_temp_dir": folder,
@@ -209,6 +211,19 @@ def _connect(config: ClusterConfig, folder: str) -> str:
         reason = str(error).strip().splitlines()[0]
         raise UnavailableError(f"Ray on {where} cannot be reached: {reason}: check ray.address") from error
     return str(context.address_info["address"])
+
+
+def declared_pools(config: ClusterConfig, num_cores: int) -> dict[str, float]:
+    """Return how many workers of each pool a Ray that is started on a machine of so many cores declares: as many as the
+    cores have threads for, but at least what is configured, and one group more, which stands in while one is reloaded.
+    """
+    asked = {"prefill": config.prefill.num_ranks, "generate": 1}
+    groups = {"prefill": config.prefill.num_groups, "generate": config.generate.num_groups}
+    threads = {"prefill": config.prefill.num_threads, "generate": config.generate.num_threads or num_cores}
+    return {
+        f"baton_{role}": float(max((groups[role] + 1) * size, num_cores // threads[role]))
+        for role, size in asked.items()
+    }
 
 
 @contextlib.contextmanager

@@ -52,6 +52,10 @@ ApiKey = Annotated[str, AfterValidator(_hashed)]
 into the second."""
 
 
+NodeLabels = tuple[Annotated[str, Field(pattern=r"^[^=\s]+=[^=\s]+$")], ...]
+"""Labels of Ray's nodes, each written as key=value."""
+
+
 @settings
 class ModelSection(ModelFormats):
     """The model that is served."""
@@ -79,6 +83,8 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """Threads with which each rank computes."""
     cores: CoresOfEach = ()
     """Cores that each rank is pinned to, one list for each rank of all groups in order; empty: not pinned."""
+    node_labels: NodeLabels = ()
+    """Labels that a node of Ray must have to hold prefill groups, each key=value; empty: any node."""
     calibration: AbsolutePath = ""
     """File of costs to predict by, which `baton calibrate` replaces; empty: the one kept for model and hardware."""
 
@@ -98,6 +104,8 @@ class GenerateSection(EngineConfig):
     """Threads with which each engine computes; 0: one for each core."""
     cores: CoresOfEach = ()
     """Cores that each engine is pinned to, one list for each engine; empty: not pinned."""
+    node_labels: NodeLabels = ()
+    """Labels that a node of Ray must have to hold generation groups, each key=value; empty: any node."""
 
     @model_validator(mode="after")
     def _one_list_for_each_engine(self) -> Self:
@@ -191,6 +199,8 @@ class RaySection:
     """host:port of a running Ray that declares baton_prefill and baton_generate, one a worker; empty: start one."""
     object_store_mib: Annotated[int, Field(ge=75)] = 80
     """Object store of a Ray that is started here, in MiB. Baton puts nothing large into it."""
+    node_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Seconds that a start on a running Ray waits for nodes with room for all groups to join; 0: none."""
 
 
 @settings
@@ -218,6 +228,12 @@ class ClusterConfig:
         """Number of workers of each configured group, by the group's name, like prefill-0."""
         sizes = {f"prefill-{number}": self.prefill.num_ranks for number in range(self.prefill.num_groups)}
         return sizes | {f"generate-{number}": 1 for number in range(self.generate.num_groups)}
+
+    @property
+    def node_labels(self) -> dict[str, dict[str, str]]:
+        """Labels that nodes must have, by role; a role that takes any node is not there."""
+        asked = {"prefill": self.prefill.node_labels, "generate": self.generate.node_labels}
+        return {role: dict(each.split("=", 1) for each in labels) for role, labels in asked.items() if labels}
 
     def workers(
         self,

@@ -1,10 +1,13 @@
 """Room on Ray: a placement group for each group of workers, and an error at once when no node can ever hold one.
 
-Used by the supervisor, on its loop.
+A group's workers are packed on one node, as a chain has to be; the groups of a pool are spread over the nodes that have
+its labels. What nodes have is what they declare. Used by the supervisor, on its loop.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -13,51 +16,141 @@ from ray.util.placement_group import PlacementGroup
 from baton.errors import ConfigError
 from deploy.ray_cluster.spawner import SMALL_CPU, pool
 
+_POLL_S = 0.5
+
+Labels = Mapping[str, Mapping[str, str]]
+"""Labels that nodes of a pool have, by role; a role that is not there takes any node."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of Ray, as it declares itself."""
+
+    node_id: str
+    resources: Mapping[str, float]
+    """What it has in all, in use or not."""
+    labels: Mapping[str, str]
+
+    def holds(self, role: str, labels: Labels) -> int:
+        """Return how many workers of a role the node has room for when it is empty; 0 without the pool's labels."""
+        if not labels.get(role, {}).items() <= self.labels.items():
+            return 0
+        return int(self.resources.get(pool(role), 0))
+
 
 class RayRoom:
-    """Reserves the room of groups on Ray: a chain's on one node, an engine's on any. Implements Room."""
+    """Reserves the room of groups on Ray. Implements Room."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, labels: Labels) -> None:
         """Make a Room that waits up to `timeout_s` seconds for room that is taken now."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
         self._timeout_s = timeout_s
+        self._labels = labels
+        self._targets: dict[str, str] = {}
+        """The node that was chosen for each group, which counts until Ray has placed the group."""
 
     async def reserve(self, group: str, num_workers: int) -> None:
         place = _find(group)
         if place is None:
-            check_room(node_resources(), {group: num_workers})
-            bundle = {"CPU": SMALL_CPU, _pool_of(group): 1.0}
-            place = ray.util.placement_group(
-                [bundle] * num_workers, strategy="STRICT_PACK", name=group, lifetime="detached"
-            )
+            nodes = living_nodes()
+            check_room(nodes, {group: num_workers}, self._labels)
+            held = _held(self._targets)
+            self._targets[group] = least_used(nodes, group, num_workers, self._labels, held)
+            place = self._make(group, num_workers)
         self.places[group] = place
         if not await asyncio.to_thread(place.wait, self._timeout_s):
             await self.release(group)
-            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s")
+            raise _no_room(group, num_workers, f"not within {self._timeout_s:g} s", self._labels)
 
     async def release(self, group: str) -> None:
         place = self.places.pop(group, None) or _find(group)
         if place is not None:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
 
+    def _make(self, group: str, num_workers: int) -> PlacementGroup:
+        """Return a new placement group, on the group's target unless that is gone or full: then on any node."""
+        role = _role(group)
+        wanted = dict(self._labels.get(role, {}))
+        made: PlacementGroup = ray.util.placement_group(
+            [{"CPU": SMALL_CPU, pool(role): 1.0}] * num_workers,
+            strategy="STRICT_PACK",
+            name=group,
+            lifetime="detached",
+            bundle_label_selector=[wanted] * num_workers if wanted else None,
+            _soft_target_node_id=self._targets[group],
+        )
+        return made
 
-def node_resources() -> list[Mapping[str, float]]:
-    """Return the resources that each of Ray's living nodes declares, in use or not."""
+
+def living_nodes() -> list[Node]:
+    """Return Ray's living nodes."""
     list_nodes: Callable[[], list[dict[str, Any]]] = ray.nodes  # untyped in ray
-    return [node["Resources"] for node in list_nodes() if node["Alive"]]
+    return [Node(each["NodeID"], each["Resources"], each["Labels"]) for each in list_nodes() if each["Alive"]]
 
 
-def check_room(totals: Sequence[Mapping[str, float]], sizes: Mapping[str, int]) -> None:
-    """Raise ConfigError when nodes with these resources, were they empty, could not hold all groups of these sizes.
-    Groups of one pool are equally large."""
-    for resource in {_pool_of(name) for name in sizes}:
-        groups = {name: size for name, size in sizes.items() if _pool_of(name) == resource}
-        room = sum(int(total.get(resource, 0)) // size for total in totals for size in {*groups.values()})
+def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, held: Mapping[str, Counter[str]]) -> str:
+    """Return the id of the node for a further group of that size: of those that can hold it beside their other groups
+    of the pool, the one with the fewest; if there is none, of those that could hold it alone. `held` has the workers of
+    each role on each node, by the node's id."""
+    role = _role(group)
+    able = [node for node in nodes if node.holds(role, labels) >= size]
+
+    def used(node: Node) -> int:
+        return held.get(node.node_id, Counter[str]())[role]
+
+    free = [node for node in able if node.holds(role, labels) - used(node) >= size]
+    return min(free or able, key=used).node_id
+
+
+async def wait_for_room(
+    sizes: Mapping[str, int],
+    timeout_s: float,
+    report: Callable[[str], None],
+    labels: Labels,
+    list_nodes: Callable[[], Sequence[Node]] = living_nodes,
+) -> None:
+    """Return when Ray's nodes, were they empty, could hold all groups of these sizes: at once, or when further nodes
+    have joined. The first lack is reported. Raises ConfigError, as `check_room` does, after `timeout_s` seconds."""
+    loop = asyncio.get_running_loop()
+    deadline_s, reported = loop.time() + timeout_s, False
+    while True:
+        try:
+            check_room(await asyncio.to_thread(list_nodes), sizes, labels)
+        except ConfigError as error:
+            if loop.time() >= deadline_s:
+                raise
+            if not reported:
+                report(f"waiting up to {timeout_s:g} s for nodes to join: {error}")
+                reported = True
+        else:
+            return
+        await asyncio.sleep(_POLL_S)
+
+
+def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels) -> None:
+    """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes. Groups of one pool
+    are equally large."""
+    for role in {_role(name) for name in sizes}:
+        groups = {name: size for name, size in sizes.items() if _role(name) == role}
+        held = [node.holds(role, labels) for node in nodes]
+        room = sum(each // size for each in held for size in {*groups.values()})
         if len(groups) > room:
-            most = max((int(total.get(resource, 0)) for total in totals), default=0)
             name = list(groups)[room]
-            raise _no_room(name, groups[name], f"it has {len(totals)} nodes, with {most} at most")
+            raise _no_room(name, groups[name], f"it has {len(held)} nodes, with {max(held, default=0)} at most", labels)
+
+
+def _held(targets: Mapping[str, str]) -> dict[str, Counter[str]]:
+    """Return the workers of each role for which groups hold room, by the node's id: the node in `targets` for a group
+    that Ray has not placed yet."""
+    held: dict[str, Counter[str]] = {}
+    table: Callable[[], dict[str, dict[str, Any]]] = ray.util.placement_group_table  # untyped in ray
+    for place in table().values():
+        if place["state"] != "REMOVED":
+            for node_id in place["bundles_to_node_id"].values():
+                node_id = node_id or targets.get(place["name"], "")
+                held.setdefault(node_id, Counter())[_role(place["name"])] += 1
+    return held
 
 
 def _find(group: str) -> PlacementGroup | None:
@@ -69,12 +162,16 @@ def _find(group: str) -> PlacementGroup | None:
     return place
 
 
-def _pool_of(name: str) -> str:
-    return pool(name.partition("-")[0])
+def _role(group: str) -> str:
+    return group.partition("-")[0]
 
 
-def _no_room(name: str, size: int, why: str) -> ConfigError:
+def _no_room(name: str, size: int, why: str, labels: Labels) -> ConfigError:
+    role = _role(name)
+    wanted = ", ".join(f"{key}={value}" for key, value in labels.get(role, {}).items())
+    where = f"one node labelled {wanted}" if wanted else "one node"
+    declared = "that resource and those labels" if wanted else "that resource"
     return ConfigError(
-        f"Ray has no room for {name} ({size} of {_pool_of(name)} on one node; {why}): "
-        "use fewer ranks or groups, or add nodes that declare that resource"
+        f"Ray has no room for {name} ({size} of {pool(role)} on {where}; {why}): use fewer ranks or groups, or add "
+        f"nodes that declare {declared}"
     )

@@ -129,7 +129,6 @@ class RaySpawner:
             name=config.name,
             namespace=self._namespace,
             lifetime="detached",
-            num_cpus=SMALL_CPU,
             max_restarts=0,
             max_concurrency=_MAX_CALLS,
             **self._room(config),
@@ -141,14 +140,14 @@ class RaySpawner:
         return actor
 
     def _room(self, config: WorkerConfig) -> dict[str, Any]:
-        """Return the options that say where the actor runs: the orchestrator beside its supervisor, a worker in its
-        group's place."""
+        """Return the options that say where the actor runs: the orchestrator beside its supervisor, also on a node that
+        declares no CPUs; a worker in its group's place."""
         if config.role == "orchestrator":
             here = ray.get_runtime_context().get_node_id()
-            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False)}
+            return {"scheduling_strategy": NodeAffinitySchedulingStrategy(here, soft=False), "num_cpus": 0}
         place = self._places[config.group_name]
         bundle = PlacementGroupSchedulingStrategy(place, placement_group_bundle_index=config.rank)
-        return {"scheduling_strategy": bundle, "resources": {pool(config.role): 1}}
+        return {"scheduling_strategy": bundle, "num_cpus": SMALL_CPU, "resources": {pool(config.role): 1}}
 
 
 async def end_worker(namespace: str, name: str) -> None:

@@ -31,7 +31,7 @@ from deploy.machine.calibrations import engine_step_times, served_calibration_pa
 from deploy.machine.limits import tokens_of_slot
 from deploy.machine.model_folder import require_alike
 from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
-from deploy.ray_cluster.places import RayRoom, check_room, node_resources
+from deploy.ray_cluster.places import RayRoom, wait_for_room
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
 
@@ -74,7 +74,7 @@ class SupervisorActor:
         self._kernels = kernels
         self._store = store
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
-        self._room = RayRoom(config.supervision.start_timeout_s)
+        self._room = RayRoom(config.supervision.start_timeout_s, config.node_labels)
         self._around = Surroundings(
             RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
             Heartbeat(config.supervision.heartbeat_s, config.supervision.dead_after_s),
@@ -160,7 +160,7 @@ class SupervisorActor:
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""
-        check_room(node_resources(), self._sizes)
+        await wait_for_room(self._sizes, self._config.ray.node_wait_s, self._report, self._config.node_labels)
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
             self._cluster.add(self._make_group(name, ""))

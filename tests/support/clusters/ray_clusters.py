@@ -71,10 +71,15 @@ def run_baton(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 def served(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
     """A cluster that serves, on a Ray of its own or that at host:port; interrupted at the end, unless it has ended."""
     with launched(cache, model, *assignments, address=address) as starting:
-        until(lambda: starting.process.poll() is not None or "\nready: " in starting.stderr, START_S)
-        found = re.search(r"^ready: clients may connect to (\S+);", starting.stderr, re.MULTILINE)
-        assert found, f"not ready: {starting.stderr}"
-        yield replace(starting, target=found[1], ray_folder=recorded_folder(cache))
+        yield ready(starting)
+
+
+def ready(starting: ServedCluster) -> ServedCluster:
+    """Waits until it serves."""
+    until(lambda: starting.process.poll() is not None or "\nready: " in starting.stderr, START_S)
+    found = re.search(r"^ready: clients may connect to (\S+);", starting.stderr, re.MULTILINE)
+    assert found, f"not ready: {starting.stderr}"
+    return replace(starting, target=found[1], ray_folder=recorded_folder(starting.cache))
 
 
 @contextlib.contextmanager

@@ -20,7 +20,7 @@ from tests.support.clusters.ray_clusters import until
 
 START_S = 60.0
 _OPTIONS = (
-    *("start", "--head", "--block", "--num-cpus=2", "--include-dashboard=false"),
+    *("start", "--head", "--block", "--include-dashboard=false"),
     "--object-store-memory=80000000",
 )
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
@@ -30,7 +30,8 @@ ray.init(sys.argv[1], configure_logging=False, log_to_driver=False)
 actors = ray.util.list_named_actors(all_namespaces=True)
 places = [each["name"] for each in ray.util.placement_group_table().values() if each["state"] != "REMOVED"]
 free = {name: amount for name, amount in ray.available_resources().items() if name.startswith("baton")}
-print(json.dumps({"actors": actors, "places": places, "free": free}))
+nodes = [each["NodeID"] for each in ray.nodes() if each["Alive"]]
+print(json.dumps({"actors": actors, "places": places, "free": free, "nodes": nodes}))
 """
 
 
@@ -52,8 +53,8 @@ class RayHead:
 
 
 def held_of(address: str) -> dict[str, Any]:
-    """What the Ray at host:port holds: named actors, names of placement groups ("places"), and what of the pools is
-    free."""
+    """What the Ray at host:port holds: named actors, names of placement groups ("places"), what of the pools is free,
+    and ids of its living nodes."""
     command = [sys.executable, "-c", _LOOK, address]
     environment = {**os.environ, **_ENVIRONMENT}
     told = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60, check=True)
@@ -62,7 +63,7 @@ def held_of(address: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ray_head(pools: dict[str, int]) -> Iterator[RayHead]:
+def ray_head(pools: dict[str, int], num_cpus: int = 2) -> Iterator[RayHead]:
     """A Ray of one node, this machine, that declares these resources; gone at the end."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
     program = Path(sys.executable).with_name("ray")
@@ -70,7 +71,7 @@ def ray_head(pools: dict[str, int]) -> Iterator[RayHead]:
     output = Path(folder) / "output.txt"
     with output.open("w") as file:
         process = subprocess.Popen(
-            [str(program), *_OPTIONS, *options, f"--resources={json.dumps(pools)}"],
+            [str(program), *_OPTIONS, *options, f"--num-cpus={num_cpus}", f"--resources={json.dumps(pools)}"],
             env={**os.environ, **_ENVIRONMENT},
             stdout=file,
             stderr=subprocess.STDOUT,
@@ -88,6 +89,31 @@ def ray_head(pools: dict[str, int]) -> Iterator[RayHead]:
         kill_ray(folder)
         process.wait()
         shutil.rmtree(folder)
+
+
+@contextlib.contextmanager
+def joined_node(head: RayHead, pools: dict[str, int], label: str) -> Iterator[None]:
+    """A further node of that Ray, on this machine, that declares these resources and this label, key=value."""
+    program = Path(sys.executable).with_name("ray")
+    options = ("start", f"--address={head.address}", "--block", "--num-cpus=1", "--object-store-memory=80000000")
+    before = len(held_of(head.address)["nodes"])
+    process = subprocess.Popen(
+        [str(program), *options, f"--resources={json.dumps(pools)}", f"--labels={label}"],
+        env={**os.environ, **_ENVIRONMENT},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        until(lambda: len(held_of(head.address)["nodes"]) > before, START_S)
+        yield
+    finally:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
 
 
 def _free_port() -> int:

@@ -1,5 +1,6 @@
 """A cluster on a Ray that was there before: joined, served from, left as it was found."""
 
+import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,8 +10,8 @@ import pytest
 from baton import Client
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
-from tests.support.clusters.ray_clusters import run_baton, served, until
-from tests.support.clusters.ray_heads import RayHead, ray_head
+from tests.support.clusters.ray_clusters import START_S, launched, ready, run_baton, served, until
+from tests.support.clusters.ray_heads import RayHead, joined_node, ray_head
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
@@ -45,6 +46,26 @@ def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
             assert stopped.returncode == 0, stopped.stderr
     until(head.is_empty)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
+
+
+@pytest.mark.ci
+def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Path, tmp_path: Path) -> None:
+    """As the manifests start it: the head declares no CPUs and no pool, and labelled nodes come after `baton serve`."""
+    labels = {role: f"baton-pool={role}" for role in ("prefill", "generate")}
+    settings = [f'{role}.node_labels=["{label}"]' for role, label in labels.items()]
+    prompt = passage_ids(smollm2, 90)
+    with contextlib.ExitStack() as held:
+        head = held.enter_context(ray_head({}, num_cpus=0))
+        asked = launched(tmp_path, smollm2, "ray.node_wait_s=100", *settings, address=head.address)
+        starting = held.enter_context(asked)
+        until(lambda: "waiting up to 100 s for nodes to join" in starting.stderr, START_S)
+        for role, size in (("prefill", 2), ("generate", 1)):
+            held.enter_context(joined_node(head, {f"baton_{role}": size}, labels[role]))
+        with Client(ready(starting).target) as client:
+            answer = client.generate(token_ids=prompt, params=PARAMS).collect()
+        check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
+        starting.interrupt()
+        assert starting.process.wait(60) == 0
 
 
 def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2: Path, tmp_path: Path) -> None:

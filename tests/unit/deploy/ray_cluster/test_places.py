@@ -1,28 +1,81 @@
-"""Whether Ray's nodes can hold the groups at all is seen before anything is reserved."""
+"""Whether Ray's nodes can hold the groups at all is seen before anything is reserved, and groups are spread."""
+
+from collections import Counter
 
 import pytest
 
 from baton.errors import ConfigError
-from deploy.ray_cluster.places import check_room
+from deploy.ray_cluster.places import Node, check_room, least_used, wait_for_room
 
 CHAINS = {"prefill-0": 2, "prefill-1": 2}
+FAST = {"prefill": {"baton-pool": "fast"}}
+
+
+def nodes(*resources: dict[str, float], **labels: str) -> list[Node]:
+    """Nodes n0, n1, ... that declare these resources, all with the same labels."""
+    return [Node(f"n{at}", each, labels) for at, each in enumerate(resources)]
+
+
+def pooled(*sizes: int) -> list[Node]:
+    """Nodes with so many of baton_prefill."""
+    return nodes(*({"baton_prefill": float(size)} for size in sizes))
 
 
 def test_groups_that_fit_are_fine() -> None:
-    check_room([{"baton_prefill": 4.0, "baton_generate": 1.0}], {**CHAINS, "generate-0": 1})
-    check_room([{"baton_prefill": 3.0}, {"baton_prefill": 2.0, "CPU": 1.0}], CHAINS)
-    check_room([], {})
+    check_room(nodes({"baton_prefill": 4.0, "baton_generate": 1.0}), {**CHAINS, "generate-0": 1}, {})
+    check_room(nodes({"baton_prefill": 3.0}, {"baton_prefill": 2.0, "CPU": 1.0}), CHAINS, {})
+    check_room([], {}, {})
 
 
 @pytest.mark.parametrize(
-    ("totals", "text"),
+    ("found", "text"),
     [
-        ([{"baton_prefill": 3.0}], r"no room for prefill-1 \(2 of baton_prefill on one node; it has 1 nodes, with 3"),
-        ([{"baton_prefill": 1.0}] * 4, "no room for prefill-0 .* it has 4 nodes, with 1 at most"),
-        ([{"CPU": 64.0}], "with 0 at most.: use fewer ranks or groups, or add nodes that declare that resource"),
+        (pooled(3), r"no room for prefill-1 \(2 of baton_prefill on one node; it has 1 nodes, with 3"),
+        (pooled(1, 1, 1, 1), "no room for prefill-0 .* it has 4 nodes, with 1 at most"),
+        (
+            nodes({"CPU": 64.0}),
+            "with 0 at most.: use fewer ranks or groups, or add nodes that declare that resource$",
+        ),
         ([], "it has 0 nodes"),
     ],
 )
-def test_groups_that_no_node_can_hold_are_named(totals: list[dict[str, float]], text: str) -> None:
+def test_groups_that_no_node_can_hold_are_named(found: list[Node], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        check_room(totals, CHAINS)
+        check_room(found, CHAINS, {})
+
+
+def test_only_nodes_with_a_pool_s_labels_count_for_it() -> None:
+    labelled = [Node("fast", {"baton_prefill": 4.0}, {"baton-pool": "fast", "zone": "a"})]
+    check_room([*pooled(8), *labelled], CHAINS, FAST)
+    with pytest.raises(ConfigError, match="on one node labelled baton-pool=fast; .* resource and those labels$"):
+        check_room(pooled(8), CHAINS, FAST)
+
+
+def test_groups_of_a_pool_are_spread_over_its_nodes() -> None:
+    assert least_used(pooled(4, 4), "prefill-1", 2, {}, {"n0": Counter(prefill=2)}) == "n1"
+    assert least_used(pooled(4, 4), "prefill-1", 2, {}, {"n0": Counter(generate=2)}) == "n0"  # of another pool
+
+
+def test_a_node_that_is_full_or_too_small_gets_no_further_group() -> None:
+    assert least_used(pooled(2, 8, 1), "prefill-9", 2, {}, {"n0": Counter(prefill=1), "n1": Counter(prefill=4)}) == "n1"
+    full = {"n0": Counter(prefill=4), "n1": Counter(prefill=2)}
+    assert (
+        least_used(pooled(4, 2), "prefill-9", 2, {}, full) == "n1"
+    )  # both are full: there is room when a group leaves
+
+
+async def test_nodes_that_join_in_time_are_waited_for_and_the_lack_is_reported_once() -> None:
+    looks = iter([[], pooled(2), pooled(2, 2)])
+    reports: list[str] = []
+    await wait_for_room(CHAINS, 60.0, reports.append, {}, lambda: next(looks))
+    assert next(looks, "all were seen") == "all were seen"
+    assert len(reports) == 1
+    assert reports[0].startswith("waiting up to 60 s for nodes to join: Ray has no room for prefill-0 ")
+
+
+async def test_without_a_time_to_wait_a_lack_of_room_is_refused_at_the_first_look() -> None:
+    looks = iter([nodes({"CPU": 4.0})])
+    reports: list[str] = []
+    with pytest.raises(ConfigError, match="no room for prefill-0"):
+        await wait_for_room(CHAINS, 0.0, reports.append, {}, lambda: next(looks))
+    assert reports == []

@@ -1,0 +1,68 @@
+"""Room on a Ray of two nodes: the groups of a pool are spread, each of them on one node, and labels are kept to."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import ray
+
+from baton.errors import ConfigError
+from deploy.config.environment import prepare_ray_environment
+from deploy.ray_cluster.places import RayRoom
+from tests.support.clusters.ray_heads import RayHead, joined_node, ray_head
+
+pytestmark = pytest.mark.ci
+POOLS = {"baton_prefill": 4}
+LABELS = {"prefill": {"baton-pool": "prefill"}}
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[RayHead]:
+    """A Ray of two nodes, the second of which has the pool's label."""
+    with ray_head(POOLS) as running, joined_node(running, POOLS, "baton-pool=prefill"):
+        yield running
+
+
+@pytest.fixture
+def joined(head: RayHead) -> Iterator[None]:
+    """This process is a driver of that Ray."""
+    prepare_ray_environment()
+    ray.init(head.address, namespace="rooms", configure_logging=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.usefixtures("joined")
+async def test_groups_of_a_pool_are_spread_and_each_is_on_one_node() -> None:
+    room = RayRoom(30.0, {})
+    for name in ("prefill-0", "prefill-1"):
+        await room.reserve(name, 2)
+    first, second = (nodes_of(name) for name in ("prefill-0", "prefill-1"))
+    assert len(first) == len(second) == 1 and first != second
+    await room.reserve("prefill-2", 4 - 2)  # beside one of them
+    with pytest.raises(ConfigError, match=r"no room for prefill-3 \(3 of baton_prefill on one node; not within 1 s"):
+        await RayRoom(1.0, {}).reserve("prefill-3", 3)
+    for name in ("prefill-0", "prefill-1", "prefill-2"):
+        await room.release(name)
+
+
+@pytest.mark.usefixtures("joined")
+async def test_a_pool_s_labels_are_kept_to() -> None:
+    room = RayRoom(30.0, LABELS)
+    for name in ("prefill-0", "prefill-1"):
+        await room.reserve(name, 2)
+    (labelled,) = [each["NodeID"] for each in ray.nodes() if each["Labels"].get("baton-pool") == "prefill"]  # type: ignore[no-untyped-call]
+    assert nodes_of("prefill-0") == nodes_of("prefill-1") == {labelled}
+    for name in ("prefill-0", "prefill-1"):
+        await room.release(name)
+
+
+def nodes_of(group: str) -> set[str]:
+    """Ids of the nodes on which the workers of a group have their room."""
+    table: dict[str, Any] = ray.util.placement_group_table()
+    return {
+        node_id
+        for place in table.values()
+        if place["name"] == group and place["state"] == "CREATED"
+        for node_id in place["bundles_to_node_id"].values()
+    }
