@@ -35,7 +35,11 @@ class LocalPrefill:
         step of `step_s` for each of its chunks, and half a step before it. `step_s` is 0 without running rows."""
         if step_s <= 0 or num_tokens < 1:
             return 0.0
+        chunk_s = self.chunk_s(prefill_s, num_tokens, step_s)
+        return (0.5 + (math.ceil(prefill_s / chunk_s) if chunk_s > 0 else 1)) * step_s
+
+    def chunk_s(self, prefill_s: float, num_tokens: int, step_s: float) -> float:
+        """Return the seconds that the largest chunk of such a prompt adds to a decode step of `step_s`."""
         token_s = prefill_s / num_tokens
         bound_s = max((self.max_step_stretch - 1) * step_s, LEAST_STEP_TOKENS * token_s)
-        chunk_s = min(bound_s, self.max_step_tokens * token_s)
-        return (0.5 + (math.ceil(prefill_s / chunk_s) if chunk_s > 0 else 1)) * step_s
+        return min(bound_s, self.max_step_tokens * token_s)

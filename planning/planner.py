@@ -187,7 +187,7 @@ class ChainPlanner:
         num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
         return self._push_pace.factor * self._push_s(num_bytes, prefill_s)
 
-    def local_s(self, tokens: TokenRange, num_rows: int, context: float) -> tuple[float, float] | None:
+    def local_s(self, tokens: TokenRange, num_rows: float, context: float) -> tuple[float, float] | None:
         """Return the seconds in which a generation group computes to prefill `tokens` by itself, the earlier tokens
         cached, and the seconds in which it meanwhile decodes `num_rows` rows of `context` tokens. Both are scaled by
         `local_factor`. None when it is unknown how groups prefill or what their steps take."""

@@ -19,6 +19,7 @@ from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 from planning.planner import ChainPlanner
+from planning.terms import chain_terms, local_terms
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,9 @@ class Prospects:
         """Return the terms of a prefill by the generation group itself; None when they cannot be predicted."""
         outlook, record = self._outlook, self._record
         start = 0 if record.wants_prompt_scores else self._cached_tokens(generation, generation.prefix_store)
-        found = outlook.planner.local_s(TokenRange(start, record.num_tokens), *self._batch(generation))
-        if found is None:
-            return None
         queue_s = outlook.occupancy.queue_s(generation.life, outlook.now_s)
-        return PlacementTerms(queue_s, *found, transfer_s=0.0, others_s=0.0)
+        tokens = TokenRange(start, record.num_tokens)
+        return local_terms(outlook.planner, tokens, self._batch(generation), queue_s=queue_s)
 
     def least_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of the best way that uses this group; 0 when nothing is known."""
@@ -119,16 +118,13 @@ class Prospects:
         chain = self._chains[start].plan(len(group.endpoints), pending, now_s)
         own_s = chain.choice.predicted_s or 0.0
         num_missing = self._record.num_tokens - self._cached_tokens(generation, generation.prefix_store)
-        transfer_s = outlook.planner.push_s(num_missing, chain.ttft_s)
-        if _node(generation.endpoint) not in map(_node, group.endpoints):
-            transfer_s += 2 * outlook.planner.cost.link.latency_s  # the last piece there, and the commit's answer back
-        num_rows, context = self._batch(generation)
-        step_s = outlook.planner.step_s(num_rows, context) if num_rows and outlook.planner.steps is not None else 0.0
-        terms = PlacementTerms(
+        terms = chain_terms(
+            outlook.planner,
+            chain.ttft_s,
+            num_missing,
+            self._batch(generation),
+            is_elsewhere=_node(generation.endpoint) not in map(_node, group.endpoints),
             queue_s=max(own_s - chain.ttft_s, 0.0),
-            prefill_s=chain.ttft_s,
-            steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
-            transfer_s=transfer_s,
             others_s=chain.cost_s - own_s,
         )
         return ChainWay(group, chain, terms)
