@@ -2,17 +2,24 @@
 
 import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 from modeling.kernels.native import find_compiler
 
-_COMMANDS = ("git", "make")
-_MODULES = ("matplotlib", "ray", "scipy")
+_COMMANDS = ("git", "hadolint", "make")
+_MODULES = ("check_jsonschema", "kubernetes_validate", "matplotlib", "ray", "scipy")
+
+
+def find_command(name: str) -> str | None:
+    """Return the path of a command: one that was installed beside this Python, or on the path; None without one."""
+    beside = shutil.which(name, path=str(Path(sys.executable).parent))
+    return beside or shutil.which(name)
 
 
 def missing() -> list[str]:
     """Return what is missing of all that tests use."""
-    lacking = [command for command in _COMMANDS if shutil.which(command) is None]
+    lacking = [command for command in _COMMANDS if find_command(command) is None]
     lacking += [f"the Python package {name}" for name in _MODULES if importlib.util.find_spec(name) is None]
     if find_compiler() is None:
         lacking.append("a C++ compiler")
