@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.forecasts import speculation
-from deploy.forecasts.plan_options import find_chip, find_model
+from deploy.forecasts import explain, speculation
+from deploy.forecasts.plan_options import DEFAULT_CHIP, find_chip, find_model
 from deploy.forecasts.plan_results import SpeculationForecast, StepCell, StepForecast
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
@@ -40,6 +40,9 @@ few seconds, and predicts what its steps take. Baton runs on CPUs only; other ha
 With --speculation: what rounds of drafts gain over plain steps, and from which context on (MagicDec, figures 2 to 4;
 docs/speculation_curves.md). An upper bound, on all hardware.
 
+With --explain: when separate workers for prefill pay, beside the same workers that do both, by prompt and by rate
+(docs/deployment.md).
+
 MODEL is a name (smollm2-135m, llama-3.1-8b, llama-13b, ...), a Hugging Face folder (config.json is enough), or a GGUF
 file. k after a number is 1024 times it; GB and kB are 1e9 and 1e3 bytes."""
 
@@ -49,6 +52,7 @@ examples:
   baton plan llama-13b --hardware tpu-v5e --chips 8 --weights int8 --batch 1,16,240 --plot steps.png
   baton plan smollm2-135m --hardware here --threads 2
   baton plan llama-3.1-8b --hardware a100 --chips 8 --speculation --acceptance 0.82 --draft-keys 512 --plot gains.png
+  baton plan llama-3.1-8b --explain --prompt 8k --output 256 --rate 2 --ranks 2
   baton plan --params 30e9 --kv-per-token 100e3 --weights int8 --hardware tpu-v5e --chips 16 --context 8k"""
 
 
@@ -75,11 +79,12 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     model.add_argument("--params", metavar="N", help="a model by its size: parameters; with --kv-per-token")
     model.add_argument("--kv-per-token", metavar="N", help="bytes of keys and values of a token, in all layers")
     hardware = parser.add_argument_group("hardware")
-    known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: %(default)s)"
-    hardware.add_argument("--hardware", default="h100", metavar="NAME", help=known)
+    known = f"{', '.join(CHIPS)}, or here: this machine, measured (default: {DEFAULT_CHIP})"
+    hardware.add_argument("--hardware", metavar="NAME", help=known)
     hardware.add_argument("--chips", default="1", metavar="N", help="of them, sharing all evenly (default: 1)")
     hardware.add_argument("--threads", metavar="N", help="of this machine (default: one for each core)")
     speculation.add_options(parser)
+    explain.add_options(parser)
     parser.set_defaults(run=run)
 
 
@@ -94,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(asdict(plan)))
     elif isinstance(plan, SpeculationForecast):
         speculation.show(plan, console)
+    elif isinstance(plan, explain.Explanation):
+        explain.show(plan, console)
     else:
         console.print(f"[bold]{plan.title}[/]", soft_wrap=True)
         console.print(summary(plan), "")
@@ -102,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         )
         console.print(cells_table(plan, "tokens/s, all rows", lambda cell: _short(cell.tokens_s)), "")
         console.print("(in brackets: does not fit)  largest part: k KV, w weights, c computing, o other", style="dim")
-    if args.plot is not None:
+    if args.plot is not None and not isinstance(plan, explain.Explanation):
         from deploy.forecasts.plan_plot import draw, draw_speculation
 
         if isinstance(plan, SpeculationForecast):
@@ -112,9 +119,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast:
+def make_plan(args: argparse.Namespace) -> StepForecast | SpeculationForecast | explain.Explanation:
     """Make the plan that the options ask for. Blocks to measure hardware `here`. Raises what `find_model` raises."""
     speculation.check_options(args)
+    explain.check_options(args)
+    if args.explain:
+        return explain.make_explanation(args)
     batches = option_values.counts("--batch", args.batch, MAX_BATCH)
     contexts = option_values.counts("--context", args.context, MAX_TOKENS)
     num_chips = option_values.count("--chips", args.chips, MAX_CHIPS)

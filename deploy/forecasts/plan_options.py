@@ -12,6 +12,7 @@ from planning.study.chips import Chip, chip_of
 from planning.study.roofline import Mixture, ServedModel, served
 
 HERE = "here"
+DEFAULT_CHIP = "h100"
 
 
 @dataclass(frozen=True)
@@ -42,17 +43,18 @@ def find_model(args: argparse.Namespace) -> NamedModel:
 
 def find_chip(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:
     """Return the hardware's name and rates, measured for `here`. Raises InvalidArgumentError, ConfigError."""
-    if args.hardware.lower() == HERE:
+    name = (args.hardware or DEFAULT_CHIP).lower()
+    if name == HERE:
         return _measured(args, shape)
     if args.threads is not None:
         raise InvalidArgumentError("--threads is of this machine: add --hardware here, or leave it out")
-    chip = chip_of(args.hardware)
+    chip = chip_of(name)
     if args.dtype != "bfloat16":
         raise InvalidArgumentError(
-            f"--dtype = {args.dtype!r}: {args.hardware} is known by its bfloat16 rate only: use bfloat16, or measure"
+            f"--dtype = {args.dtype!r}: {name} is known by its bfloat16 rate only: use bfloat16, or measure"
             " with --hardware here"
         )
-    return args.hardware.lower(), chip
+    return name, chip
 
 
 def _measured(args: argparse.Namespace, shape: ModelShape | None) -> tuple[str, Chip]:

@@ -104,8 +104,9 @@ COMMANDS = {
     f" {SAMPLING}",
     "local": "prompt --cache --chat --colocated --dtype --model --no-timeline --quantization --ranks --threads"
     f" {CONFIGURATION} {SAMPLING}",
-    "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --hardware --json"
-    " --kv --kv-per-token --params --plot --shape --speculation --threads --weights",
+    "plan": "model --acceptance --batch --chips --context --draft-keys --draft-model --drafts --dtype --engines"
+    " --explain --groups --hardware --json --kv --kv-per-token --link-gb-s --output --params --plot --prompt --ranks"
+    " --rate --shape --slots --speculation --threads --weights",
     "prepare": "model --alpha --cache --context --cost --dtype --first --free-keys --kinds --last --lookahead"
     " --most-share --output --quantization --ratios --reach --rows --steps --text --threads",
     "reload": "name --api-key-env --group --model --target --timeout",

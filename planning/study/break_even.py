@@ -1,0 +1,286 @@
+"""When it pays to prefill apart: one cluster's workers as two pools, or all of them as engines that prefill themselves.
+
+Both sides have the same workers, and serve requests of one kind that arrive at one rate:
+
+  apart     chains prefill, KV is pushed, engines decode undisturbed. A prompt takes the fastest width of its chain.
+  together  every worker is an engine (as much faster or slower as engines are than ranks), prefills its own prompts in
+            chunks between decode steps, and has fewer rows, because there are more engines.
+
+Predictions are those of service: `planning.terms` for the time to the first token, the planner's step times for all
+further ones. How many rows an engine runs follows from the rate (Little's law): requests a second, times the tokens
+that steps make of each, times the seconds of a token. An engine that prefills for a part p of the time has 1 - p of it
+left for steps. Waits behind other requests are not counted: a side carries a rate while no pool is full, and is left
+out beyond. Pure.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from baton.errors import InvalidArgumentError
+from baton.results import PlacementTerms
+from baton.types import TokenRange
+from planning.local_prefill import LocalPrefill
+from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
+from planning.terms import chain_terms, local_terms
+
+_LEAST_PROMPT = 16
+_POINTS_A_DOUBLING = 4
+_BISECTIONS = 60
+_RATE_STEPS = 48
+
+
+@dataclass(frozen=True)
+class Pools:
+    """A cluster's workers, when they are two pools. Raises InvalidArgumentError for less than one of anything."""
+
+    num_groups: int = 1
+    """Number of prefill groups."""
+    num_ranks: int = 2
+    """Ranks of each prefill group."""
+    num_engines: int = 1
+    """Number of generation engines."""
+    num_slots: int = 16
+    """Requests that an engine holds at a time, those whose KV is still to come included."""
+
+    def __post_init__(self) -> None:
+        for name in ("num_groups", "num_ranks", "num_engines", "num_slots"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} = {getattr(self, name)} is out of range: use at least 1")
+
+
+@dataclass(frozen=True)
+class Demand:
+    """Requests of one kind: tokens of prompt and output, and how many arrive a second, at the whole cluster."""
+
+    prompt_tokens: int
+    output_tokens: int
+    rate: float
+
+    def __post_init__(self) -> None:
+        for name, least in (("prompt_tokens", 1), ("output_tokens", 1), ("rate", 0)):
+            value = getattr(self, name)
+            if not least <= value < math.inf:
+                raise InvalidArgumentError(f"{name} = {value} is out of range: use at least {least}")
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one side is predicted to do with a demand that it carries."""
+
+    terms: PlacementTerms
+    """Terms of the time to the first token."""
+    num_ranks: int
+    """Ranks of a prompt's chain; 0: the engine prefills."""
+    step_s: float
+    """Seconds of a decode step without prefill."""
+    longest_step_s: float
+    """Seconds of a step during which another prompt is prefilled; `step_s` where none is."""
+    token_s: float
+    """Mean seconds from one token of a request to the next."""
+    num_rows: float
+    """Mean rows that an engine decodes."""
+    prefill_load: float
+    """Part of the time during which a prefill group, or an engine, has a prompt under way."""
+    answer_s: float
+    """Seconds from a request's placement to its last token."""
+
+    @property
+    def first_s(self) -> float:
+        """Seconds from a request's placement to its first token."""
+        return self.terms.own_s
+
+
+Sides = tuple[Side | None, Side | None]
+"""The predictions with prefill apart and together; None for a side that does not carry the demand."""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A range of prompt lengths, or of rates, and which side is better in all of it."""
+
+    first: float
+    last: float
+    better: str
+    """apart or together; only apart or only together where the other side does not carry the demand; else neither."""
+
+
+class BreakEven:
+    """Compares the two sides, for one planner and one set of workers."""
+
+    def __init__(self, planner: ChainPlanner, pools: Pools) -> None:
+        """Make a comparison by that planner's predictions. Raises InvalidArgumentError for a planner without step times
+        or local prefill, or one that plans fewer ranks than the pools have."""
+        if planner.local is None or planner.steps is None:
+            raise InvalidArgumentError("the planner has no step times, or no local prefill: give it both")
+        if planner.max_ranks < pools.num_ranks:
+            raise InvalidArgumentError(f"num_ranks = {pools.num_ranks}: the planner plans {planner.max_ranks} at most")
+        self._planner = planner
+        self._pools = pools
+        self._local: LocalPrefill = planner.local
+        self._steps: StepTimes = planner.steps
+        self.num_together = pools.num_engines + pools.num_groups * pools.num_ranks / planner.local.speed
+        """Engines that the same workers make when they are one pool; a fraction where ranks are smaller."""
+        self._sides: dict[Demand, Sides] = {}
+        self._chains: dict[int, tuple[int, float, float]] = {}
+        """What was predicted so far, by demand and by tokens of prompt."""
+
+    def sides(self, demand: Demand) -> Sides:
+        """Return the predictions for both sides. Each demand is predicted once."""
+        if demand not in self._sides:
+            self._sides[demand] = self.apart(demand), self.together(demand)
+        return self._sides[demand]
+
+    def apart(self, demand: Demand) -> Side | None:
+        """Return the prediction with prefill by chains; None when a pool would be full."""
+        pools = self._pools
+        num_ranks, prefill_s, busy_s = self._chain(demand.prompt_tokens)
+        load = demand.rate / pools.num_groups * busy_s * num_ranks / pools.num_ranks
+        rate = demand.rate / pools.num_engines
+        num_rows = self._rows(demand, rate)
+        if num_rows is None or load >= 1:
+            return None
+        batch = (num_rows, _context(demand))
+        terms = chain_terms(self._planner, prefill_s, demand.prompt_tokens, batch, is_elsewhere=True)
+        if num_rows + rate * terms.own_s > pools.num_slots:
+            return None
+        step_s = self._steps.step_s(max(num_rows, 1.0), batch[1])
+        return _side(demand, terms, step_s, step_s, (num_ranks, num_rows, load, step_s))
+
+    def together(self, demand: Demand) -> Side | None:
+        """Return the prediction with prefill by the engines; None when they would be full."""
+        tokens, rate = TokenRange(0, demand.prompt_tokens), demand.rate / self.num_together
+        alone = local_terms(self._planner, tokens, (0.0, 0.0))
+        assert alone is not None  # the planner knows how engines prefill
+        part = rate * alone.prefill_s
+        num_rows = self._rows(demand, rate, part) if part < 1 else None
+        if num_rows is None:
+            return None
+        batch = (num_rows, _context(demand))
+        terms = local_terms(self._planner, tokens, batch)
+        assert terms is not None
+        load = rate * terms.own_s
+        if load >= 1 or num_rows + load > self._pools.num_slots:
+            return None
+        step_s = self._steps.step_s(max(num_rows, 1.0), batch[1])
+        chunk_s = self._local.chunk_s(terms.prefill_s, len(tokens), step_s)
+        return _side(demand, terms, step_s, step_s + chunk_s, (0, num_rows, load, step_s / (1 - part)))
+
+    def capacities(self, demand: Demand) -> tuple[float, float]:
+        """Return the highest rates that prefill apart and together carry, for requests of that kind; 0 for none."""
+        return self._capacity(self.apart, demand), self._capacity(self.together, demand)
+
+    def by_prompt(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
+        """Return which side is better (less by `key`), by tokens of prompt, up to the planner's longest."""
+        longest = self._planner.max_tokens
+        num_points = int(_POINTS_A_DOUBLING * math.log2(max(longest / _LEAST_PROMPT, 2)))
+        ratio = (longest / _LEAST_PROMPT) ** (1 / num_points)
+        points = sorted({min(longest, round(_LEAST_PROMPT * ratio**point)) for point in range(num_points + 1)})
+
+        def better(tokens: float) -> str:
+            return _better(self.sides(replace(demand, prompt_tokens=int(tokens))), key)
+
+        return _spans(points, better, 1)
+
+    def by_rate(self, demand: Demand, key: Callable[[Side], float]) -> tuple[Span, ...]:
+        """Return which side is better (less by `key`), by requests a second, from a thousandth of the highest rate that
+        a side carries up to that; empty when none carries any."""
+        most = max(self.capacities(demand))
+        if not most:
+            return ()
+        points = [most / 1000 * 1000 ** (step / _RATE_STEPS) for step in range(_RATE_STEPS)] + [most]
+
+        def better(rate: float) -> str:
+            return _better(self.sides(replace(demand, rate=rate)), key)
+
+        return _spans(points, better, most / 1e5)
+
+    def _chain(self, prompt_tokens: int) -> tuple[int, float, float]:
+        """Return the fastest chain of a prompt: ranks, seconds, and the seconds of its busiest rank."""
+        if prompt_tokens not in self._chains:
+            prompt, most = TokenRange(0, prompt_tokens), self._pools.num_ranks
+            widths = [width for width in (*_powers(most), most) if width <= prompt_tokens]
+            chunks = min((self._planner.chunks(prompt, width) for width in widths), key=self._planner.ttft_s)
+            times = self._planner.ttft_s(chunks), max(self._planner.rank_s(chunks))
+            self._chains[prompt_tokens] = len(chunks), *times
+        return self._chains[prompt_tokens]
+
+    def _rows(self, demand: Demand, rate: float, part: float = 0.0) -> float | None:
+        """Return the mean rows of an engine that gets `rate` requests a second and spends `part` of its time on
+        prefill; None when they outgrow its slots. The least number that serves as many tokens as are asked for."""
+        tokens_s, context = rate * (demand.output_tokens - 1), _context(demand)
+
+        def lacking(num_rows: float) -> bool:
+            return tokens_s * self._steps.step_s(max(num_rows, 1.0), context) / (1 - part) > num_rows
+
+        low, high = 0.0, float(self._pools.num_slots)
+        if lacking(high):
+            return None
+        if not lacking(low):
+            return low
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            low, high = (middle, high) if lacking(middle) else (low, middle)
+        return high
+
+    def _capacity(self, side: Callable[[Demand], Side | None], demand: Demand) -> float:
+        if side(replace(demand, rate=0.0)) is None:
+            return 0.0
+        low, high = 0.0, 1.0
+        while side(replace(demand, rate=high)) is not None:
+            low, high = high, 2 * high
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            carried = side(replace(demand, rate=middle)) is not None
+            low, high = (middle, high) if carried else (low, middle)
+        return low
+
+
+def _side(
+    demand: Demand,
+    terms: PlacementTerms,
+    step_s: float,
+    longest_step_s: float,
+    numbers: tuple[int, float, float, float],
+) -> Side:
+    num_ranks, num_rows, load, token_s = numbers
+    answer_s = terms.own_s + (demand.output_tokens - 1) * token_s
+    return Side(terms, num_ranks, step_s, longest_step_s, token_s, num_rows, load, answer_s)
+
+
+def _context(demand: Demand) -> float:
+    """Return the mean tokens of a row, from its first output token to its last."""
+    return demand.prompt_tokens + demand.output_tokens / 2
+
+
+def _powers(most: int) -> list[int]:
+    """Return the powers of two below a number."""
+    return [1 << power for power in range(most.bit_length()) if 1 << power < most]
+
+
+def _better(sides: Sides, key: Callable[[Side], float]) -> str:
+    apart, together = sides
+    if apart is None:
+        return "neither" if together is None else "only together"
+    if together is None:
+        return "only apart"
+    return "apart" if key(apart) < key(together) else "together"
+
+
+def _spans(points: Sequence[float], better: Callable[[float], str], width: float) -> tuple[Span, ...]:
+    """Return the spans in which `better` says the same, as seen at the points; their ends lie within `width` of where
+    it turns."""
+    spans: list[Span] = []
+    first, before, word = points[0], points[0], better(points[0])
+    for point in points[1:]:
+        following = better(point)
+        while following != word:  # it may turn several times before the next point
+            low, high = before, point
+            while high - low > width:
+                middle = (low + high) // 2 if width == 1 else (low + high) / 2
+                low, high = (middle, high) if better(middle) == word else (low, middle)
+            spans.append(Span(first, low, word))
+            first, before, word = high, high, better(high)
+        before = point
+    return (*spans, Span(first, points[-1], word))
