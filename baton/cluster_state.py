@@ -76,6 +76,8 @@ class ClusterState:
     """Why the cluster serves worse than it could, one line a reason; empty while it does not."""
     metrics_endpoint: str = ""
     """Address, host:port, at which Prometheus finds /metrics; empty when there is none."""
+    groups_away: tuple[str, ...] = ()
+    """Names of the groups that operators let leave: they have no workers until they are wanted again."""
 
 
 def group_state_to_proto(group: GroupState) -> pb.GroupState:
@@ -105,4 +107,5 @@ def cluster_state_from_proto(message: pb.ClusterState) -> ClusterState:
         groups=tuple(group_state_from_proto(group) for group in message.groups),
         why_not_serving=tuple(message.why_not_serving),
         why_degraded=tuple(message.why_degraded),
+        groups_away=tuple(message.groups_away),
     )

@@ -9,6 +9,9 @@ from pydantic import Field
 from baton.settings.base import Bytes, Count, settings
 from baton.types import Dtype, KernelChoice, Quantization
 
+LOOPBACK = "127.0.0.1"
+"""Address that only processes of the same machine reach."""
+
 Cores = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(strict=False)]
 """Numbers of cores; a list may be given as well."""
 
@@ -39,8 +42,12 @@ class WorkerPlace(ModelFormats, PrefixRoom):
 
     model_folder: Path = field(kw_only=True)
     """Hugging Face folder, already resolved and converted."""
-    host: str = "127.0.0.1"
-    """Interface that the worker's server and links bind to."""
+    model: str = ""
+    """Name by which a node that lacks `model_folder` finds the model itself; empty: such a node cannot serve."""
+    model_search: tuple[Path, ...] = ()
+    """Folders in which such a node looks for one named like `model_folder` first."""
+    host: str = LOOPBACK
+    """Address that the worker's server and links bind to, and others reach them at; empty: its node's own."""
     num_threads: Count = 1
     """Threads that the process computes with."""
     cores: Cores = ()

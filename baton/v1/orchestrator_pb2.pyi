@@ -643,6 +643,7 @@ class ClusterState(_message.Message):
     WHY_NOT_SERVING_FIELD_NUMBER: _builtins.int
     WHY_DEGRADED_FIELD_NUMBER: _builtins.int
     METRICS_ENDPOINT_FIELD_NUMBER: _builtins.int
+    GROUPS_AWAY_FIELD_NUMBER: _builtins.int
     num_queued: _builtins.int
     num_running: _builtins.int
     version: _builtins.str
@@ -662,6 +663,10 @@ class ClusterState(_message.Message):
     def why_degraded(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Why the cluster serves worse than it could, one line a reason."""
 
+    @_builtins.property
+    def groups_away(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the groups that operators let leave: they have no workers until they are wanted again."""
+
     def __init__(
         self,
         *,
@@ -674,10 +679,11 @@ class ClusterState(_message.Message):
         why_not_serving: _abc.Iterable[_builtins.str] | None = ...,
         why_degraded: _abc.Iterable[_builtins.str] | None = ...,
         metrics_endpoint: _builtins.str = ...,
+        groups_away: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "metrics_endpoint", b"metrics_endpoint", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "version", b"version", "why_degraded", b"why_degraded", "why_not_serving", b"why_not_serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "groups_away", b"groups_away", "metrics_endpoint", b"metrics_endpoint", "num_degraded", b"num_degraded", "num_queued", b"num_queued", "num_queued_tokens", b"num_queued_tokens", "num_running", b"num_running", "version", b"version", "why_degraded", b"why_degraded", "why_not_serving", b"why_not_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

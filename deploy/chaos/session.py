@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from baton.clock import SystemClock
 from baton.errors import BatonError, ConfigError
 from baton.results import ModelInfo
-from baton.settings.place import WorkerPlace
+from baton.settings.place import LOOPBACK, WorkerPlace
 from deploy.chaos.cluster import ChaosCluster, ChaosPlan
 from deploy.chaos.faults import SeededPlan
 from deploy.chaos.judge import CalmJudge
@@ -128,7 +128,7 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
         worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder), _LIMITS)
         planner = partial(served_planner, config, folder)
-        return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host)
+        return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host or LOOPBACK)
 
     return ChaosPlan(
         spawner=ProcessSpawner(config.supervision.start_timeout_s),

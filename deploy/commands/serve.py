@@ -46,7 +46,7 @@ def serve(args: argparse.Namespace) -> int:
     if earlier is not None:
         state = "is running" if earlier.launcher_lives else "was not stopped"
         raise ConfigError(f"cluster {config.name} {state}: `baton stop {config.name}`, or set another name")
-    folder = resolve_folder(config.model.name, config.model.cache, console)
+    folder = resolve_folder(config.model.name, config.model.cache, console).absolute()
     config = resolve_drafts(config, console)
     require(examine(config, folder, inspect_machine()))
     if config.prefill.calibration and not config.ray.address:
@@ -110,6 +110,7 @@ class _Launch:
             num_cpus=0,
             max_restarts=-1,
             max_concurrency=4,
+            scheduling_strategy=beside,
         )
         try:
             return made.remote(self._config, self._folder, self._kernels, store_name(record_path(self._config.name)))
@@ -154,11 +155,10 @@ class _Launch:
         self._num_shown = state.num_reports
         if state.phase == "failed":
             raise _Failed(state.error)
-        endpoint = f"{self._config.orchestrator.host}:{state.port}"
-        if state.phase == "running" and endpoint != self._record.endpoint:
-            self._record = self._record.serving(endpoint)
+        if state.phase == "running" and state.endpoint != self._record.endpoint:
+            self._record = self._record.serving(state.endpoint)
             self._record.save()
-            self._console.print(f"ready: clients may connect to {endpoint}; Ctrl-C ends the cluster")
+            self._console.print(f"ready: clients may connect to {state.endpoint}; Ctrl-C ends the cluster")
 
 
 class _Failed(BatonError):

@@ -21,13 +21,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         "serve",
         help="bring up a cluster on Ray and serve clients over gRPC, until Ctrl-C",
         description="Starts Ray on this machine, or joins a running one; starts prefill groups, generation groups and "
-        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs; all workers run on one host.",
+        "the orchestrator; prints its address; ends all of it on Ctrl-C. Serves on CPUs.",
     )
     serve.add_argument(
         "--address",
         default="",
         help="host:port of a running Ray whose nodes declare the resources baton_prefill and baton_generate, one of "
-        "them for each worker, all on the host that worker_host is an address of; default: start one here",
+        "them for each worker, which serves at its node's address; default: start one here",
     )
     add_config_options(serve)
     serve.set_defaults(run=run_serve)

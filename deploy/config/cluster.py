@@ -17,7 +17,7 @@ from pydantic import AfterValidator, Field, model_validator
 from baton.errors import ConfigError
 from baton.settings.base import AbsolutePath, Count, Seconds, part_of, settings, values_of
 from baton.settings.paths import cache_folder
-from baton.settings.place import Cores, ModelFormats, PrefixRoom, WorkerPlace
+from baton.settings.place import LOOPBACK, Cores, ModelFormats, PrefixRoom, WorkerPlace
 from baton.types import KernelChoice
 from deploy.config.environment import DEFAULT_MODEL, read_variable, use_threads
 from deploy.config.worker import Role, WorkerConfig
@@ -64,6 +64,8 @@ class ModelSection(ModelFormats):
     """Hugging Face folder, GGUF file, or known name of the model."""
     cache: Path = field(default_factory=cache_folder)
     """Folder in which converted models are kept."""
+    search: tuple[AbsolutePath, ...] = ()
+    """Folders in which nodes that lack the model's folder look for one of that name, like a mounted share."""
 
     @property
     def description(self) -> str:
@@ -79,6 +81,8 @@ class PrefillSection(PrefillConfig, PrefixRoom, PrefixRules):
     """Prefill groups, each a chain of ranks; 0: none, generation groups prefill by themselves (colocated)."""
     num_ranks: Annotated[int, Field(ge=1, le=64)] = 2
     """Ranks of each prefill group."""
+    across_nodes: bool = False
+    """Whether a group that no node has room for may lie on several; it then begins no prompt from cached KV."""
     num_threads: Count = 1
     """Threads with which each rank computes."""
     cores: CoresOfEach = ()
@@ -209,8 +213,8 @@ class ClusterConfig:
 
     name: Name = "baton"
     """Name of the cluster, for `baton status` and `baton stop`; also the namespace of its Ray actors."""
-    worker_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
-    """Address of the interface that workers, their links and a Ray started here bind to."""
+    worker_host: str = ""
+    """Address that all workers and their links bind to; empty: each node's own on a running Ray, else 127.0.0.1."""
     model: ModelSection = field(default_factory=ModelSection)
     prefill: PrefillSection = field(default_factory=PrefillSection)
     generate: GenerateSection = field(default_factory=GenerateSection)
@@ -242,13 +246,17 @@ class ClusterConfig:
         kernels: tuple[KernelChoice, ...] = (),
         cluster: str = "",
         *,
+        model: str = "",
+        host: str = LOOPBACK,
         step_times: str = "",
     ) -> tuple[WorkerConfig, ...]:
         """Return the configurations of the workers of a group, in rank order.
 
         A group that is not configured, because it stands in for one that is, gets the cores of the latter. `folder`
-        holds the resolved model. `cluster` is the name by which workers share files on a node; empty: that of the
-        cluster. `step_times` is the file of what engines measured earlier, if any.
+        holds the resolved model; nodes without it find the model by the name `model` (empty: the configured one).
+        `cluster` is the name by which workers share files on a node; empty: that of the cluster. `host` is the address
+        that they bind to without a `worker_host`; empty: each node's own. `step_times` is the file of what engines
+        measured earlier, if any.
         """
         number = int(name.partition("-")[2])
         is_chain = name.startswith("prefill-")
@@ -259,7 +267,9 @@ class ClusterConfig:
             **values_of(ModelFormats, self.model),
             **values_of(PrefixRoom, self.prefill),
             model_folder=folder,
-            host=self.worker_host,
+            model=model or self.model.name,
+            model_search=tuple(Path(each) for each in self.model.search),
+            host=self.worker_host or host,
             num_threads=use_threads(section.num_threads),
             cluster=cluster or self.name,
             prefix_disk=str(self.model.cache),

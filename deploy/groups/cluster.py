@@ -12,6 +12,7 @@ from pathlib import Path
 
 from baton.clock import Clock
 from baton.errors import UnavailableError
+from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.config.worker import WorkerConfig
@@ -124,7 +125,7 @@ class Cluster:
 def group_of(workers: Sequence[WorkerConfig], around: Surroundings) -> WorkerGroup:
     """Make the group of these workers, which is not started yet; a chain gets links."""
     first = workers[0]
-    links = ChainLinks(first.place.host, around.heartbeat.dead_after_s) if first.role == "prefill" else None
+    links = ChainLinks(around.host, around.heartbeat.dead_after_s) if first.role == "prefill" else None
     return WorkerGroup(first.group_name, workers, around, links)
 
 
@@ -156,7 +157,9 @@ class LocalCluster:
         supervision = config.supervision
         heartbeat = Heartbeat(supervision.heartbeat_s, supervision.dead_after_s)
         spawner = ProcessSpawner(supervision.start_timeout_s)
-        self._around = Surroundings(spawner, heartbeat, clock, report, changed=self._tell_members)
+        self._around = Surroundings(
+            spawner, heartbeat, clock, report, changed=self._tell_members, host=config.worker_host or LOOPBACK
+        )
         self._cluster = Cluster([], [], self._around)
         measured = engine_step_times(config, folder)
         for name in config.group_sizes:

@@ -23,6 +23,7 @@ from baton import __version__
 from baton.clock import Clock
 from baton.errors import BatonError, UnavailableError, VersionMismatchError
 from baton.process.endless import Pauses, describe, repeat, tell_end, tell_failure
+from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from baton.v1 import generate_pb2, prefill_pb2
 from deploy.config.worker import WorkerConfig
@@ -96,6 +97,8 @@ class Surroundings:
     backoff: Backoff = field(default_factory=Backoff)
     room: Room | None = None
     """Reserves the places of workers; None where workers need none."""
+    host: str = LOOPBACK
+    """Address of this process's node, at which the ranks of chains find the store where they meet."""
 
 
 class WorkerGroup:
@@ -109,9 +112,6 @@ class WorkerGroup:
         self.links = links
         self.workers: dict[int, Worker] = {}
         """Workers by rank, in their present lives; empty before the group has started."""
-        self.prefix_store = ""
-        """Prefix store that the workers share with others of their node, as reported at their start; empty if there is
-        none."""
         self.layout_fingerprint = ""
         """Fingerprint of the group's KV layout, as its workers reported it at their start."""
         self.residency = ""
@@ -121,6 +121,8 @@ class WorkerGroup:
         self._configs = tuple(configs)
         self._around = surroundings
         self._restarts = {config.rank: Restarts(surroundings.backoff, surroundings.clock) for config in configs}
+        self._stores: dict[int, str] = {}
+        """Prefix stores of the workers' nodes, by rank, as reported at their start; empty strings if there are none."""
         self._missing: dict[int, WorkerConfig] = {}
         """Workers whose process has ended and whose next life has not begun, by rank."""
         self._ready = asyncio.Event()
@@ -132,6 +134,13 @@ class WorkerGroup:
     def ready(self) -> bool:
         """Whether all workers serve and, in a chain, have links, as far as the supervisor knows."""
         return self._ready.is_set()
+
+    @property
+    def prefix_store(self) -> str:
+        """Prefix store that all workers share with others of their node; empty if there is none, and for a chain whose
+        ranks are on several nodes: each would have to have the same blocks."""
+        stores = {*self._stores.values()}
+        return stores.pop() if len(stores) == 1 else ""
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -203,7 +212,7 @@ class WorkerGroup:
             self.links.skip_to(status.epoch)
         if isinstance(status, generate_pb2.GenerationStatus):
             self.residency, self.is_approximate = status.residency, status.is_approximate
-        self.prefix_store = status.prefix_store.identity
+        self._stores[worker.handle.config.rank] = status.prefix_store.identity
 
     async def _wake_at_end(self, handle: WorkerHandle) -> None:
         """Wake the supervisor when the worker's process has ended. A wait that fails wakes it, too, and leaves the rest

@@ -8,7 +8,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from baton.errors import ConfigError
+from baton.errors import ConfigError, ModelError
+from baton.settings.paths import cache_folder
+from baton.settings.place import WorkerPlace
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from modeling.checkpoints.catalog import resolve_model
@@ -34,6 +36,19 @@ def resolve_folder(model: str, cache: Path, console: Console) -> Path:
     finally:
         if progress.live.is_started:
             progress.stop()
+
+
+def folder_on_node(place: WorkerPlace) -> Path:
+    """Return the folder of a worker's model on this node: where the launcher has it, or below `model_search`, or found
+    or made by its name. Workers of a cluster compare what they have loaded. Blocks. Raises ModelError of one line."""
+    for folder in (place.model_folder, *(each / place.model_folder.name for each in place.model_search)):
+        if folder.is_dir():
+            return folder
+    try:
+        return resolve_folder(place.model, cache_folder(), Console(stderr=True, highlight=False))
+    except ModelError as error:
+        searched = ", ".join(map(str, place.model_search)) or "empty"
+        raise ModelError(f"{place.model_folder} is missing, model.search is {searched}, and {error}") from error
 
 
 def resolve_drafts(config: ClusterConfig, console: Console) -> ClusterConfig:

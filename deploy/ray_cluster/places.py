@@ -41,12 +41,14 @@ class Node:
 class RayRoom:
     """Reserves the room of groups on Ray. Implements Room."""
 
-    def __init__(self, timeout_s: float, labels: Labels) -> None:
-        """Make a Room that waits up to `timeout_s` seconds for room that is taken now."""
+    def __init__(self, timeout_s: float, labels: Labels, *, across_nodes: bool = False) -> None:
+        """Make a Room that waits up to `timeout_s` seconds for room that is taken now. With `across_nodes` a group that
+        no node could hold lies on several."""
         self.places: dict[str, PlacementGroup] = {}
         """Placement group of each group of workers, by name."""
         self._timeout_s = timeout_s
         self._labels = labels
+        self._across_nodes = across_nodes
         self._targets: dict[str, str] = {}
         """The node that was chosen for each group, which counts until Ray has placed the group."""
 
@@ -54,7 +56,7 @@ class RayRoom:
         place = _find(group)
         if place is None:
             nodes = living_nodes()
-            check_room(nodes, {group: num_workers}, self._labels)
+            check_room(nodes, {group: num_workers}, self._labels, across_nodes=self._across_nodes)
             held = _held(self._targets)
             self._targets[group] = least_used(nodes, group, num_workers, self._labels, held)
             place = self._make(group, num_workers)
@@ -69,16 +71,18 @@ class RayRoom:
             await asyncio.to_thread(ray.util.remove_placement_group, place)
 
     def _make(self, group: str, num_workers: int) -> PlacementGroup:
-        """Return a new placement group, on the group's target unless that is gone or full: then on any node."""
+        """Return a new placement group, on the group's target unless that is gone or full: then on any node. Without a
+        target it lies on as few nodes as hold it."""
         role = _role(group)
         wanted = dict(self._labels.get(role, {}))
+        target = self._targets[group]
         made: PlacementGroup = ray.util.placement_group(
             [{"CPU": SMALL_CPU, pool(role): 1.0}] * num_workers,
-            strategy="STRICT_PACK",
+            strategy="STRICT_PACK" if target else "PACK",
             name=group,
             lifetime="detached",
             bundle_label_selector=[wanted] * num_workers if wanted else None,
-            _soft_target_node_id=self._targets[group],
+            _soft_target_node_id=target or None,
         )
         return made
 
@@ -91,8 +95,8 @@ def living_nodes() -> list[Node]:
 
 def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, held: Mapping[str, Counter[str]]) -> str:
     """Return the id of the node for a further group of that size: of those that can hold it beside their other groups
-    of the pool, the one with the fewest; if there is none, of those that could hold it alone. `held` has the workers of
-    each role on each node, by the node's id."""
+    of the pool, the one with the fewest; if there is none, of those that could hold it alone; empty if none could.
+    `held` has the workers of each role on each node, by the node's id."""
     role = _role(group)
     able = [node for node in nodes if node.holds(role, labels) >= size]
 
@@ -100,7 +104,7 @@ def least_used(nodes: Sequence[Node], group: str, size: int, labels: Labels, hel
         return held.get(node.node_id, Counter[str]())[role]
 
     free = [node for node in able if node.holds(role, labels) - used(node) >= size]
-    return min(free or able, key=used).node_id
+    return min(free or able, key=used).node_id if able else ""
 
 
 async def wait_for_room(
@@ -109,6 +113,8 @@ async def wait_for_room(
     report: Callable[[str], None],
     labels: Labels,
     list_nodes: Callable[[], Sequence[Node]] = living_nodes,
+    *,
+    across_nodes: bool = False,
 ) -> None:
     """Return when Ray's nodes, were they empty, could hold all groups of these sizes: at once, or when further nodes
     have joined. The first lack is reported. Raises ConfigError, as `check_room` does, after `timeout_s` seconds."""
@@ -116,7 +122,7 @@ async def wait_for_room(
     deadline_s, reported = loop.time() + timeout_s, False
     while True:
         try:
-            check_room(await asyncio.to_thread(list_nodes), sizes, labels)
+            check_room(await asyncio.to_thread(list_nodes), sizes, labels, across_nodes=across_nodes)
         except ConfigError as error:
             if loop.time() >= deadline_s:
                 raise
@@ -128,13 +134,16 @@ async def wait_for_room(
         await asyncio.sleep(_POLL_S)
 
 
-def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels) -> None:
-    """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes. Groups of one pool
-    are equally large."""
+def check_room(
+    nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False
+) -> None:
+    """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
+    unless it may lie `across_nodes`. Groups of one pool are equally large."""
     for role in {_role(name) for name in sizes}:
         groups = {name: size for name, size in sizes.items() if _role(name) == role}
         held = [node.holds(role, labels) for node in nodes]
-        room = sum(each // size for each in held for size in {*groups.values()})
+        (size,) = {*groups.values()}
+        room = sum(held) // size if across_nodes else sum(each // size for each in held)
         if len(groups) > room:
             name = list(groups)[room]
             raise _no_room(name, groups[name], f"it has {len(held)} nodes, with {max(held, default=0)} at most", labels)

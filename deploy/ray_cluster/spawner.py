@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 SMALL_CPU = 0.01
 """CPUs that a bundle asks of Ray: few, because the configuration divides the cores, and not Ray."""
 _MAX_CALLS = 16
-_KILL_S = 30.0
 
 
 class RayWorker:
@@ -37,7 +36,7 @@ class RayWorker:
 
     def __init__(self, config: WorkerConfig, actor: "ActorHandle[Any]", served: Served) -> None:
         self.config = config
-        self.endpoint = f"{config.place.host}:{served.port}"
+        self.endpoint = f"{served.host}:{served.port}"
         self.pid = served.pid
         self._node_id = served.node_id
         self._actor = actor
@@ -177,14 +176,13 @@ def answer(reference: Any) -> Coroutine[Any, Any, Any]:
 
 
 def kill_process(pid: int, node_id: str) -> None:
-    """Send SIGKILL to a process on that node; harmless when it has ended. Blocks for other nodes, up to half a
-    minute."""
+    """Send SIGKILL to a process on that node; harmless when it has ended. On another node a task of Ray's does that,
+    and is not waited for: that node may be gone, and then its processes are, or nobody hears of them."""
     if node_id == ray.get_runtime_context().get_node_id():
         _kill(pid)
         return
     there = NodeAffinitySchedulingStrategy(node_id, soft=False)
-    with contextlib.suppress(RayError):  # a node that is gone took the process along
-        ray.get(ray.remote(_kill).options(num_cpus=0, scheduling_strategy=there).remote(pid), timeout=_KILL_S)
+    ray.remote(_kill).options(num_cpus=0, max_retries=0, scheduling_strategy=there).remote(pid)
 
 
 def _actor(namespace: str, name: str) -> "ActorHandle[Any] | None":

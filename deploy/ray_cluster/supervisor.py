@@ -7,6 +7,7 @@ needs no call.
 
 import asyncio
 import contextlib
+import ipaddress
 import logging
 import os
 import threading
@@ -21,6 +22,7 @@ from baton.clock import SystemClock
 from baton.errors import BatonError
 from baton.process.endless import tell_failure
 from baton.results import ModelInfo
+from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.config.cluster import ClusterConfig
 from deploy.groups.cluster import Cluster, group_of
@@ -56,8 +58,8 @@ class SupervisorState:
     """Number of lines so far, those no longer in `reports` included."""
     error: str = ""
     """Why the cluster failed, in one line."""
-    port: int = 0
-    """Port of the orchestrator for clients; 0 before it serves."""
+    endpoint: str = ""
+    """Address at which the orchestrator serves clients, host:port; empty before it serves."""
     pids: dict[str, int] = field(default_factory=dict)
     """Process ids of the workers, by name."""
 
@@ -74,7 +76,10 @@ class SupervisorActor:
         self._kernels = kernels
         self._store = store
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
-        self._room = RayRoom(config.supervision.start_timeout_s, config.node_labels)
+        self._own_host = config.worker_host or (ray.util.get_node_ip_address() if config.ray.address else LOOPBACK)
+        self._room = RayRoom(
+            config.supervision.start_timeout_s, config.node_labels, across_nodes=config.prefill.across_nodes
+        )
         self._around = Surroundings(
             RaySpawner(config.name, config.supervision.start_timeout_s, self._room.places),
             Heartbeat(config.supervision.heartbeat_s, config.supervision.dead_after_s),
@@ -82,6 +87,7 @@ class SupervisorActor:
             self._report,
             self._changed,
             room=self._room,
+            host=self._own_host,
         )
         self._sizes = config.group_sizes
         self._memory = Memory(Orders())
@@ -154,13 +160,19 @@ class SupervisorActor:
         await keeper.start()
         self._memory = replace(self._memory, ports=keeper.ports)
         self._memory.save(self._config.name)
-        port = keeper.ports[0]
-        self._report(f"orchestrator serves on {self._config.orchestrator.host}:{port}")
-        self._state = replace(self._state, phase="running", port=port)
+        endpoint = f"{self._client_host()}:{keeper.ports[0]}"
+        self._report(f"orchestrator serves on {endpoint}")
+        self._state = replace(self._state, phase="running", endpoint=endpoint)
 
     async def _start_all(self) -> None:
         """Start the cluster's first life: all groups or none. Raises the first failure."""
-        await wait_for_room(self._sizes, self._config.ray.node_wait_s, self._report, self._config.node_labels)
+        await wait_for_room(
+            self._sizes,
+            self._config.ray.node_wait_s,
+            self._report,
+            self._config.node_labels,
+            across_nodes=self._config.prefill.across_nodes,
+        )
         self._report(f"starting {self._config.num_workers} workers")
         for name in self._sizes:
             self._cluster.add(self._make_group(name, ""))
@@ -172,7 +184,10 @@ class SupervisorActor:
             require_alike(Path(model), self._folder)
         folder = Path(model) if model else self._folder
         measured = engine_step_times(self._config, folder)
-        workers = self._config.workers(name, folder, self._kernels, self._store, step_times=measured)
+        host = "" if self._config.ray.address else LOOPBACK
+        workers = self._config.workers(
+            name, folder, self._kernels, self._store, model=model, host=host, step_times=measured
+        )
         return group_of(workers, self._around)
 
     def _follow(self, orders: Orders) -> Orders:
@@ -215,6 +230,11 @@ class SupervisorActor:
             self._config.supervision.start_timeout_s,
         )
 
+    def _client_host(self) -> str:
+        """Return the address at which clients reach an orchestrator on this node."""
+        host = self._config.orchestrator.host
+        return ray.util.get_node_ip_address() if _is_wildcard(host) else host
+
     def _view(self) -> ClusterView:
         view = self._cluster.view(self._config.generate.num_slots, self._max_tokens)
         return replace(view, absent=self._roster.absent)
@@ -227,6 +247,14 @@ class SupervisorActor:
     def _changed(self) -> None:
         if self._keeper is not None:
             self._keeper.tell()
+
+
+def _is_wildcard(host: str) -> bool:
+    """Return whether `host` stands for all interfaces of a machine, as 0.0.0.0 does."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:  # a name
+        return False
 
 
 def end_supervisor(namespace: str) -> None:

@@ -6,13 +6,14 @@ Runs on the actor's asyncio loop.
 import asyncio
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import ray
 
-from baton.errors import BatonError
+from baton.errors import BatonError, ModelError
 from deploy.config.worker import WorkerConfig
 from deploy.groups.hosting import Server, start_server
+from deploy.machine.model_folder import folder_on_node
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Served:
 
     pid: int
     node_id: str
+    host: str = ""
+    """Address that the worker serves on."""
     port: int = 0
     error: str = ""
     """Why the worker cannot serve, in one line; empty when it serves."""
@@ -32,7 +35,7 @@ class WorkerActor:
     def __init__(self, config: WorkerConfig) -> None:
         level = logging.INFO if config.role == "orchestrator" else logging.WARNING
         logging.basicConfig(level=level, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-        self._config = config
+        self._config = self._here = config
         self._server: Server | None = None
         self._starting = asyncio.Lock()
 
@@ -43,10 +46,11 @@ class WorkerActor:
         async with self._starting:
             if self._server is None:
                 try:
-                    self._server = await start_server(self._config)
+                    self._here = await asyncio.to_thread(_on_this_node, self._config)
+                    self._server = await start_server(self._here)
                 except BatonError as error:
                     return Served(pid, node_id, error=str(error))
-            return Served(pid, node_id, port=self._server.port)
+            return Served(pid, node_id, self._here.place.host, self._server.port)
 
     async def config(self) -> WorkerConfig:
         """Return the configuration that the worker was made with."""
@@ -60,3 +64,14 @@ class WorkerActor:
         """End the server and the engine; the process stays until it is killed."""
         if self._server is not None:
             await self._server.stop()
+
+
+def _on_this_node(config: WorkerConfig) -> WorkerConfig:
+    """Return the configuration with what it leaves to the node: its address, and where its copy of the model is.
+    Blocks; converts the model if that is how the node gets it. Raises ModelError, with the node's address."""
+    address, place = ray.util.get_node_ip_address(), config.place
+    try:
+        folder = folder_on_node(place)
+    except ModelError as error:
+        raise ModelError(f"on node {address}: {error}") from error
+    return replace(config, place=replace(place, host=place.host or address, model_folder=folder))

@@ -147,6 +147,12 @@ class Members:
         """Return whether the group of that name has workers."""
         return any(group.name == name for group in self.present.groups)
 
+    @property
+    def away(self) -> tuple[str, ...]:
+        """Return the names of the groups that have left as operators wanted, sorted, and may come back."""
+        left = {group.name for group in self.present.absent if not group.starts}
+        return tuple(sorted(left & self.orders.leaving))
+
     def absence(self, name: str) -> AbsentGroup | None:
         """Return what is known of a group without workers; None when it has some, or is unknown."""
         return next((group for group in self.present.absent if group.name == name), None)

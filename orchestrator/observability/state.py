@@ -65,6 +65,7 @@ class Overview:
             why_not_serving=self._why_not_serving(groups),
             why_degraded=why_degraded(groups, self._members.present.absent),
             metrics_endpoint=self.metrics_endpoint,
+            groups_away=self._members.away,
         )
 
     def is_serving(self) -> bool:

@@ -24,6 +24,7 @@ from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.commands.record import process_start, store_name
 from modeling.prefix_store.folder import node_folder
+from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.folders import ROOT
 
 START_S = 90.0
@@ -68,9 +69,12 @@ def run_baton(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 
 
 @contextlib.contextmanager
-def served(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
-    """A cluster that serves, on a Ray of its own or that at host:port; interrupted at the end, unless it has ended."""
-    with launched(cache, model, *assignments, address=address) as starting:
+def served(
+    cache: Path, model: Path, *assignments: str, address: str = "", host: Host = MACHINE
+) -> Iterator[ServedCluster]:
+    """A cluster that serves, on a Ray of its own or that at host:port, launched on `host`; interrupted at the end,
+    unless it has ended."""
+    with launched(cache, model, *assignments, address=address, host=host) as starting:
         yield ready(starting)
 
 
@@ -83,7 +87,9 @@ def ready(starting: ServedCluster) -> ServedCluster:
 
 
 @contextlib.contextmanager
-def launched(cache: Path, model: Path, *assignments: str, address: str = "") -> Iterator[ServedCluster]:
+def launched(
+    cache: Path, model: Path, *assignments: str, address: str = "", host: Host = MACHINE
+) -> Iterator[ServedCluster]:
     """As `served`, from the command's first moment."""
     settings = [
         *(f"model.name={model}", "model.dtype=float32", "generate.num_threads=1"),
@@ -95,7 +101,7 @@ def launched(cache: Path, model: Path, *assignments: str, address: str = "") -> 
     options = [part for each in (*settings, *assignments) for part in ("--set", each)]
     if address:
         options += ["--address", address]
-    command = [sys.executable, "-m", "deploy.cli", "serve", *options]
+    command = host.command(sys.executable, "-m", "deploy.cli", "serve", *options)
     with (cache / _STDOUT).open("w") as stdout, (cache / _STDERR).open("w") as stderr:
         process = subprocess.Popen(
             command, cwd=ROOT, env=_environment(cache), text=True, stdout=stdout, stderr=stderr, start_new_session=True

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from deploy.commands.record import kill_ray
+from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.clusters.ray_clusters import until
 
 START_S = 60.0
-_OPTIONS = (
-    *("start", "--head", "--block", "--include-dashboard=false"),
-    "--object-store-memory=80000000",
-)
+_OPTIONS = ("start", "--block", "--object-store-memory=80000000")
+_HEAD_OPTIONS = ("--head", "--include-dashboard=false")
+_JOINED = "Ray runtime started"
 _ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 _LOOK = """
 import json, sys, ray
@@ -63,20 +63,13 @@ def held_of(address: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def ray_head(pools: dict[str, int], num_cpus: int = 2) -> Iterator[RayHead]:
-    """A Ray of one node, this machine, that declares these resources; gone at the end."""
+def ray_head(pools: dict[str, int], num_cpus: int = 2, host: Host = MACHINE) -> Iterator[RayHead]:
+    """A Ray of one node, this machine or a host of it, that declares these resources; gone at the end, with all nodes
+    that joined it."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
-    program = Path(sys.executable).with_name("ray")
     options = [f"--port={_free_port()}", f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
-    with output.open("w") as file:
-        process = subprocess.Popen(
-            [str(program), *_OPTIONS, *options, f"--num-cpus={num_cpus}", f"--resources={json.dumps(pools)}"],
-            env={**os.environ, **_ENVIRONMENT},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    process = _start(host, pools, output, *_HEAD_OPTIONS, *options, f"--num-cpus={num_cpus}")
     try:
         until(lambda: _address(output) is not None or process.poll() is not None, START_S)
         address = _address(output)
@@ -92,28 +85,40 @@ def ray_head(pools: dict[str, int], num_cpus: int = 2) -> Iterator[RayHead]:
 
 
 @contextlib.contextmanager
-def joined_node(head: RayHead, pools: dict[str, int], label: str) -> Iterator[None]:
-    """A further node of that Ray, on this machine, that declares these resources and this label, key=value."""
+def ray_node(
+    head: RayHead, pools: dict[str, int], host: Host = MACHINE, label: str = ""
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A further node of a Ray, on this machine or a host of it, that declares these resources and a label, key=value:
+    its process. It ends with `head`, too."""
+    with tempfile.TemporaryDirectory(prefix="baton-node-") as folder:
+        output = Path(folder) / "output.txt"
+        labels = [f"--labels={label}"] if label else []
+        process = _start(host, pools, output, f"--address={head.address}", "--num-cpus=2", *labels)
+        try:
+            until(lambda: _JOINED in output.read_text() or process.poll() is not None, START_S)
+            assert process.poll() is None, f"the node did not start: {output.read_text()}"
+            yield process
+        finally:
+            process.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def _start(host: Host, pools: dict[str, int], output: Path, *options: str) -> "subprocess.Popen[bytes]":
     program = Path(sys.executable).with_name("ray")
-    options = ("start", f"--address={head.address}", "--block", "--num-cpus=1", "--object-store-memory=80000000")
-    before = len(held_of(head.address)["nodes"])
-    process = subprocess.Popen(
-        [str(program), *options, f"--resources={json.dumps(pools)}", f"--labels={label}"],
-        env={**os.environ, **_ENVIRONMENT},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    )
-    try:
-        until(lambda: len(held_of(head.address)["nodes"]) > before, START_S)
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+    address = [f"--node-ip-address={host.address}"] if host is not MACHINE else []
+    command = host.command(str(program), *_OPTIONS, *options, *address, f"--resources={json.dumps(pools)}")
+    with output.open("w") as file:
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **_ENVIRONMENT},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
 
 
 def _free_port() -> int:

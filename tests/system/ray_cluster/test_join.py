@@ -11,7 +11,7 @@ from baton import Client
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import START_S, launched, ready, run_baton, served, until
-from tests.support.clusters.ray_heads import RayHead, joined_node, ray_head
+from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 from tests.support.models.reference import check_equal_tokens
 from tests.support.models.texts import passage_ids
 
@@ -60,7 +60,7 @@ def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Pa
         starting = held.enter_context(asked)
         until(lambda: "waiting up to 100 s for nodes to join" in starting.stderr, START_S)
         for role, size in (("prefill", 2), ("generate", 1)):
-            held.enter_context(joined_node(head, {f"baton_{role}": size}, labels[role]))
+            held.enter_context(ray_node(head, {f"baton_{role}": size}, label=labels[role]))
         with Client(ready(starting).target) as client:
             answer = client.generate(token_ids=prompt, params=PARAMS).collect()
         check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)

@@ -9,7 +9,7 @@ import ray
 from baton.errors import ConfigError
 from deploy.config.environment import prepare_ray_environment
 from deploy.ray_cluster.places import RayRoom
-from tests.support.clusters.ray_heads import RayHead, joined_node, ray_head
+from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
 
 pytestmark = pytest.mark.ci
 POOLS = {"baton_prefill": 4}
@@ -19,7 +19,7 @@ LABELS = {"prefill": {"baton-pool": "prefill"}}
 @pytest.fixture(scope="module")
 def head() -> Iterator[RayHead]:
     """A Ray of two nodes, the second of which has the pool's label."""
-    with ray_head(POOLS) as running, joined_node(running, POOLS, "baton-pool=prefill"):
+    with ray_head(POOLS) as running, ray_node(running, POOLS, label="baton-pool=prefill"):
         yield running
 
 

@@ -1,0 +1,114 @@
+"""`baton scale`: gives a pool of a running cluster more groups or fewer, one at a time, without losing a request."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from baton.errors import ConfigError, InvalidArgumentError
+from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.drain import restore, withdraw
+from deploy.options.command import add_command
+
+if TYPE_CHECKING:
+    import grpc
+
+    from baton.cluster_state import ClusterState, GroupState
+
+POOLS = ("prefill", "generate")
+_ANSWER_S = 10.0
+
+_DESCRIPTION = """\
+Brings a pool to this number of groups that may get work. For more, groups that have left or are drained come back, and
+then further ones start, for which there must be room: on Ray, nodes that declare enough of the pool's resource. For
+fewer, groups finish what they have and leave, as with `baton drain`, the one with the least to do first. Requests that
+come meanwhile go to the others.
+
+What fails or is interrupted leaves the groups that are there: repeat the command to go on."""
+
+
+def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the `scale` command to the command line."""
+    parser = add_command(commands, "scale", "give a pool more groups, or fewer", _DESCRIPTION)
+    parser.add_argument("pool", choices=POOLS, help="groups of which role")
+    parser.add_argument("number", type=int, help="how many of them may get work")
+    parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
+    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="SECONDS",
+        help="wait no longer than this for a group to start, or to leave (default: until it has)",
+    )
+    add_key_option(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `baton scale`; return the exit status: 0 once the pool has that many groups."""
+    least = 1 if args.pool == "generate" else 0
+    if args.number < least:
+        raise InvalidArgumentError(f"{args.number} groups are too few for the pool {args.pool}: use {least} or more")
+    if args.timeout is not None and not 0 < args.timeout < float("inf"):
+        raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
+    # Imported here, so that --help and mistyped options are answered without grpc.
+    from deploy.commands.record import serving_endpoint
+
+    with admin_channel(args.target or serving_endpoint(args.name), given_key(args)) as channel:
+        scaling = _Scaling(channel, args.pool, args.timeout)
+        while line := scaling.step(args.number):
+            print(line)
+    print(f"{args.pool} has {args.number} group{'' if args.number == 1 else 's'} that may get work")
+    return 0
+
+
+class _Scaling:
+    """Brings one pool towards a number of groups, a group at a time."""
+
+    def __init__(self, channel: "grpc.Channel", pool: str, timeout_s: float | None) -> None:
+        from baton.v1.admin_pb2_grpc import AdminStub
+        from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
+
+        self._admin = AdminStub(channel)
+        self._orchestrator = OrchestratorStub(channel)
+        self._pool = pool
+        self._timeout_s = timeout_s
+
+    def step(self, number: int) -> str:
+        """Start a group or let one leave; return a line about it, empty once there are `number`. Raises BatonError."""
+        state = self._state()
+        groups = [group for group in state.groups if group.role == self._pool]
+        working = [group for group in groups if not group.is_drained]
+        drained = [group.name for group in groups if group.is_drained]
+        away = drained + [name for name in state.groups_away if name.startswith(f"{self._pool}-")]
+        if len(working) > number:
+            least = min(working, key=lambda group: (group.num_requests, -_number(group.name)))
+            withdraw(self._admin, least.name, keep=False, timeout_s=self._timeout_s)
+            return f"{least.name} has left"
+        if len(working) == number:
+            return ""
+        if away:
+            back = min(away, key=_number)
+            restore(self._admin, back, timeout_s=self._timeout_s)
+            return f"{back} may get work again"
+        if not working:
+            remedy = f"set {self._pool}.num_groups, and serve anew"
+            raise ConfigError(f"there is no group of the pool {self._pool} to start another like: {remedy}")
+        return f"{self._start_like(working[0])} has started"
+
+    def _start_like(self, group: "GroupState") -> str:
+        from rich.console import Console
+
+        from baton.v1 import admin_pb2
+
+        with Console(stderr=True).status(f"starting another group like {group.name}"):
+            return str(self._admin.StandIn(admin_pb2.StandInRequest(group=group.name), timeout=self._timeout_s).name)
+
+    def _state(self) -> "ClusterState":
+        from baton.cluster_state import cluster_state_from_proto
+        from baton.v1 import orchestrator_pb2
+
+        state = self._orchestrator.GetClusterState(orchestrator_pb2.GetClusterStateRequest(), timeout=_ANSWER_S)
+        return cluster_state_from_proto(state)
+
+
+def _number(group: str) -> int:
+    return int(group.rpartition("-")[2])

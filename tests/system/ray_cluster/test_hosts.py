@@ -1,0 +1,126 @@
+"""One cluster on several hosts, each a raylet with an address of its own: prefill, generation and a gateway apart."""
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton import Client
+from baton.results import Completion
+from baton.sampling_params import SamplingParams
+from modeling.checkpoints.weights import load_decoder
+from orchestrator.requests.tenants import hash_key
+from tests.support.clusters.hosts import Host, hosts
+from tests.support.clusters.ray_clusters import (
+    ServedCluster,
+    endpoints,
+    served,
+    share_kernels,
+    until,
+    until_settled,
+)
+from tests.support.clusters.ray_heads import RayHead, ray_head, ray_node
+from tests.support.folders import ROOT
+from tests.support.models.reference import check_equal_tokens
+from tests.support.models.texts import passage_ids
+
+pytestmark = pytest.mark.ci
+
+PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
+KEY = "o-1"
+START_S = 30.0
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A cluster over hosts: the head with launcher and orchestrator, one that prefills, and one that generates."""
+
+    running: ServedCluster
+    ray: RayHead
+    head: Host
+    prefill: Host
+    generate: Host
+
+
+@pytest.fixture(scope="module")
+def spread(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Spread]:
+    cache = tmp_path_factory.mktemp("spread")
+    with ExitStack() as stack:
+        head, prefill, generate = stack.enter_context(hosts(3))
+        ray = stack.enter_context(ray_head({}, head))
+        stack.enter_context(ray_node(ray, {"baton_prefill": 2}, prefill))
+        stack.enter_context(ray_node(ray, {"baton_generate": 1}, generate))
+        settings = (f"orchestrator.host={head.address}", f'orchestrator.operator_keys=["sha256:{hash_key(KEY)}"]')
+        running = stack.enter_context(served(cache, smollm2, *settings, address=ray.address, host=head))
+        yield Spread(running, ray, head, prefill, generate)
+
+
+def test_workers_serve_at_the_addresses_of_their_nodes(spread: Spread) -> None:
+    with Client(spread.running.target) as client:
+        state = client.cluster_state()
+    assert {each.rpartition(":")[0] for each in endpoints(state, "prefill")} == {spread.prefill.address}
+    assert {each.rpartition(":")[0] for each in endpoints(state, "generate")} == {spread.generate.address}
+
+
+def test_tokens_of_a_cluster_over_hosts_are_those_of_the_model(spread: Spread, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 300)
+    with Client(spread.running.target) as client:
+        answer = _ask(client, prompt)
+        until_settled(client)
+        assert client.cluster_state().num_degraded == 0
+    check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
+
+
+def test_a_gateway_on_another_host_streams_the_same(spread: Spread, smollm2: Path) -> None:
+    prompt = passage_ids(smollm2, 120)
+    with Client(spread.running.target) as client:
+        direct = _ask(client, prompt)
+    with _gateway(spread, smollm2) as target, Client(target) as client:
+        through = _ask(client, prompt)
+    assert [token.token_id for token in through.tokens] == [token.token_id for token in direct.tokens]
+
+
+def test_a_node_that_joins_is_used_by_a_pool_that_grows(
+    spread: Spread, smollm2: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPERATOR_KEY", KEY)
+    prompt = passage_ids(smollm2, 150)
+    with ray_node(spread.ray, {"baton_generate": 1}, spread.head), Client(spread.running.target) as client:
+        grown = spread.running.command("scale", "generate", "2", "--api-key-env", "OPERATOR_KEY")
+        assert grown.returncode == 0, grown.stderr
+        hosts_of = {group.endpoints[0].rpartition(":")[0] for group in client.cluster_state().groups[1:]}
+        assert hosts_of == {spread.generate.address, spread.head.address}
+        _ask(client, prompt)
+        shrunk = spread.running.command("scale", "generate", "1", "--api-key-env", "OPERATOR_KEY")
+        assert shrunk.returncode == 0, shrunk.stderr
+        until_settled(client)
+
+
+def _ask(client: Client, prompt: tuple[int, ...]) -> Completion:
+    return client.generate(token_ids=prompt, params=PARAMS).collect()
+
+
+@contextlib.contextmanager
+def _gateway(spread: Spread, model: Path) -> Iterator[str]:
+    """The address of a gateway on the host that generates."""
+    host, output = spread.generate, spread.running.cache / "gateway.txt"
+    arguments = ("--orchestrator", spread.running.target, "--host", host.address, "--port", "0", "--model", str(model))
+    command = host.command(sys.executable, "-m", "deploy.cli", "gateway", *arguments, "--grace", "0")
+    share_kernels(spread.running.cache)
+    with output.open("w") as file:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=file, start_new_session=True)
+    try:
+        until(lambda: process.poll() is not None or "serving on" in output.read_text(), START_S)
+        found = re.search(r"serving on (\S+)", output.read_text())
+        assert found, output.read_text()
+        yield found[1]
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(20)
