@@ -108,9 +108,9 @@ class _Launch:
             namespace=self._config.name,
             lifetime="detached",
             num_cpus=0,
+            memory=1,  # asked for nothing, Ray lets any node decide, even one that does not know this one yet
             max_restarts=-1,
             max_concurrency=4,
-            scheduling_strategy=beside,
         )
         try:
             return made.remote(self._config, self._folder, self._kernels, store_name(record_path(self._config.name)))

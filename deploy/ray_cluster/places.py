@@ -134,9 +134,7 @@ async def wait_for_room(
         await asyncio.sleep(_POLL_S)
 
 
-def check_room(
-    nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False
-) -> None:
+def check_room(nodes: Sequence[Node], sizes: Mapping[str, int], labels: Labels, *, across_nodes: bool = False) -> None:
     """Raise ConfigError when these nodes, were they empty, could not hold all groups of these sizes, each on one node
     unless it may lie `across_nodes`. Groups of one pool are equally large."""
     for role in {_role(name) for name in sizes}:

@@ -1,7 +1,8 @@
-"""Several hosts on one machine: network namespaces on a bridge, each with an address, an interface and a /dev/shm.
+"""Several hosts on one machine: network namespaces on a bridge, each with an address, an interface, processes and a
+/dev/shm of its own.
 
 Where namespaces may not be made, hosts are addresses of the loopback interface: the same processes under the same
-addresses, but links cannot be cut and memory is shared.
+addresses, but links cannot be cut, and memory is shared.
 """
 
 import contextlib
@@ -9,7 +10,9 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 _SUBNET = "10.213.{network}.{host}"
 _OUTSIDE = 254
@@ -20,17 +23,18 @@ class Host:
     """A host that processes can be run on."""
 
     address: str
-    namespace: str
+    namespace: str = ""
     """Name of its network namespace; empty: the machine's own."""
-    link: str
+    link: str = ""
     """Name of its interface's end at the bridge; empty without a namespace."""
+    init_pid: int = 0
+    """The first process of the host; 0 without a namespace."""
 
     def command(self, *arguments: str) -> list[str]:
-        """The command line that runs these arguments on this host, with a /dev/shm of its own."""
+        """The command line that runs these arguments on this host, in the folder that it is called in."""
         if not self.namespace:
             return [*arguments]
-        own_memory = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
-        return ["ip", "netns", "exec", self.namespace, "sh", "-c", own_memory, "sh", *arguments]
+        return ["nsenter", f"--target={self.init_pid}", "--net", "--mount", "--pid", "--wd=.", *arguments]
 
     @contextlib.contextmanager
     def unplugged(self) -> Iterator[None]:
@@ -42,7 +46,7 @@ class Host:
             _ip("link", "set", self.link, "up")
 
     @contextlib.contextmanager
-    def deaf_to(self, other: "Host") -> Iterator[None]:
+    def mute_to(self, other: "Host") -> Iterator[None]:
         """Nothing that this host sends reaches the other; what the other sends still comes."""
         route = ("route", "add", "blackhole", f"{other.address}/32")
         _ip("-n", self.namespace, *route)
@@ -52,8 +56,9 @@ class Host:
             _ip("-n", self.namespace, "route", "del", *route[2:])
 
 
-MACHINE = Host("127.0.0.1", "", "")
+MACHINE = Host("127.0.0.1")
 """The machine itself."""
+_INIT = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec tail -f /dev/null"
 
 
 def can_make_hosts() -> bool:
@@ -71,35 +76,45 @@ def can_make_hosts() -> bool:
 def hosts(num_hosts: int) -> Iterator[Sequence[Host]]:
     """So many hosts that reach each other, and that this process reaches; gone at the end."""
     if not can_make_hosts():
-        yield [Host(f"127.0.0.{10 + number}", "", "") for number in range(num_hosts)]
+        yield [Host(f"127.0.0.{10 + number}") for number in range(num_hosts)]
         return
     network = os.getpid() % 250
-    bridge = f"bt{os.getpid()}"
-    made = [
-        Host(_SUBNET.format(network=network, host=1 + number), f"baton-{os.getpid()}-{number}", f"{bridge}n{number}")
-        for number in range(num_hosts)
-    ]
-    try:
+    bridge, outside = f"bt{os.getpid()}", _SUBNET.format(network=network, host=_OUTSIDE)
+    with ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
-        _ip("addr", "add", f"{_SUBNET.format(network=network, host=_OUTSIDE)}/24", "dev", bridge)
+        stack.callback(_ip, "link", "del", bridge)
+        _ip("addr", "add", f"{outside}/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
-        for host in made:
-            _plug(host, bridge, _SUBNET.format(network=network, host=_OUTSIDE))
-        yield made
+        addresses = [_SUBNET.format(network=network, host=1 + number) for number in range(num_hosts)]
+        yield [
+            stack.enter_context(_host(address, f"baton-{os.getpid()}-{number}", bridge, f"{bridge}n{number}", outside))
+            for number, address in enumerate(addresses)
+        ]
+
+
+@contextlib.contextmanager
+def _host(address: str, namespace: str, bridge: str, link: str, outside: str) -> Iterator[Host]:
+    """One host, at the bridge; all its processes are gone at the end."""
+    _ip("netns", "add", namespace)
+    try:
+        _ip("link", "add", link, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+        _ip("link", "set", link, "master", bridge, "up")
+        _ip("-n", namespace, "addr", "add", f"{address}/24", "dev", "eth0")
+        for interface in ("eth0", "lo"):
+            _ip("-n", namespace, "link", "set", interface, "up")
+        _ip("-n", namespace, "route", "add", "default", "via", outside)  # by it, processes find their own address
+        own = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child", "sh", "-c", _INIT)
+        command = ["ip", "netns", "exec", namespace, *own]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+            try:
+                assert process.stdout is not None
+                assert process.stdout.readline() == "ready\n"
+                init = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+                yield Host(address, namespace, link, int(init))
+            finally:
+                process.kill()
     finally:
-        for host in made:
-            subprocess.run(["ip", "netns", "del", host.namespace], capture_output=True, check=False)
-        subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
-
-
-def _plug(host: Host, bridge: str, outside: str) -> None:
-    _ip("netns", "add", host.namespace)
-    _ip("link", "add", host.link, "type", "veth", "peer", "name", "eth0", "netns", host.namespace)
-    _ip("link", "set", host.link, "master", bridge, "up")
-    _ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", "eth0")
-    for interface in ("eth0", "lo"):
-        _ip("-n", host.namespace, "link", "set", interface, "up")
-    _ip("-n", host.namespace, "route", "add", "default", "via", outside)  # by it, processes find their own address
+        _ip("netns", "del", namespace)
 
 
 def _ip(*arguments: str) -> None:

@@ -42,6 +42,8 @@ class ServedCluster:
     """host:port of its orchestrator."""
     ray_folder: str
     """Empty when it joined a Ray."""
+    host: Host = MACHINE
+    """Where it was launched, and where further commands run."""
 
     @property
     def stdout(self) -> str:
@@ -59,12 +61,12 @@ class ServedCluster:
 
     def command(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
         """Runs another command of the same user."""
-        return run_baton(self.cache, *arguments)
+        return run_baton(self.cache, *arguments, host=self.host)
 
 
-def run_baton(cache: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+def run_baton(cache: Path, *arguments: str, host: Host = MACHINE) -> "subprocess.CompletedProcess[str]":
     """One `baton` command to its end."""
-    command = [sys.executable, "-m", "deploy.cli", *arguments]
+    command = host.command(sys.executable, "-m", "deploy.cli", *arguments)
     return subprocess.run(command, cwd=ROOT, env=_environment(cache), text=True, capture_output=True, timeout=110)
 
 
@@ -107,7 +109,7 @@ def launched(
             command, cwd=ROOT, env=_environment(cache), text=True, stdout=stdout, stderr=stderr, start_new_session=True
         )
     try:
-        yield ServedCluster(process, cache, target="", ray_folder="")
+        yield ServedCluster(process, cache, target="", ray_folder="", host=host)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGINT)

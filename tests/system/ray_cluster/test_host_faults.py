@@ -79,9 +79,9 @@ def test_a_stream_survives_a_host_that_is_cut_off_for_a_while(pair: Pair, smollm
     cut = ExitStack()
     links = {
         "unplugged": pair.second.unplugged,
-        "deaf to the head": lambda: pair.head.deaf_to(pair.second),
-        "not heard by the head": lambda: pair.second.deaf_to(pair.head),
-        "deaf to the other": lambda: pair.first.deaf_to(pair.second),
+        "deaf to the head": lambda: pair.head.mute_to(pair.second),
+        "not heard by the head": lambda: pair.second.mute_to(pair.head),
+        "deaf to the other": lambda: pair.first.mute_to(pair.second),
     }
 
     def strike() -> None:

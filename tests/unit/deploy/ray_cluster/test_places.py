@@ -64,6 +64,13 @@ def test_a_node_that_is_full_or_too_small_gets_no_further_group() -> None:
     )  # both are full: there is room when a group leaves
 
 
+def test_a_group_that_no_node_can_hold_may_lie_on_several_if_it_is_allowed_to() -> None:
+    check_room(pooled(1, 1, 1, 1), CHAINS, {}, across_nodes=True)
+    assert least_used(pooled(1, 1), "prefill-0", 2, {}, {}) == ""
+    with pytest.raises(ConfigError, match="no room for prefill-1 .* it has 3 nodes, with 1 at most"):
+        check_room(pooled(1, 1, 1), CHAINS, {}, across_nodes=True)
+
+
 async def test_nodes_that_join_in_time_are_waited_for_and_the_lack_is_reported_once() -> None:
     looks = iter([[], pooled(2), pooled(2, 2)])
     reports: list[str] = []
