@@ -11,8 +11,8 @@ A rank that closes sends CLOSE on every link and goes on receiving, into scratch
 well. So no rank's send hangs on a rank that has closed, and all threads end. Only a stopped peer can hold a thread.
 Such a thread, a daemon, is left behind until the supervisor kills the peer; then it ends, and its error is dropped.
 
-The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore that
-outlives them, in the supervisor. The interface is chosen explicitly.
+The process group is an object of its own for each epoch, not torch's default group; the ranks meet at a TCPStore in
+the supervisor, which is there until all of them have met. The interface is chosen explicitly.
 """
 
 import contextlib

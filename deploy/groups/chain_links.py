@@ -1,6 +1,10 @@
-"""The epochs of one chain's links: in each, all ranks meet at a store that outlives them."""
+"""The epochs of one chain's links: in each, all ranks meet at a store in the supervisor.
+
+Torch's store serves any caller. So it listens on the workers' interface only, and only while ranks meet.
+"""
 
 import asyncio
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,7 +25,6 @@ class ChainLinks:
         """Number of the present epoch; 0 before the first."""
         self._host = host
         self._timeout_s = timeout_s
-        self._store: TCPStore | None = None
 
     def skip_to(self, epoch: int) -> None:
         """Let the next epoch come after `epoch`, which a rank has reached under an earlier supervisor or by a foreign
@@ -33,11 +36,15 @@ class ChainLinks:
     async def renew(self, ranks: Sequence[Worker]) -> None:
         """Start the next epoch; return when all ranks have met. Raises the first grpc.aio.AioRpcError of a rank that
         has not joined."""
-        if self._store is None:
-            self._store = await asyncio.to_thread(_make_store, self._host)
+        store = await asyncio.to_thread(_make_store, self._host)
+        port = store.port
         self.epoch = Epoch(self.epoch + 1)
-        joins = (self._join(rank, len(ranks), worker, self._store.port) for rank, worker in enumerate(ranks))
-        for outcome in await asyncio.gather(*joins, return_exceptions=True):
+        joins = (self._join(rank, len(ranks), worker, port) for rank, worker in enumerate(ranks))
+        try:
+            outcomes = await asyncio.gather(*joins, return_exceptions=True)
+        finally:
+            del store  # no longer listens, whatever keeps this frame
+        for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
 
@@ -53,8 +60,14 @@ class ChainLinks:
 
 
 def _make_store(host: str) -> "TCPStore":
-    """Make the store where ranks meet. torch is imported here, in a thread, because only the store needs it in this
-    process."""
+    """Make a store where ranks meet, which listens on this host's interface until the last reference to it goes.
+
+    torch, which alone would listen on all interfaces, is imported here, in a thread, because only the store needs it in
+    this process.
+    """
     from torch.distributed import TCPStore
 
-    return TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+    listening = socket.create_server(address, family=family)
+    port = listening.getsockname()[1]
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())

@@ -1,0 +1,42 @@
+"""The store at which ranks meet: reached over their interface alone, and gone when they have met."""
+
+import asyncio
+import os
+
+from deploy.groups.chain_links import ChainLinks, _make_store
+from deploy.groups.worker import Worker
+from tests.support.clusters.listening import Listener, listeners
+from tests.support.clusters.spawners import HOST, InProcessSpawner, tiny_worker
+
+NUM_RANKS = 2
+
+
+def listening() -> set[Listener]:
+    """What this process listens on."""
+    return set(listeners({os.getpid()}))
+
+
+def test_the_store_listens_on_the_given_interface_alone() -> None:
+    before = listening()
+    store = _make_store(HOST)
+    (made,) = listening() - before
+    assert (str(made.address), made.port) == (HOST, store.port)
+    del store
+    assert listening() == before
+
+
+async def test_once_the_ranks_have_met_their_store_is_gone() -> None:
+    spawner = InProcessSpawner()
+    workers = [Worker(await spawner.start(tiny_worker("prefill", rank))) for rank in range(NUM_RANKS)]
+    before = listening()
+    links = ChainLinks(HOST, timeout_s=20.0)
+    try:
+        for epoch in (1, 2):
+            await links.renew(workers)
+            assert links.epoch == epoch
+            made = listening() - before
+            assert len(made) in (NUM_RANKS, 2 * NUM_RANKS)  # links of this epoch, perhaps still those of the last
+            assert all(each.is_local for each in made)
+    finally:
+        await asyncio.gather(*(worker.close() for worker in workers))
+    assert listening() <= before
