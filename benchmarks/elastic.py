@@ -127,7 +127,8 @@ class _Bench:
     async def _controller(self, policy: str) -> AsyncIterator[Controller]:
         config = OrchestratorConfig(elastic=_POLICIES[policy])
         members, planner = self._cluster.members, self._planner
-        controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
+        secret, on_failure = self._cluster.secret, self._cluster.suspect
+        controller = Controller(members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure)
         controller.start()
         try:
             yield controller

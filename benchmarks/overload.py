@@ -197,7 +197,8 @@ class _Bench:
     async def _controller(self, config: OrchestratorConfig) -> AsyncIterator[Controller]:
         members, planner = self._cluster.members, self._planner
         config = replace(config, disaggregation="always")  # the engine prefills nothing, so that there is one capacity
-        controller = Controller(members, SystemClock(), config, planner=planner, on_failure=self._cluster.suspect)
+        secret, on_failure = self._cluster.secret, self._cluster.suspect
+        controller = Controller(members, SystemClock(), config, planner=planner, secret=secret, on_failure=on_failure)
         controller.start()
         try:
             yield controller

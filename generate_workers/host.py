@@ -22,12 +22,14 @@ from modeling.hosting import load, prefix_options, sweep_node
 from planning.step_times import load_kept
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
+from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
 
 async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationServer:
     """Load the model and return the engine's server, accepting calls. Raises ModelError or ConfigError, one line."""
+    secret = ClusterSecret(place.secret)
     decoder = await asyncio.to_thread(load, place)
     tokenizer = await asyncio.to_thread(Tokenizer.load, place.model_folder)
     server = await GenerationServer.start(
@@ -36,6 +38,7 @@ async def start_engine(place: WorkerPlace, config: EngineConfig) -> GenerationSe
         replace(config, max_slot_tokens=min(config.max_slot_tokens, decoder.config.max_position)),
         clock=SystemClock(),
         host=place.host,
+        secret=secret,
         num_engines=place.num_engines,
         cost=measured_cost(place),
         draft_model=await asyncio.to_thread(_load_draft_model, place, config, decoder, tokenizer),

@@ -44,6 +44,7 @@ from modeling.prefix_store.store import Filled
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
+from transport.identity import ClusterSecret
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
 from transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
 
@@ -191,6 +192,7 @@ class GenerationServer:
         *,
         clock: Clock,
         host: str,
+        secret: ClusterSecret,
         port: int = 0,
         num_engines: int = 1,
         prefix_folder: Path | None = None,
@@ -199,14 +201,14 @@ class GenerationServer:
         cost: WorkCost | None = None,
         draft_model: Decoder | None = None,
     ) -> Self:
-        """Serve on host:port; port 0 takes any free one. Leases name `host`, so pushers must be able to reach it. Slots
-        may begin with the prefixes in `prefix_folder`, which is made if need be and removed by its last user, and
-        answers are stored there: at most `prefix_bytes` in memory, and more in `prefix_disk`, if given. `num_engines`,
-        this one included, share the machine's memory. `cost`: what steps were measured to cost, if they were.
-        `draft_model`: the one that the configuration names. Raises ConfigError when it cannot listen there or make that
-        folder, for memory that cannot be had, and for speculation that cannot be."""
+        """Serve callers that have the cluster's secret on host:port; port 0 takes any free one. Leases name `host`, so
+        pushers must be able to reach it. Slots may begin with the prefixes in `prefix_folder`, which is made if need be
+        and removed by its last user, and answers are stored there: at most `prefix_bytes` in memory, and more in
+        `prefix_disk`, if given. `num_engines`, this one included, share the machine's memory. `cost`: what steps were
+        measured to cost, if they were. `draft_model`: the one that the configuration names. Raises ConfigError when it
+        cannot listen there or make that folder, for memory that cannot be had, and for speculation that cannot be."""
         memory = make_memory(decoder, config, num_engines, draft_model=draft_model)
-        server = make_server()
+        server = make_server(check=secret.check)
         bound = bind(server, host, port)
         slots = SlotTable(memory, clock, endpoint=f"{host}:{bound}")
         # may refuse: nothing of the store is open yet

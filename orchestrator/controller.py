@@ -40,6 +40,7 @@ from orchestrator.requests.request import Request
 from orchestrator.workers.census import Census
 from orchestrator.workers.client import Clients
 from planning.planner import ChainPlanner
+from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +70,18 @@ class Controller:
         config: OrchestratorConfig | None = None,
         *,
         planner: ChainPlanner,
+        secret: ClusterSecret,
         on_failure: Callable[[], None] | None = None,
     ) -> None:
-        """`planner` is asked for every request. `on_failure` is called when an attempt has failed, so that a supervisor
-        can check its workers at once."""
+        """`planner` is asked for every request. `secret` is the cluster's, sent with each call to a worker.
+        `on_failure` is called when an attempt has failed, so that a supervisor can check its workers at once."""
         self.metrics = Metrics()
         self._clock = clock
         self._config = config or OrchestratorConfig()
         self._on_failure = on_failure
         self._members = members
         self._admission = Admission(self._config, clock, FairQueue())
-        self._clients = Clients()
+        self._clients = Clients(secret)
         self._dispatcher = Dispatcher(members, self._clients, planner, clock, self._config)
         self._forecast = ChainForecast(self._dispatcher.chooser)
         self._planner = planner

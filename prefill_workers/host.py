@@ -11,13 +11,20 @@ from baton.settings.place import WorkerPlace
 from modeling.hosting import load, prefix_options, sweep_node
 from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
+from transport.identity import ClusterSecret
 
 
 async def start_rank(place: WorkerPlace, config: PrefillConfig) -> PrefillServer:
     """Load the model, start the rank's server and return it, serving. Raises ModelError or ConfigError, one line."""
+    secret = ClusterSecret(place.secret)
     decoder = await asyncio.to_thread(load, place)
     server = await PrefillServer.start(
-        decoder, clock=SystemClock(), host=place.host, watchdog_floor_s=config.watchdog_floor_s, **prefix_options(place)
+        decoder,
+        clock=SystemClock(),
+        host=place.host,
+        secret=secret,
+        watchdog_floor_s=config.watchdog_floor_s,
+        **prefix_options(place),
     )
     await asyncio.to_thread(sweep_node, place)
     return server

@@ -32,6 +32,7 @@ from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.channel import bind, make_channel, make_server
+from transport.identity import ClusterSecret
 from transport.kv_client import KvClient
 from transport.kv_sender import PushSession, PushSummary, open_push
 from transport.proto_types import history_from_proto, kernels_to_proto, lease_from_proto
@@ -72,13 +73,15 @@ class PushOutlet:
 
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
-    """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `prefixes`
-    the node's prefix store, if it keeps one."""
+    """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `secret`
+    the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one."""
 
-    def __init__(self, engine: PrefillEngine, host: str, prefixes: PrefixStore | None = None) -> None:
+    def __init__(
+        self, engine: PrefillEngine, host: str, secret: ClusterSecret, prefixes: PrefixStore | None = None
+    ) -> None:
         self.engine, self.prefixes = engine, prefixes
         self._host = host
-        self._channels = ChannelCache(make_channel)
+        self._channels = ChannelCache(partial(make_channel, secret=secret))
         self._blocks = BlockThreads()
 
     async def StartEpoch(self, request: prefill_pb2.StartEpochRequest, context: Context) -> prefill_pb2.StartEpochReply:
@@ -202,23 +205,25 @@ class PrefillServer:
         *,
         clock: Clock,
         host: str,
+        secret: ClusterSecret,
         port: int = 0,
         watchdog_floor_s: float = 2.0,
         prefix_folder: Path | None = None,
         prefix_bytes: int = 0,
         prefix_disk: DiskPlace | None = None,
     ) -> Self:
-        """Serve on host:port, with links over `host`; port 0 takes any free one. Jobs may begin behind the prefixes in
-        `prefix_folder`, which is made if need be and removed by its last user: `prefix_bytes` at most, more in
-        `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder cannot be made."""
-        server = make_server()
+        """Serve callers that have the cluster's secret on host:port, with links over `host`; port 0 takes any free one.
+        Jobs may begin behind the prefixes in `prefix_folder`, which is made if need be and removed by its last user:
+        `prefix_bytes` at most, more in `prefix_disk`. Raises ConfigError when the server cannot listen, or the folder
+        cannot be made."""
+        server = make_server(check=secret.check)
         bound = bind(server, host, port)
         store = None
         if prefix_folder is not None:
             layout = decoder.layout
             store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
-        servicer = PrefillRankServicer(engine, host, store.blocks if store is not None else None)
+        servicer = PrefillRankServicer(engine, host, secret, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return cls(server, servicer, bound, store)

@@ -10,6 +10,8 @@ from baton.channel_options import MAX_MESSAGE_BYTES as MAX_MESSAGE_BYTES
 from baton.channel_options import Keepalive as Keepalive
 from baton.channel_options import channel_options, common_options
 from baton.errors import ConfigError
+from transport.identified import IdentifiedChannel
+from transport.identity import ClusterSecret
 from transport.status import Check, StatusInterceptor
 
 MAX_PENDING_CALLS = 16_384
@@ -19,8 +21,9 @@ MAX_PENDING_S = 3600
 
 
 def make_server(keepalive: Keepalive | None = None, *, check: Check | None = None) -> grpc.aio.Server:
-    """Make a server whose methods may raise BatonErrors, which become statuses; `check` may refuse each call first. The
-    caller adds servicers, calls `bind`, then starts it."""
+    """Make a server whose methods may raise BatonErrors, which become statuses; `check` may refuse each call first, as
+    `ClusterSecret.check` does for callers from outside the cluster. The caller adds servicers, calls `bind`, then
+    starts it."""
     return grpc.aio.server(
         interceptors=(StatusInterceptor(check),),
         options=(
@@ -48,6 +51,10 @@ def bind(server: grpc.aio.Server, host: str, port: int = 0) -> int:
         ) from error
 
 
-def make_channel(target: str, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
-    """Make a channel to host:port, with a connection of its own that opens at the first call and reopens."""
-    return grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
+def make_channel(
+    target: str, keepalive: Keepalive | None = None, *, secret: ClusterSecret | None = None
+) -> grpc.aio.Channel:
+    """Make a channel to host:port, with a connection of its own that opens at the first call and reopens. With
+    `secret`, each call proves that the caller belongs to the cluster: only for targets that are in it."""
+    channel = grpc.aio.insecure_channel(target, options=channel_options(keepalive or Keepalive()))
+    return channel if secret is None else IdentifiedChannel(channel, secret.metadata)

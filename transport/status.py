@@ -22,8 +22,8 @@ from baton.status import translate_rpc_errors as translate_rpc_errors
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext[Any, Any]
 
-Check = Callable[[str, Iterable[tuple[str, str | bytes]], str], None]
-"""A function of a call's full method name, metadata and peer, which raises to refuse the call."""
+Check = Callable[[str, Iterable[tuple[str, str | bytes]]], None]
+"""A function of a call's full method name and metadata, which raises to refuse the call."""
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,8 @@ VERSIONED = (
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses callers of another version, and turns what a servicer's asynchronous method raises into a gRPC status.
+    """Refuses callers that the check refuses or that have another version, before anything of their messages is read,
+    and turns what a servicer's asynchronous method raises into a gRPC status.
 
     A BatonError gets its status from the table of `baton.status`; any other exception becomes INTERNAL, with its
     traceback in the server's log.
@@ -83,38 +84,53 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async def intercept_service(
         self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]], details: grpc.HandlerCallDetails
     ) -> Any:
-        """Wrap the handler of one method, so that the check runs before it and its exceptions become statuses."""
+        """Return the handler of one call: that of its method, whose exceptions become statuses, or one that refuses the
+        call."""
         handler = await continuation(details)
         if handler is None:
             return None  # no such method: grpc answers UNIMPLEMENTED
+        try:
+            self._require_welcome(details)
+        except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
+            return _refusal(error, details.method)
         streams = (handler.request_streaming, handler.response_streaming)
         kind = "_".join("stream" if each else "unary" for each in streams)
         make_handler = getattr(grpc, f"{kind}_rpc_method_handler")
-        method = _guard(getattr(handler, kind), details.method, self._checked)
+        method = _guard(getattr(handler, kind), details.method)
         return make_handler(method, handler.request_deserializer, handler.response_serializer)
 
-    def _checked(self, method: str, metadata: Iterable[tuple[str, str | bytes]], peer: str) -> None:
+    def _require_welcome(self, details: grpc.HandlerCallDetails) -> None:
+        metadata = details.invocation_metadata or ()
         if self._check is not None:
-            self._check(method, metadata, peer)
-        if method.startswith(VERSIONED):
-            require_version(version_of(str(dict(metadata).get("user-agent", ""))), f"the caller of {method}")
+            self._check(details.method, metadata)
+        if details.method.startswith(VERSIONED):
+            require_version(version_of(str(dict(metadata).get("user-agent", ""))), f"the caller of {details.method}")
+
+
+def _refusal(error: Exception, name: str) -> Any:
+    """Return a handler that ends a call of any kind with this error. It takes a stream of requests, so that grpc does
+    not read a request before it runs."""
+
+    async def refuse(requests: AsyncIterator[bytes], context: Context) -> None:
+        await _abort(context, error, name)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 Method = Callable[[Any, Any], Any]
 
 
-def _guard(method: Method, name: str, check: Check) -> Method:
+def _guard(method: Method, name: str) -> Method:
     if inspect.isasyncgenfunction(method):
-        return _guard_stream(method, name, check)
+        return _guard_stream(method, name)
     if inspect.iscoroutinefunction(method):
-        return _guard_reply(method, name, check)
+        return _guard_reply(method, name)
     return method  # the generated stub of a method that the servicer lacks: it answers UNIMPLEMENTED
 
 
-def _guard_reply(method: Method, name: str, check: Check) -> Method:
+def _guard_reply(method: Method, name: str) -> Method:
     async def guarded(request: Any, context: Context) -> Any:
         try:
-            check(name, context.invocation_metadata() or (), context.peer())
             return await method(request, context)
         except Exception as error:  # noqa: BLE001 - the caller gets it as a status, the log its traceback
             await _abort(context, error, name)
@@ -122,10 +138,9 @@ def _guard_reply(method: Method, name: str, check: Check) -> Method:
     return guarded
 
 
-def _guard_stream(method: Method, name: str, check: Check) -> Method:
+def _guard_stream(method: Method, name: str) -> Method:
     async def guarded(request: Any, context: Context) -> AsyncIterator[Any]:
         try:
-            check(name, context.invocation_metadata() or (), context.peer())
             async with aclosing(method(request, context)) as replies:
                 async for reply in replies:
                     yield reply

@@ -60,5 +60,7 @@ class WorkerPlace(ModelFormats, PrefixRoom):
     """Generation engines of the cluster, among which a machine's free memory is divided for default limits of KV."""
     kernels: tuple[KernelChoice, ...] = ()
     """Kernels that the launcher chose for its kind of processor; workers on other kinds choose themselves."""
+    secret: str = field(default="", repr=False)
+    """Secret of the worker's cluster, which its callers must know; a worker without one does not start."""
     step_times: str = ""
     """File of measured step times, by which an engine plans drafts to begin with; empty or missing: nominal costs."""

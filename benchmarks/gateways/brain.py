@@ -19,6 +19,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.requests.config import OrchestratorConfig
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
+from transport.identity import ClusterSecret
 
 MAX_TOKENS = 8192
 VOCAB_SIZE = 49_152
@@ -53,6 +54,7 @@ async def brain(told: Brain) -> AsyncIterator[tuple[int, Answer]]:
         host=HOST,
         config=config,
         planner=planner,
+        secret=ClusterSecret.new(),
     )
     groups = (
         GenerationGroup(f"generate-{index}", f"{HOST}:{port}", layout, told.num_slots, MAX_TOKENS)

@@ -129,7 +129,9 @@ async def controlled(
     cluster: LocalCluster, planner: ChainPlanner, config: OrchestratorConfig
 ) -> AsyncIterator[Controller]:
     """Run a controller over a running cluster; close it when the block is left."""
-    controller = Controller(cluster.members, SystemClock(), config, planner=planner, on_failure=cluster.suspect)
+    controller = Controller(
+        cluster.members, SystemClock(), config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
+    )
     controller.start()
     try:
         yield controller

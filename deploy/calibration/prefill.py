@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError, UnavailableError
-from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
 from deploy.options import numbers as option_values
 from deploy.options.command import add_command
 
@@ -40,7 +40,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "measure what prefill costs on a running cluster, for its predictions"
     parser = add_command(commands, "calibrate", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
         "--generate",
         action="store_true",
@@ -77,12 +77,15 @@ def run(args: argparse.Namespace) -> int:
     from baton import Client
     from baton.v1.planning_pb2_grpc import PlanningStub
     from deploy.calibration.generation import measured_steps
-    from deploy.commands.record import serving_endpoint
+    from deploy.commands.record import secret_for, serving_endpoint
     from planning import json_file
 
     console = Console(stderr=True, highlight=False)
     target, api_key = args.target or serving_endpoint(args.name), given_key(args)
-    with admin_channel(target, api_key) as channel, Client(target, api_key=api_key) as client:
+    with (
+        admin_channel(target, secret_for(args.target, args.name), api_key) as channel,
+        Client(target, api_key=api_key) as client,
+    ):
         stub = PlanningStub(channel)
         _require_idle(client, "generate" if args.generate else "prefill", args.anyway)
         measured = measured_steps if args.generate else _measured_chains

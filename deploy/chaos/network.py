@@ -1,9 +1,10 @@
 """A faulty network in front of one server, and a spawner that puts one in front of each worker.
 
-It is a gRPC server that passes every call on, unchanged or with a fault from a plan. Calls pass as bytes. The only
-message that it reads is the lease, whose endpoint it replaces by its own, so that pushes go through it as well. While
-it is frozen nothing passes in either direction, as if the worker's process were stopped. Connections stay up, so a
-dropped call ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. Runs on the loop.
+It is a gRPC server that passes every call on, unchanged or with a fault from a plan. Calls pass as bytes, with the
+caller's metadata, so that the server sees the cluster's secret only if the caller has it. The only message that it
+reads is the lease, whose endpoint it replaces by its own, so that pushes go through it as well. While it is frozen
+nothing passes in either direction, as if the worker's process were stopped. Connections stay up, so a dropped call
+ends after `DEAD_S`, in place of the keepalive that would have found the peer dead. Runs on the loop.
 """
 
 import asyncio
@@ -36,6 +37,8 @@ _REPEATABLE = frozenset(("Reserve", "Renew", "Commit", "Abort", "Cancel", "Push"
 repeats it. A push is repeated as a whole; repeating pieces within a push is up to its sender."""
 _STREAMS = frozenset(("Streams", "Generate"))
 """Calls that may be cut between two replies."""
+_OF_CONNECTION = ("grpc-", "user-agent")
+"""How keys of metadata begin that are about the connection itself, and are not passed on."""
 
 Context = grpc.aio.ServicerContext[bytes, bytes]
 Call = grpc.aio.StreamStreamCall[bytes, bytes]
@@ -120,7 +123,8 @@ class FaultyNetwork(grpc.GenericRpcHandler):
         if self._closing:
             raise UnavailableError("the connection was refused")
         assert self._channel is not None
-        call: Call = self._channel.stream_stream(path)(timeout=context.time_remaining())
+        metadata = tuple(pair for pair in context.invocation_metadata() or () if not pair[0].startswith(_OF_CONNECTION))
+        call: Call = self._channel.stream_stream(path)(timeout=context.time_remaining(), metadata=metadata)
         sent = SentStatus(call)
         pumping = asyncio.create_task(_pump(requests, call))
         try:

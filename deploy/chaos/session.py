@@ -39,6 +39,7 @@ from deploy.machine.model_folder import prepare_kernels, resolve_folder
 from modeling.checkpoints.weights import load_config
 from modeling.forward.model_config import ModelConfig
 from orchestrator.requests.config import OrchestratorConfig
+from transport.identity import ClusterSecret
 
 CLOCK = SystemClock()
 _STDERR = 2
@@ -123,17 +124,18 @@ def _plan(folder: Path, model: ModelConfig, assignments: Sequence[str]) -> Chaos
     )
     config = load_local_config(None, [*fixed, *assignments])
     max_tokens = tokens_of_slot(folder, _MAX_TOKENS)
+    workers = partial(config.workers, folder=folder, secret=(secret := ClusterSecret.new()))
 
     def orchestrator(layout: str) -> OrchestratorPlan:
         info = ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, False, layout)
-        worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder), _LIMITS)
+        worker = WorkerConfig("orchestrator", 0, 0, WorkerPlace(model_folder=folder, secret=secret.text), _LIMITS)
         planner = partial(served_planner, config, folder)
         return OrchestratorPlan(worker, info, model.eos_token_ids, planner, config.worker_host or LOOPBACK)
 
     return ChaosPlan(
         spawner=ProcessSpawner(config.supervision.start_timeout_s),
-        chain=config.workers("prefill-0", folder),
-        engines=[each for group in range(_NUM_ENGINES) for each in config.workers(f"generate-{group}", folder)],
+        chain=workers("prefill-0"),
+        engines=[each for group in range(_NUM_ENGINES) for each in workers(f"generate-{group}")],
         orchestrator=orchestrator,
         faults=SeededPlan(),
         heartbeat=_HEARTBEAT,

@@ -1,5 +1,5 @@
-"""A gRPC channel from a command to the orchestrator of a running cluster. Calls on it carry the operator's API key, if
-the command was given one."""
+"""A gRPC channel from a command to the orchestrator of a running cluster. Calls on it carry the cluster's secret, and
+the operator's API key, if the command was given one."""
 
 import argparse
 import contextlib
@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from baton.errors import UnavailableError
-from deploy.config.environment import read_variable
+from deploy.config.environment import SECRET_VARIABLE, read_variable
 
 if TYPE_CHECKING:
     import grpc
 
+    from transport.identity import ClusterSecret
+
+TARGET_HELP = f"a cluster that was brought up on another machine, whose secret is in the variable {SECRET_VARIABLE}"
 _CONNECT_S = 5.0
 
 
@@ -30,9 +33,9 @@ def given_key(args: argparse.Namespace) -> str | None:
 
 
 @contextlib.contextmanager
-def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Channel"]:
-    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this API key. Errors of calls
-    leave the block as BatonErrors. Raises UnavailableError when no orchestrator answers within 5 s."""
+def admin_channel(target: str, secret: "ClusterSecret", api_key: str | None = None) -> Iterator["grpc.Channel"]:
+    """Connect to the orchestrator at `target` and yield the channel, whose calls carry this secret and API key. Errors
+    of calls leave the block as BatonErrors. Raises UnavailableError when no orchestrator answers within 5 s."""
     import grpc  # imported here, so that --help and mistyped options are answered without grpc
 
     from baton.channel_options import Keepalive, channel_options
@@ -46,4 +49,4 @@ def admin_channel(target: str, api_key: str | None = None) -> Iterator["grpc.Cha
             remedy = "name one that is served, or check --target"
             raise UnavailableError(f"no orchestrator answers at {target} within {_CONNECT_S:g} s: {remedy}") from None
         with translate_rpc_errors():
-            yield keyed(channel, api_key)
+            yield keyed(channel, api_key, secret)

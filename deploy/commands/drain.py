@@ -5,7 +5,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import InvalidArgumentError, UnavailableError
-from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
 from deploy.options.command import add_command
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser = add_command(commands, "drain", text, _DESCRIPTION)
     parser.add_argument("group", help="its name, like generate-0")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument("--keep", action="store_true", help="leave its workers up, idle")
     parser.add_argument(
         "--undo", action="store_true", help="let the group have work again; one that has left is started first"
@@ -49,9 +49,10 @@ def run(args: argparse.Namespace) -> int:
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
     # Imported here, so that --help and mistyped options are answered without grpc.
     from baton.v1.admin_pb2_grpc import AdminStub
-    from deploy.commands.record import serving_endpoint
+    from deploy.commands.record import secret_for, serving_endpoint
 
-    with admin_channel(args.target or serving_endpoint(args.name), given_key(args)) as channel:
+    target = args.target or serving_endpoint(args.name)
+    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
         stub = AdminStub(channel)
         if args.undo:
             restore(stub, args.group, timeout_s=args.timeout)

@@ -1,4 +1,4 @@
-"""A gRPC channel whose calls carry an API key, for commands."""
+"""A gRPC channel whose calls carry the cluster's secret and an API key, for commands."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from baton.requests import call_metadata
+from transport.identity import ClusterSecret
 
 
 class _Details(NamedTuple):
@@ -26,18 +27,19 @@ class _Keyed(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor
         self._metadata = metadata
 
     def intercept_unary_unary(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        return continuation(self._with_key(details), request)
+        return continuation(self._with_metadata(details), request)
 
     def intercept_unary_stream(self, continuation: Callable[[Any, Any], Any], details: Any, request: Any) -> Any:
-        return continuation(self._with_key(details), request)
+        return continuation(self._with_metadata(details), request)
 
-    def _with_key(self, details: Any) -> _Details:
+    def _with_metadata(self, details: Any) -> _Details:
         metadata = (*(details.metadata or ()), *self._metadata)
         rest = (details.credentials, details.wait_for_ready, details.compression)
         return _Details(details.method, details.timeout, metadata, *rest)
 
 
-def keyed(channel: grpc.Channel, api_key: str | None) -> grpc.Channel:
-    """Return the channel with this API key on each unary call and server stream, or the unchanged channel without a
-    key. Raises InvalidArgumentError for a key that cannot be sent."""
-    return channel if api_key is None else grpc.intercept_channel(channel, _Keyed(call_metadata(api_key, None)))
+def keyed(channel: grpc.Channel, api_key: str | None, secret: ClusterSecret) -> grpc.Channel:
+    """Return the channel with the cluster's secret and this API key, if there is one, on each unary call and server
+    stream. Raises InvalidArgumentError for a key that cannot be sent."""
+    keys = () if api_key is None else call_metadata(api_key, None)
+    return grpc.intercept_channel(channel, _Keyed((*keys, *secret.metadata)))

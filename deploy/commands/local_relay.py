@@ -16,7 +16,9 @@ async def running_controller(cluster: LocalCluster, clock: Clock) -> AsyncIterat
     requests."""
     config = cluster.config.orchestrator_config(cluster.folder)
     planner = await asyncio.to_thread(served_planner, cluster.config, cluster.folder)
-    controller = Controller(cluster.members, clock, config, planner=planner, on_failure=cluster.suspect)
+    controller = Controller(
+        cluster.members, clock, config, planner=planner, secret=cluster.secret, on_failure=cluster.suspect
+    )
     controller.start()
     try:
         yield controller

@@ -19,7 +19,10 @@ from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
 from baton.settings.paths import cache_folder
+from deploy.commands.cluster_secrets import load_secret, remove_secrets
+from deploy.config.environment import SECRET_VARIABLE, read_variable
 from modeling.prefix_store.folder import sweep
+from transport.identity import ClusterSecret
 
 _POLL_S = 0.05
 _CONNECT_S = 5.0
@@ -57,9 +60,11 @@ class ClusterRecord:
         return replace(self, endpoint=endpoint)
 
     def remove(self) -> None:
-        """Remove the record, its Ray's folder, and prefixes that killed workers left. Harmless when they are gone."""
+        """Remove the record, the cluster's secrets, its Ray's folder, and prefixes that killed workers left. Harmless
+        when they are gone."""
         if self.ray_folder:
             shutil.rmtree(self.ray_folder, ignore_errors=True)
+        remove_secrets(record_path(self.name))
         sweep()
         record_path(self.name).unlink(missing_ok=True)
 
@@ -96,6 +101,15 @@ def serving_endpoint(name: str) -> str:
     if not record.endpoint:
         raise UnavailableError(f"cluster {name} is starting: try again when `baton status {name}` shows its groups")
     return record.endpoint
+
+
+def secret_for(target: str | None, name: str) -> ClusterSecret:
+    """Return the secret to send to a cluster: the one in BATON_CLUSTER_SECRET for a target, else the one kept for the
+    cluster of this name on this machine. Raises ConfigError when there is none.
+
+    The server at a target may be another user's, so it is never sent the secret of a cluster on this machine.
+    """
+    return load_secret(record_path(name)) if target is None else ClusterSecret(read_variable(SECRET_VARIABLE))
 
 
 def process_start(pid: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from baton.errors import BatonError, InvalidArgumentError, UnavailableError
-from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
 from deploy.commands.drain import restore, withdraw
 from deploy.options.command import add_command
 
@@ -32,7 +32,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     text = "give all groups new workers, one after the other, without losing a request"
     parser = add_command(commands, "reload", text, _DESCRIPTION)
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
         "--group", action="append", default=[], metavar="GROUP", help="this group alone; may be repeated (default: all)"
     )
@@ -57,11 +57,11 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
     # Imported here, so that --help and mistyped options are answered without grpc.
-    from deploy.commands.record import serving_endpoint
+    from deploy.commands.record import secret_for, serving_endpoint
 
     target = args.target or serving_endpoint(args.name)
     model = args.model if args.target else _resolved(args.model)
-    with admin_channel(target, given_key(args)) as channel:
+    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
         rollout = _Rollout(channel, model, args.timeout)
         names = args.group or rollout.names()
         for number, name in enumerate(names):

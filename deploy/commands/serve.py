@@ -19,6 +19,7 @@ from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
 from baton.types import KernelChoice
+from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.record import (
     ClusterRecord,
     kill_ray,
@@ -33,6 +34,7 @@ from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
 from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
+from transport.identity import ClusterSecret
 
 _POLL_S = 0.2
 
@@ -56,8 +58,9 @@ def serve(args: argparse.Namespace) -> int:
     kernels = prepare_kernels(console)
     stopping = threading.Event()
     # Set twice: before, because a half-started Ray could not be ended; and after, because Ray sets handlers of its own.
-    with _interrupts(stopping), _ray(config, console) as record, _interrupts(stopping):
-        _Launch(config, folder, kernels, record, console).run(stopping)
+    with _interrupts(stopping), _ray(config, console) as found, _interrupts(stopping):
+        record, secret = found
+        _Launch(config, folder, kernels, record, console, secret=secret).run(stopping)
     console.print(f"cluster {config.name} is gone")
     return 0
 
@@ -72,8 +75,11 @@ class _Launch:
         kernels: tuple[KernelChoice, ...],
         record: ClusterRecord,
         console: Console,
+        *,
+        secret: ClusterSecret,
     ) -> None:
         self._config = config
+        self._secret = secret
         self._folder = folder
         self._kernels = kernels
         self._record = record
@@ -112,8 +118,9 @@ class _Launch:
             max_restarts=-1,
             max_concurrency=4,
         )
+        store = store_name(record_path(self._config.name))
         try:
-            return made.remote(self._config, self._folder, self._kernels, store_name(record_path(self._config.name)))
+            return made.remote(self._config, self._folder, self._kernels, store, self._secret)
         except ValueError as error:
             raise ConfigError(
                 f"Ray at {self._record.ray_address} has a cluster {self._config.name}: set another name, or stop it"
@@ -166,20 +173,23 @@ class _Failed(BatonError):
 
 
 @contextlib.contextmanager
-def _ray(config: ClusterConfig, console: Console) -> Iterator[ClusterRecord]:
-    """Connect to Ray and record the cluster. At the end remove both, and a Ray that was started here."""
+def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
+    """Connect to Ray, record the cluster and make its secrets. At the end remove all of them, and a Ray that was
+    started here."""
     prepare_ray_environment()
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
     record.save()  # saved before there is anything to end
     try:
+        secret = ClusterSecret.new()
+        keep_secrets(record_path(config.name), secret)
         import ray
 
         console.print("starting Ray" if folder else f"joining Ray at {config.ray.address}")
         record = ClusterRecord(config.name, pid, record.launcher_started, _connect(config, folder), folder)
         record.save()
-        yield record
+        yield record, secret
     finally:
         import ray
 

@@ -16,21 +16,22 @@ from baton.v1 import orchestrator_pb2, planning_pb2
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from baton.v1.planning_pb2_grpc import PlanningStub
 from deploy.commands.keyed_channel import keyed
-from deploy.commands.record import load_record
+from deploy.commands.record import load_record, secret_for
 from transport.proto_types import kernels_from_proto
 
 _ANSWER_S = 5.0
 
 
 def show_status(name: str, api_key: str | None = None) -> int:
-    """Show the cluster of that name, asked with `api_key`. Return 0 when it serves, 1 when it does not, or does not
-    answer."""
+    """Show the cluster of that name, asked with its secret and `api_key`. Return 0 when it serves, 1 when it does not,
+    or does not answer. Raises ConfigError when its secret cannot be read."""
     record = load_record(name)
     if record is None or not record.endpoint:
         print(f"cluster {name}: {'not running' if record is None else 'starting'}")
         return 1
+    secret = secret_for(None, name)
     with grpc.insecure_channel(record.endpoint, options=channel_options(Keepalive())) as connection:
-        channel = keyed(connection, api_key)
+        channel = keyed(connection, api_key, secret)
         try:
             request = orchestrator_pb2.GetClusterStateRequest()
             state = cluster_state_from_proto(OrchestratorStub(channel).GetClusterState(request, timeout=_ANSWER_S))

@@ -25,6 +25,7 @@ from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig, OrchestratorLimits, PrefixRules
 from orchestrator.requests.tenants import Tenant, TenantLimits, TenantName, Tenants, hash_key
 from prefill_workers.config import PrefillConfig
+from transport.identity import ClusterSecret
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 CoresOfEach = tuple[Cores, ...]
@@ -142,7 +143,7 @@ class OrchestratorSection(OrchestratorLimits):
     require_api_key: bool = False
     """Whether a call that does not identify its tenant is refused; if not, it belongs to the tenant "default"."""
     operator_keys: tuple[ApiKey, ...] = ()
-    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; none: any caller on this machine may."""
+    """Keys for drain, reload and calibrate, env:NAME or sha256:HEX; none: the cluster's secret alone does."""
     model_folders: tuple[AbsolutePath, ...] = ()
     """Folders below which `baton reload --model` finds models; empty: model.cache, and that of the served model."""
     tenants: dict[TenantName, TenantSection] = field(default_factory=dict)
@@ -246,6 +247,7 @@ class ClusterConfig:
         kernels: tuple[KernelChoice, ...] = (),
         cluster: str = "",
         *,
+        secret: ClusterSecret,
         model: str = "",
         host: str = LOOPBACK,
         step_times: str = "",
@@ -254,8 +256,9 @@ class ClusterConfig:
 
         A group that is not configured, because it stands in for one that is, gets the cores of the latter. `folder`
         holds the resolved model; nodes without it find the model by the name `model` (empty: the configured one).
-        `cluster` is the name by which workers share files on a node; empty: that of the cluster. `host` is the address
-        that they bind to without a `worker_host`; empty: each node's own. `step_times` is the file of what engines
+        `cluster` is the name by which workers share files on a node; empty: that of the cluster. `secret` is the secret
+        that the cluster's processes share. `host` is the address that workers bind to without a `worker_host`; empty:
+        each node's own. `step_times` is the file of what engines
         measured earlier, if any.
         """
         number = int(name.partition("-")[2])
@@ -275,6 +278,7 @@ class ClusterConfig:
             prefix_disk=str(self.model.cache),
             num_engines=self.generate.num_groups,
             kernels=kernels,
+            secret=secret.text,
             step_times="" if is_chain else step_times,
         )
         settings = part_of(PrefillConfig, self.prefill) if is_chain else part_of(EngineConfig, self.generate)
@@ -293,9 +297,9 @@ class ClusterConfig:
             model_folders=self.orchestrator.folders_of_models(folder, self.model.cache),
         )
 
-    def orchestrator_worker(self, folder: Path) -> WorkerConfig:
+    def orchestrator_worker(self, folder: Path, secret: ClusterSecret) -> WorkerConfig:
         """Return the configuration of the orchestrator's process, which its supervisor reaches on the same machine."""
-        place = WorkerPlace(model_folder=folder, cores=self.orchestrator.cores)
+        place = WorkerPlace(model_folder=folder, cores=self.orchestrator.cores, secret=secret.text)
         return WorkerConfig("orchestrator", 0, 0, place, self.orchestrator_config(folder))
 
 

@@ -6,6 +6,8 @@ import os
 from baton.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
+SECRET_VARIABLE = "BATON_CLUSTER_SECRET"
+"""Environment variable with the secret of the cluster that a command reaches by --target."""
 
 
 def prepare_ray_environment() -> None:

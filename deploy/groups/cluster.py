@@ -24,6 +24,7 @@ from deploy.machine.calibrations import engine_step_times
 from deploy.machine.limits import tokens_of_slot
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
@@ -161,9 +162,12 @@ class LocalCluster:
             spawner, heartbeat, clock, report, changed=self._tell_members, host=config.worker_host or LOOPBACK
         )
         self._cluster = Cluster([], [], self._around)
+        self.secret = ClusterSecret.new()
+        """The secret of this cluster, which calls to its workers carry."""
         measured = engine_step_times(config, folder)
         for name in config.group_sizes:
-            self._cluster.add(group_of(config.workers(name, folder, kernels, step_times=measured), self._around))
+            workers = config.workers(name, folder, kernels, secret=self.secret, step_times=measured)
+            self._cluster.add(group_of(workers, self._around))
 
     async def __aenter__(self) -> "LocalCluster":
         self._around.report(f"starting {self.config.num_workers} workers")

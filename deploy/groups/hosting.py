@@ -9,6 +9,7 @@ from deploy.config.worker import WorkerConfig
 from generate_workers.config import EngineConfig
 from orchestrator.requests.config import OrchestratorConfig
 from prefill_workers.config import PrefillConfig
+from transport.identity import ClusterSecret
 
 
 class Server(Protocol):
@@ -33,5 +34,6 @@ async def start_server(config: WorkerConfig) -> Server:
         case OrchestratorConfig() as section:
             from orchestrator.api.host import OrchestratorHost
 
-            place = config.place
-            return await OrchestratorHost(place.model_folder, section, host=place.host, cores=place.cores).start()
+            place, secret = config.place, ClusterSecret(config.place.secret)
+            host = OrchestratorHost(place.model_folder, section, host=place.host, secret=secret, cores=place.cores)
+            return await host.start()

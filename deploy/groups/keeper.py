@@ -33,6 +33,7 @@ from orchestrator.api.keeping import (
 from orchestrator.membership.view import ClusterView, Orders
 from planning.planner import ChainPlanner
 from transport.channel import make_channel
+from transport.identity import ClusterSecret
 from transport.status import translate_rpc_errors
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ class _Life:
 
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
-        self._channel = make_channel(handle.endpoint)
+        self._channel = make_channel(handle.endpoint, secret=ClusterSecret(handle.config.place.secret))
         self.stub: KeepingAsyncStub = KeepingStub(self._channel)
 
     async def kill(self) -> None:

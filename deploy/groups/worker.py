@@ -8,6 +8,7 @@ from baton.v1.kv_pb2_grpc import KvReceiverStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
 from deploy.groups.spawner import WorkerHandle
 from transport.channel import make_channel
+from transport.identity import ClusterSecret
 
 WorkerStatus = prefill_pb2.PrefillStatus | generate_pb2.GenerationStatus
 
@@ -18,7 +19,8 @@ class Worker:
     def __init__(self, handle: WorkerHandle) -> None:
         self.handle = handle
         self._silent_since_s: float | None = None
-        self._channel: grpc.aio.Channel = make_channel(handle.endpoint)
+        secret = ClusterSecret(handle.config.place.secret)
+        self._channel: grpc.aio.Channel = make_channel(handle.endpoint, secret=secret)
         self.prefill = PrefillRankStub(self._channel)
         self.generation = GenerationGroupStub(self._channel)
         self.kv = KvReceiverStub(self._channel)

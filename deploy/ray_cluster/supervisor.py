@@ -36,6 +36,7 @@ from deploy.ray_cluster.memory import Memory, forget_memory, load_memory
 from deploy.ray_cluster.places import RayRoom, wait_for_room
 from deploy.ray_cluster.spawner import RaySpawner, end_worker
 from orchestrator.membership.view import ClusterView, Orders
+from transport.identity import ClusterSecret
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +68,18 @@ class SupervisorState:
 class SupervisorActor:
     """Owns the cluster. Its methods run on the actor's threads, everything else on the loop's thread."""
 
-    def __init__(self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str) -> None:
+    def __init__(
+        self, config: ClusterConfig, folder: Path, kernels: tuple[KernelChoice, ...], store: str, secret: ClusterSecret
+    ) -> None:
         """Start the supervisor's loop, which starts the cluster. `kernels` is the launcher's choice, for its kind of
-        processor; `store` is the name by which workers share files on a node."""
+        processor; `store` is the name by which workers share files on a node; `secret` is the secret that the
+        cluster's processes share."""
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
         self._config = config
         self._folder = folder
         self._kernels = kernels
         self._store = store
+        self._secret = secret
         self._state = SupervisorState(os.getpid(), ray.get_runtime_context().get_node_id())
         self._own_host = config.worker_host or (ray.util.get_node_ip_address() if config.ray.address else LOOPBACK)
         self._room = RayRoom(
@@ -138,7 +143,7 @@ class SupervisorActor:
             if self._keeper is not None:
                 await self._keeper.close()
             else:
-                await end_worker(self._config.name, self._config.orchestrator_worker(self._folder).name)
+                await end_worker(self._config.name, self._config.orchestrator_worker(self._folder, self._secret).name)
             await self._roster.close()
             await self._cluster.close()
             for name in (*self._sizes, *self._memory.orders.stand_ins):  # groups that were on their way have room, too
@@ -186,7 +191,14 @@ class SupervisorActor:
         measured = engine_step_times(self._config, folder)
         host = "" if self._config.ray.address else LOOPBACK
         workers = self._config.workers(
-            name, folder, self._kernels, self._store, model=model, host=host, step_times=measured
+            name,
+            folder,
+            self._kernels,
+            self._store,
+            secret=self._secret,
+            model=model,
+            host=host,
+            step_times=measured,
         )
         return group_of(workers, self._around)
 
@@ -220,7 +232,7 @@ class SupervisorActor:
         )
         section = self._config.orchestrator
         return OrchestratorPlan(
-            self._config.orchestrator_worker(self._folder),
+            self._config.orchestrator_worker(self._folder, self._secret),
             info,
             model.eos_token_ids,
             partial(served_planner, self._config, self._folder),

@@ -1,18 +1,18 @@
-"""Decides who may call which method of the clients' port: any caller, callers with a key, or operators only.
+"""Decides who may call which method of the clients' port: any caller, callers with a key, processes of the cluster, or
+operators.
 
 Called before each call, by the server's interceptor (`transport.status`), which `orchestrator.api.frontend` installs.
-Where operators have keys, or all calls must have one, addresses do not count: a call from this machine may come from a
-proxy, on behalf of any client. docs/tenants.md has the rules as a table. Pure.
+Addresses do not count: a call from this machine may come from a proxy, on behalf of any client, or from another user of
+the machine. docs/security.md has the rules as a table. Pure.
 """
 
-import ipaddress
 from collections.abc import Mapping
 from enum import Enum
 from types import MappingProxyType
-from urllib.parse import unquote
 
 from baton.errors import UnauthenticatedError
-from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants, values_of
+from orchestrator.requests.tenants import AUTHORIZATION_KEY, Metadata, Tenants
+from transport.identity import ClusterSecret
 
 
 class Access(Enum):
@@ -22,8 +22,10 @@ class Access(Enum):
     """Every caller that reaches the port."""
     CALLERS = "callers"
     """Every caller; with `require_api_key`, only callers with a key or a trusted tenant's name."""
+    MEMBERS = "members"
+    """Callers that have the cluster's secret."""
     OPERATORS = "operators"
-    """Callers with an operator's key; also processes of this machine, unless `Tenants.goes_by_keys`."""
+    """Callers that have the cluster's secret, and an operator's key where operators have keys."""
 
 
 METHODS: Mapping[str, Access] = MappingProxyType(
@@ -35,8 +37,8 @@ METHODS: Mapping[str, Access] = MappingProxyType(
         "/baton.v1.Orchestrator/Generate": Access.CALLERS,
         "/baton.v1.Orchestrator/GetModel": Access.CALLERS,
         "/baton.v1.Orchestrator/GetClusterState": Access.CALLERS,
-        "/baton.v1.Planning/GetCalibration": Access.CALLERS,
-        "/baton.v1.Planning/GetStepTimes": Access.CALLERS,
+        "/baton.v1.Planning/GetCalibration": Access.MEMBERS,
+        "/baton.v1.Planning/GetStepTimes": Access.MEMBERS,
         "/baton.v1.Planning/UseCalibration": Access.OPERATORS,
         "/baton.v1.Planning/UseStepTimes": Access.OPERATORS,
         "/baton.v1.Admin/Drain": Access.OPERATORS,
@@ -46,52 +48,31 @@ METHODS: Mapping[str, Access] = MappingProxyType(
 )
 """Access to each method that is served; a method that is missing here is for operators."""
 
-FORWARDED_KEYS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
-"""Metadata by which proxies say that they call on behalf of another caller."""
-
 
 class Doorkeeper:
     """Checks calls before they are served. Read-only after it is made."""
 
-    def __init__(self, tenants: Tenants) -> None:
+    def __init__(self, tenants: Tenants, secret: ClusterSecret) -> None:
         self._tenants = tenants
+        self._secret = secret
 
-    def check(self, method: str, metadata: Metadata, peer: str) -> None:
-        """Return if the call may go on: `method` is its full name, `peer` is the caller's address as gRPC writes it.
+    def check(self, method: str, metadata: Metadata) -> None:
+        """Return if the call may go on; `method` is its full name. Implements `transport.status.Check`.
 
-        Raises UnauthenticatedError without a required key, and PermissionDeniedError for a tenant's key where an
-        operator's is required.
+        Raises UnauthenticatedError without a required key or secret, and PermissionDeniedError for a tenant's key where
+        an operator's is required.
         """
         access = METHODS.get(method, Access.OPERATORS)
         if access is Access.CALLERS and self._tenants.require_key:
             self._tenants.of(metadata)
         if access is Access.OPERATORS:
-            self._require_operator(method, metadata, peer)
+            self._require_operator(method, metadata)
+        if access in (Access.MEMBERS, Access.OPERATORS):
+            self._secret.check(method, metadata)
 
-    def _require_operator(self, method: str, metadata: Metadata, peer: str) -> None:
-        if self._tenants.is_operator(metadata):
-            return
-        is_forwarded = any(key in values_of(metadata) for key in FORWARDED_KEYS)
-        if not self._tenants.goes_by_keys and not is_forwarded and is_local(peer):
-            return
-        name = method.rpartition("/")[2]
-        remedy = f"send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
-        if not self._tenants.has_operators:
-            remedy = f"name a key in orchestrator.operator_keys, and {remedy}"
-        raise UnauthenticatedError(f"{name} is for operators: {remedy}")
-
-
-def is_local(peer: str) -> bool:
-    """Return whether a peer, as ipv4:127.0.0.1:5000 or ipv6:%5B::1%5D:5000, calls by loopback or a Unix socket."""
-    kind, _, rest = unquote(peer).partition(":")
-    if kind in ("unix", "unix-abstract"):
-        return True
-    if kind not in ("ipv4", "ipv6"):
-        return False
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return (mapped or address).is_loopback
+    def _require_operator(self, method: str, metadata: Metadata) -> None:
+        if not self._tenants.is_operator(metadata) and self._tenants.has_operators:
+            name = method.rpartition("/")[2]
+            raise UnauthenticatedError(
+                f"{name} is for operators: send an operator's key as {AUTHORIZATION_KEY}: Bearer KEY"
+            )

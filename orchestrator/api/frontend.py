@@ -44,6 +44,7 @@ from orchestrator.requests.tenants import Tenants
 from planning.planner import ChainPlanner
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
+from transport.identity import ClusterSecret
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -142,19 +143,21 @@ class OrchestratorServer:
         eos_token_ids: Sequence[int] = (),
         config: OrchestratorConfig | None = None,
         planner: ChainPlanner,
+        secret: ClusterSecret,
         calibration_path: Path | None = None,
         metrics_port: int | None = None,
     ) -> Self:
         """Serve on host:port, and metrics on host:metrics_port, if that is given; port 0 takes any free one.
 
-        `members` may know no group yet. Calibrations that `planner` is given later are kept at `calibration_path`.
-        Raises ConfigError when a server cannot listen there.
+        `members` may know no group yet. `secret` is the cluster's secret, sent to workers and required of operators.
+        Calibrations that `planner` is given later are kept at `calibration_path`. Raises ConfigError when a server
+        cannot listen there.
         """
         config = config or OrchestratorConfig()
         tenants = config.tenants
-        server = make_server(check=Doorkeeper(tenants).check)
+        server = make_server(check=Doorkeeper(tenants, secret).check)
         bound = bind(server, host, port)
-        controller = Controller(members, clock, config, planner=planner)
+        controller = Controller(members, clock, config, planner=planner, secret=secret)
         servicer = OrchestratorServicer(controller, Intake(tokenizer, model, eos_token_ids), model, clock, tenants)
         orchestrator_pb2_grpc.add_OrchestratorServicer_to_server(servicer, server)
         planning_pb2_grpc.add_PlanningServicer_to_server(PlanningServicer(planner, calibration_path), server)

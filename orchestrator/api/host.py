@@ -25,6 +25,7 @@ from orchestrator.membership.members import Members
 from orchestrator.requests.config import OrchestratorConfig
 from text.tokenizer import Tokenizer
 from transport.channel import bind, make_server
+from transport.identity import ClusterSecret
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -32,20 +33,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
     """One life of the orchestrator. Its methods for gRPC are called only by the supervisor."""
 
-    def __init__(self, folder: Path, config: OrchestratorConfig, *, host: str, cores: Sequence[int] = ()) -> None:
+    def __init__(
+        self, folder: Path, config: OrchestratorConfig, *, host: str, secret: ClusterSecret, cores: Sequence[int] = ()
+    ) -> None:
         """Prepare a life of the orchestrator, which does not serve yet.
 
         `folder` holds the tokenizer; whether there is a chat template is read from it, whatever a supervisor says. The
-        supervisor is served at `host`. The process is pinned to `cores`; empty: not pinned.
+        supervisor, which has the cluster's secret, is served at `host`. The process is pinned to `cores`; empty: not
+        pinned.
         """
         self.port = 0
         """Port for the supervisor; 0 before the host has started."""
         self._folder = folder
         self._config = config
         self._host = host
+        self._secret = secret
         self._cores = cores
         self._members = Members()
-        self._keeping = make_server()
+        self._keeping = make_server(check=secret.check)
         self._server: OrchestratorServer | None = None
         self._lock = asyncio.Lock()
         self._starting: asyncio.Task[None] | None = None
@@ -101,6 +106,7 @@ class OrchestratorHost(keeping_pb2_grpc.KeepingServicer):
             port=request.port,
             eos_token_ids=tuple(request.eos_token_ids),
             config=self._config,
+            secret=self._secret,
             planner=planner_from_proto(request.predictions),
             calibration_path=Path(path) if path else None,
             metrics_port=request.metrics_port if request.HasField("metrics_port") else None,

@@ -120,15 +120,6 @@ class Tenants:
         """Return whether there are operators' keys."""
         return bool(self.operator_hashes)
 
-    @property
-    def goes_by_keys(self) -> bool:
-        """Return whether only a key identifies an operator, and a call from this machine does not.
-
-        This holds where operators have keys, where calls must have a key, and behind a gateway that is trusted with
-        names.
-        """
-        return self.has_operators or self.require_key or self.trust_metadata
-
     def is_operator(self, metadata: Metadata) -> bool:
         """Return whether a call with this metadata has an operator's key.
 

@@ -27,6 +27,7 @@ from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.messages import PrefillJob, stream_request, takeover_request
 from orchestrator.workers.streams import SharedStreams, StreamPart
 from transport.channel import make_channel
+from transport.identity import ClusterSecret
 from transport.kv_client import KvClient
 from transport.status import translate_rpc_errors
 
@@ -152,7 +153,9 @@ class _Connection:
 class Clients:
     """A client for each endpoint, made at first use. Closing a channel ends its calls, so channels in use are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, secret: ClusterSecret) -> None:
+        """`secret` is the cluster's secret, sent with each call."""
+        self._secret = secret
         self._connections: dict[str, _Connection] = {}
 
     @contextlib.contextmanager
@@ -160,7 +163,7 @@ class Clients:
         """Return a context with the client of the worker at host:port, which connects at its first call."""
         connection = self._connections.get(endpoint)
         if connection is None:
-            channel = make_channel(endpoint)
+            channel = make_channel(endpoint, secret=self._secret)
             connection = self._connections[endpoint] = _Connection(channel, WorkerClient(endpoint, channel))
         connection.num_users += 1
         try:

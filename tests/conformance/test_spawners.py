@@ -15,6 +15,7 @@ from deploy.groups.processes import ProcessSpawner, WorkerStartError
 from deploy.groups.spawner import Spawner, WorkerHandle
 from deploy.groups.worker import Worker
 from tests.support.clusters.spawners import InProcessSpawner, orchestrator_worker
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
 MakeSpawner = Callable[[], Spawner]
@@ -28,7 +29,7 @@ def spawner(request: pytest.FixtureRequest) -> Spawner:
 
 @pytest.fixture
 def rank(smollm2: Path) -> WorkerConfig:
-    return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2)[0]
+    return make_local_config({"model": {"dtype": "float32"}}).workers("prefill-0", smollm2, secret=SECRET)[0]
 
 
 @pytest.fixture(params=["prefill", "orchestrator"])
@@ -38,7 +39,7 @@ def config(request: pytest.FixtureRequest, smollm2: Path, rank: WorkerConfig) ->
 
 async def _answers(handle: WorkerHandle) -> bool:
     if handle.config.role == "orchestrator":
-        async with make_channel(handle.endpoint) as channel:
+        async with make_channel(handle.endpoint, secret=SECRET) as channel:
             status = await KeepingStub(channel).Update(UpdateRequest(), timeout=10)
         await handle.close()
         return status.port == 0  # it waits for its supervisor's word

@@ -18,6 +18,7 @@ from tests.support.clusters.chaos import chaos_cluster
 from tests.support.clusters.storms import CLOCK, TTL_S
 from tests.support.engines.speculating import SPECULATING
 from tests.support.models.tiny_tokenizer import NUM_LETTERS
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
@@ -73,7 +74,7 @@ async def test_what_does_not_hold_is_said(tmp_path: Path) -> None:
     async with chaos_cluster(tmp_path, num_groups=1) as (cluster, reference):
         async with AsyncClient(cluster.endpoint) as client:
             (engine,) = (group for group in (await client.cluster_state()).groups if group.role == "generate")
-        async with make_channel(engine.endpoints[0]) as channel:
+        async with make_channel(engine.endpoints[0], secret=SECRET) as channel:
             kv = KvClient(channel)
             spec = ReserveSpec(RequestId("lost"), 1, 4, 8, ttl_s=30.0)
             lease = await kv.reserve(spec, reference.decoder.layout.fingerprint)

@@ -28,6 +28,7 @@ from tests.support.engines.generation_servers import SHORT, Client, ids_in, read
 from tests.support.engines.slot_tables import page_bytes
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer, text_of
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.kv_client import KvClient
 from transport.kv_sink import ReserveSpec
@@ -177,7 +178,7 @@ async def test_a_lease_that_never_was_is_stale(client: Client) -> None:
 
 async def test_kv_of_another_model_is_refused(client: Client) -> None:
     other = dataclasses.replace(client.decoder.layout, model_fingerprint="other")
-    async with make_channel(f"127.0.0.1:{client.server.port}") as channel:
+    async with make_channel(f"127.0.0.1:{client.server.port}", secret=SECRET) as channel:
         with pytest.raises(LayoutMismatchError):
             await KvClient(channel).reserve(ReserveSpec(RequestId("r"), 1, 4, 8, 5.0), other.fingerprint)
 
@@ -219,6 +220,7 @@ async def test_a_port_in_use_is_a_config_error(client: Client) -> None:
             CONFIG,
             clock=SystemClock(),
             host="127.0.0.1",
+            secret=SECRET,
             port=client.server.port,
         )
 

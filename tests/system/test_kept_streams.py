@@ -22,6 +22,7 @@ from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.speculating import SPECULATING, ways
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import text_of
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.proto_types import history_to_proto
 
@@ -139,7 +140,7 @@ async def running(request: pytest.FixtureRequest) -> AsyncIterator[Relay]:
 
 @pytest.fixture
 async def group(running: Relay) -> AsyncIterator[Group]:
-    async with make_channel(f"{HOST}:{running.groups[0].port}") as channel:
+    async with make_channel(f"{HOST}:{running.groups[0].port}", secret=SECRET) as channel:
         made = Group(channel, running.groups[0])
         yield made
         await made.close()

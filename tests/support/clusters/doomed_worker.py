@@ -33,6 +33,7 @@ from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport, KvOutlet
 from prefill_workers.servicer import PrefillRankServicer, PrefillServer
 from transport.channel import bind, make_server
+from transport.identity import ClusterSecret
 
 
 class Moment(enum.StrEnum):
@@ -187,11 +188,12 @@ async def start_doomed(config: WorkerConfig) -> Server:
         return await start_server(config)
     torch.set_num_threads(place.num_threads)
     fate = Fate(place.model_folder, config.name)
-    server = make_server()
+    secret = ClusterSecret(place.secret)
+    server = make_server(check=secret.check)
     port = bind(server, place.host)
     decoder = DoomedDecoder(load_decoder(place.model_folder, dtype=place.dtype), fate)
     engine = DoomedEngine(decoder, fate, section.watchdog_floor_s)
-    servicer = PrefillRankServicer(engine, place.host)
+    servicer = PrefillRankServicer(engine, place.host, secret)
     prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
     await server.start()
     return PrefillServer(server, servicer, port)

@@ -43,6 +43,7 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import eos_decoder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
 
@@ -197,6 +198,7 @@ class Relay:
                 decoder,
                 clock=CLOCK,
                 host=HOST,
+                secret=SECRET,
                 prefix_folder=self.prefix_folder,
                 prefix_bytes=self.prefix_bytes,
                 prefix_disk=self.prefix_disk,
@@ -214,6 +216,7 @@ class Relay:
             config,
             clock=CLOCK,
             host=HOST,
+            secret=SECRET,
             prefix_folder=self.group_folder,
             prefix_bytes=self.prefix_bytes,
             prefix_disk=self.prefix_disk,
@@ -233,7 +236,7 @@ class Relay:
                 store=f"{HOST}:{self.store.port}",
                 timeout_s=20,
             )
-            async with make_channel(f"{HOST}:{self.ranks[rank].port}") as channel:
+            async with make_channel(f"{HOST}:{self.ranks[rank].port}", secret=SECRET) as channel:
                 await PrefillRankStub(channel).StartEpoch(request)
 
         await asyncio.gather(*(join(rank) for rank in range(len(self.ranks))))
@@ -336,6 +339,7 @@ class Relay:
             model,
             clock=CLOCK,
             host=HOST,
+            secret=SECRET,
             eos_token_ids=(EOS_ID,),
             config=config,
             planner=self.planner,
@@ -343,7 +347,7 @@ class Relay:
         )
         self.members.update(self.view())
         try:
-            async with make_channel(f"{HOST}:{self.server.port}") as self.channel:
+            async with make_channel(f"{HOST}:{self.server.port}", secret=SECRET) as self.channel:
                 self.stub = OrchestratorStub(self.channel)
                 yield
         finally:

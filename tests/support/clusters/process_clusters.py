@@ -34,7 +34,7 @@ async def process_cluster(folder: Path, *, num_slots: int, max_tokens: int) -> A
         await cluster.until_ready(supervision.start_timeout_s)
         layout = cluster.members.view.generation[0].layout_fingerprint
         plan = OrchestratorPlan(
-            orchestrator_worker(folder, LIMITS),
+            orchestrator_worker(folder, LIMITS, cluster.secret),
             ModelInfo(folder.name, max_tokens, model.vocab_size, config.model.dtype, True, layout),
             model.eos_token_ids,
             partial(served_planner, config, folder),

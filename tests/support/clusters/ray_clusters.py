@@ -9,9 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 
@@ -22,12 +23,16 @@ from baton.errors import BatonError
 from baton.settings.paths import cache_folder
 from baton.v1.prefill_pb2 import PrefillStatusRequest
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from deploy.commands.cluster_secrets import load_secret
+from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start, store_name
 from modeling.prefix_store.folder import node_folder
 from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.folders import ROOT
+from transport.identity import ClusterSecret
 
 START_S = 90.0
+NO_VARIABLES: Mapping[str, str] = MappingProxyType({})
 _STDOUT, _STDERR = "stdout.txt", "stderr.txt"
 
 
@@ -64,19 +69,27 @@ class ServedCluster:
         return run_baton(self.cache, *arguments, host=self.host)
 
 
-def run_baton(cache: Path, *arguments: str, host: Host = MACHINE) -> "subprocess.CompletedProcess[str]":
-    """One `baton` command to its end."""
+def run_baton(
+    cache: Path, *arguments: str, environment: Mapping[str, str] = NO_VARIABLES, host: Host = MACHINE
+) -> "subprocess.CompletedProcess[str]":
+    """One `baton` command to its end, with further environment variables."""
     command = host.command(sys.executable, "-m", "deploy.cli", *arguments)
-    return subprocess.run(command, cwd=ROOT, env=_environment(cache), text=True, capture_output=True, timeout=110)
+    variables = {**_environment(cache), **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, text=True, capture_output=True, timeout=110)
 
 
 @contextlib.contextmanager
 def served(
-    cache: Path, model: Path, *assignments: str, address: str = "", host: Host = MACHINE
+    cache: Path,
+    model: Path,
+    *assignments: str,
+    address: str = "",
+    environment: Mapping[str, str] = NO_VARIABLES,
+    host: Host = MACHINE,
 ) -> Iterator[ServedCluster]:
-    """A cluster that serves, on a Ray of its own or that at host:port, launched on `host`; interrupted at the end,
-    unless it has ended."""
-    with launched(cache, model, *assignments, address=address, host=host) as starting:
+    """A cluster that serves, on a Ray of its own or that at host:port, launched on `host` with further environment
+    variables; interrupted at the end, unless it has ended."""
+    with launched(cache, model, *assignments, address=address, environment=environment, host=host) as starting:
         yield ready(starting)
 
 
@@ -90,7 +103,12 @@ def ready(starting: ServedCluster) -> ServedCluster:
 
 @contextlib.contextmanager
 def launched(
-    cache: Path, model: Path, *assignments: str, address: str = "", host: Host = MACHINE
+    cache: Path,
+    model: Path,
+    *assignments: str,
+    address: str = "",
+    environment: Mapping[str, str] = NO_VARIABLES,
+    host: Host = MACHINE,
 ) -> Iterator[ServedCluster]:
     """As `served`, from the command's first moment."""
     settings = [
@@ -104,9 +122,10 @@ def launched(
     if address:
         options += ["--address", address]
     command = host.command(sys.executable, "-m", "deploy.cli", "serve", *options)
+    variables = {**_environment(cache), **environment}
     with (cache / _STDOUT).open("w") as stdout, (cache / _STDERR).open("w") as stderr:
         process = subprocess.Popen(
-            command, cwd=ROOT, env=_environment(cache), text=True, stdout=stdout, stderr=stderr, start_new_session=True
+            command, cwd=ROOT, env=variables, text=True, stdout=stdout, stderr=stderr, start_new_session=True
         )
     try:
         yield ServedCluster(process, cache, target="", ray_folder="", host=host)
@@ -159,9 +178,14 @@ def endpoints(state: ClusterState, role: str) -> tuple[str, ...]:
     return next(group.endpoints for group in state.groups if group.role == role)
 
 
-def num_jobs(endpoint: str) -> int:
+def secret_of(cache: Path) -> ClusterSecret:
+    """The secret of the cluster that is recorded in that cache."""
+    return load_secret(cache / "baton" / "clusters" / "baton.json")
+
+
+def num_jobs(endpoint: str, secret: ClusterSecret) -> int:
     """Jobs that the prefill rank at host:port holds."""
-    with grpc.insecure_channel(endpoint, options=channel_options(Keepalive())) as channel:
+    with keyed(grpc.insecure_channel(endpoint, options=channel_options(Keepalive())), None, secret) as channel:
         return int(PrefillRankStub(channel).GetStatus(PrefillStatusRequest(), timeout=10).num_jobs)
 
 
@@ -186,13 +210,13 @@ def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
         spent_s, looked_s = spent_s + min(now_s - looked_s, 0.5), now_s
 
 
-def until_settled(client: Client, within_s: float = 60.0) -> None:
+def until_settled(cluster: ServedCluster, client: Client, within_s: float = 60.0) -> None:
     """All groups are ready, and nobody waits, runs or holds a slot, a byte or a job; nothing is leaked."""
-    until(lambda: _is_settled(client), within_s)
+    until(lambda: _is_settled(cluster, client), within_s)
     assert [group.num_leaked for group in client.cluster_state().groups if group.num_leaked] == []
 
 
-def _is_settled(client: Client) -> bool:
+def _is_settled(cluster: ServedCluster, client: Client) -> bool:
     try:
         state = client.cluster_state()
     except BatonError:
@@ -203,7 +227,8 @@ def _is_settled(client: Client) -> bool:
     held += [group.num_requests for group in groups]
     if not all(group.is_ready for group in groups) or any((state.num_queued, state.num_running, *held)):
         return False
-    return not any(num_jobs(each) for group in groups if group.role == "prefill" for each in group.endpoints)
+    secret = secret_of(cluster.cache)
+    return not any(num_jobs(each, secret) for group in groups if group.role == "prefill" for each in group.endpoints)
 
 
 def _owner(socket: str) -> int:

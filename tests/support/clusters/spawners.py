@@ -15,6 +15,8 @@ from prefill_workers.config import PrefillConfig
 from prefill_workers.servicer import PrefillServer
 from tests.support.models.tiny_models import random_decoder
 from tests.support.models.tiny_tokenizer import letter_tokenizer
+from tests.support.wire.secret import SECRET
+from transport.identity import ClusterSecret
 
 HOST = "127.0.0.1"
 
@@ -24,15 +26,17 @@ NONE = Path("none")
 
 def tiny_worker(role: str, rank: int = 0, group: int = 0, folder: Path = NONE) -> WorkerConfig:
     """What such a worker is told."""
-    place = WorkerPlace(model_folder=folder, dtype="float32", host=HOST, prefix_share=0.0)
+    place = WorkerPlace(model_folder=folder, dtype="float32", host=HOST, prefix_share=0.0, secret=SECRET.text)
     if role == "prefill":
         return WorkerConfig("prefill", group, rank, place, PrefillConfig(watchdog_floor_s=5.0))
     return WorkerConfig("generate", group, rank, place, EngineConfig(num_slots=2, max_slot_tokens=64))
 
 
-def orchestrator_worker(folder: Path, config: OrchestratorConfig | None = None) -> WorkerConfig:
+def orchestrator_worker(
+    folder: Path, config: OrchestratorConfig | None = None, secret: ClusterSecret = SECRET
+) -> WorkerConfig:
     """What an orchestrator's process is told; `folder` holds the tokenizer."""
-    place = WorkerPlace(model_folder=folder, host=HOST)
+    place = WorkerPlace(model_folder=folder, host=HOST, secret=secret.text)
     return WorkerConfig("orchestrator", 0, 0, place, config or OrchestratorConfig())
 
 
@@ -93,14 +97,14 @@ class InProcessSpawner:
         server: PrefillServer | GenerationServer | OrchestratorHost
         if config.role == "prefill":
             server = await PrefillServer.start(
-                decoder, clock=SystemClock(), host=HOST, prefix_folder=self.prefix_folder
+                decoder, clock=SystemClock(), host=HOST, secret=SECRET, prefix_folder=self.prefix_folder
             )
         elif isinstance(config.section, OrchestratorConfig):
-            server = await OrchestratorHost(config.place.model_folder, config.section, host=HOST).start()
+            server = await OrchestratorHost(config.place.model_folder, config.section, host=HOST, secret=SECRET).start()
         else:
             assert isinstance(config.section, EngineConfig)
             server = await GenerationServer.start(
-                decoder, letter_tokenizer(), config.section, clock=SystemClock(), host=HOST
+                decoder, letter_tokenizer(), config.section, clock=SystemClock(), host=HOST, secret=SECRET
             )
         self.made.append(InProcessWorker(config, server))
         return self.made[-1]

@@ -43,6 +43,7 @@ from tests.support.engines.generation import eos_decoder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer
 from tests.support.wire.faulty_ports import FaultyEngine
+from tests.support.wire.secret import SECRET
 from transport.channel import bind, make_channel, make_server
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class FaultySpawner:
         return InProcessWorker(config, await (self._rank() if config.role == "prefill" else self._group()))
 
     async def _rank(self) -> PrefillServer:
-        server = make_server()
+        server = make_server(check=SECRET.check)
         bound = bind(server, HOST)
         repeats = self._prefix_folder is None
         engine = FaultyEngine(self._decoder, CLOCK, self._plan, watchdog_floor_s=1.0, repeats=repeats)
@@ -97,7 +98,7 @@ class FaultySpawner:
         if self._prefix_folder is not None:
             layout = self._decoder.layout
             store = NodeStore(self._prefix_folder, layout, limit_bytes=self._prefix_bytes, clock=CLOCK)
-        servicer = PrefillRankServicer(engine, HOST, store.blocks if store is not None else None)
+        servicer = PrefillRankServicer(engine, HOST, SECRET, store.blocks if store is not None else None)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return PrefillServer(server, servicer, bound, store)
@@ -110,6 +111,7 @@ class FaultySpawner:
             config,
             clock=CLOCK,
             host=HOST,
+            secret=SECRET,
             prefix_folder=self._prefix_folder,
             prefix_bytes=self._prefix_bytes,
         )
@@ -187,6 +189,7 @@ async def orchestrator_over(
         model,
         clock=CLOCK,
         host=HOST,
+        secret=SECRET,
         eos_token_ids=(EOS_ID,),
         config=config,
         planner=linear_planner(),

@@ -21,6 +21,7 @@ from orchestrator.workers.streams import SharedStreams, StreamPart
 from tests.support.engines.generation import eos_decoder, prefilled, sampled_next
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import letter_tokenizer
+from tests.support.wire.secret import SECRET
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 from transport.kv_client import KvClient
@@ -116,9 +117,11 @@ async def serving(
     """A tiny model's server, unless a decoder is given."""
     torch.set_num_threads(1)
     decoder, tokenizer = decoder or eos_decoder(), tokenizer or letter_tokenizer()
-    server = await GenerationServer.start(decoder, tokenizer, config, clock=SystemClock(), host="127.0.0.1")
+    server = await GenerationServer.start(
+        decoder, tokenizer, config, clock=SystemClock(), host="127.0.0.1", secret=SECRET
+    )
     try:
-        async with make_channel(f"127.0.0.1:{server.port}") as channel:
+        async with make_channel(f"127.0.0.1:{server.port}", secret=SECRET) as channel:
             client = Client(server, channel, decoder)
             yield client
             await client.streams.close()

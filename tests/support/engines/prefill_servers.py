@@ -23,6 +23,7 @@ from prefill_workers.servicer import PrefillServer
 from tests.support.engines.prefixes import PLENTY
 from tests.support.models.tiny_models import random_decoder
 from tests.support.wire.kv_loopback import Loopback, loopback
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.proto_types import history_to_proto, lease_to_proto
 from transport.status import translate_rpc_errors
@@ -94,13 +95,16 @@ async def two_ranks(prefix_folder: Path | None = None, prefix_disk: DiskPlace | 
                 decoder,
                 clock=SystemClock(),
                 host=HOST,
+                secret=SECRET,
                 prefix_folder=prefix_folder,
                 prefix_bytes=PLENTY,
                 prefix_disk=prefix_disk,
             )
             for _ in range(2)
         ]
-        channels = [await stack.enter_async_context(make_channel(f"{HOST}:{server.port}")) for server in servers]
+        channels = [
+            await stack.enter_async_context(make_channel(f"{HOST}:{server.port}", secret=SECRET)) for server in servers
+        ]
         store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
         try:
             yield Ranks(decoder, servers, [PrefillRankStub(channel) for channel in channels], receiver, store)

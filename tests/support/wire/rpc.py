@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 
 from transport.channel import Keepalive, bind, make_channel, make_server
+from transport.status import Check
 
 Context = grpc.aio.ServicerContext[Any, Any]
 UNARY, STREAM, UPLOAD = "/test.Service/Unary", "/test.Service/Stream", "/test.Service/Upload"
@@ -26,15 +27,23 @@ class Service:
 
 
 @asynccontextmanager
-async def served(service: Service, *, port: int = 0, keepalive: Keepalive | None = None) -> AsyncIterator[int]:
-    """Serves it on 127.0.0.1; yields the port."""
-    server = make_server(keepalive)
+async def served(
+    service: Service,
+    *,
+    port: int = 0,
+    keepalive: Keepalive | None = None,
+    check: Check | None = None,
+    name: str = "test.Service",
+) -> AsyncIterator[int]:
+    """Serves it on 127.0.0.1, under that name; yields the port."""
+    server = make_server(keepalive, check=check)
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Unary": grpc.unary_unary_rpc_method_handler(service.unary),
         "Stream": grpc.unary_stream_rpc_method_handler(service.stream),
         "Upload": grpc.stream_unary_rpc_method_handler(service.upload),
+        "GetAllNodeInfo": grpc.unary_unary_rpc_method_handler(service.unary),
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("test.Service", handlers),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
     bound = bind(server, "127.0.0.1", port)
     await server.start()
     try:

@@ -23,6 +23,7 @@ from baton.sampling_params import SamplingParams
 from baton.streams import Stream
 from baton.v1.planning_pb2 import GetStepTimesRequest
 from baton.v1.planning_pb2_grpc import PlanningStub
+from deploy.commands.keyed_channel import keyed
 from deploy.commands.record import process_start
 from modeling.checkpoints.weights import load_decoder
 from planning import step_times
@@ -33,6 +34,7 @@ from tests.support.clusters.ray_clusters import (
     endpoints,
     listener,
     num_jobs,
+    secret_of,
     served,
     supervisor,
     supervisors,
@@ -78,7 +80,7 @@ def _ask(client: Client, prompt: tuple[int, ...], params: SamplingParams) -> lis
 
 
 def test_beyond_the_queue_a_request_is_refused_at_once_and_told_when_to_come_back(
-    client: Client, smollm2: Path
+    cluster: ServedCluster, client: Client, smollm2: Path
 ) -> None:
     prompt = passage_ids(smollm2, 20)
     taken = [client.generate(token_ids=prompt, params=LONG) for _ in range(NUM_SLOTS + NUM_QUEUED)]
@@ -88,27 +90,29 @@ def test_beyond_the_queue_a_request_is_refused_at_once_and_told_when_to_come_bac
     assert refused.value.retry_after_s
     for stream in taken:
         stream.cancel()
-    until_settled(client)
+    until_settled(cluster, client)
 
 
 @pytest.mark.parametrize("num_tokens", [20, 2500], ids=["while tokens come", "during prefill"])
-def test_a_client_that_leaves_frees_everything(client: Client, smollm2: Path, num_tokens: int) -> None:
+def test_a_client_that_leaves_frees_everything(
+    cluster: ServedCluster, client: Client, smollm2: Path, num_tokens: int
+) -> None:
     stream = client.generate(token_ids=passage_ids(smollm2, num_tokens), params=LONG)
     if num_tokens == 20:
         next(stream)
     else:
-        until(lambda: num_jobs(endpoints(client.cluster_state(), "prefill")[0]) > 0)
+        until(lambda: num_jobs(endpoints(client.cluster_state(), "prefill")[0], secret_of(cluster.cache)) > 0)
     stream.cancel()
-    until_settled(client, within_s=5)
+    until_settled(cluster, client, within_s=5)
 
 
-def test_a_deadline_brings_usage_as_the_last_message(client: Client, smollm2: Path) -> None:
+def test_a_deadline_brings_usage_as_the_last_message(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
     stream = client.generate(token_ids=passage_ids(smollm2, 20), params=LONG, deadline_s=3)
     with pytest.raises(DeadlineExceededError):
         stream.collect()
     assert stream.usage is not None
     assert stream.usage.num_output_tokens == len(stream.output.tokens) > 0
-    until_settled(client)
+    until_settled(cluster, client)
 
 
 def test_the_orchestrator_stays_on_its_cores(cluster: ServedCluster) -> None:
@@ -146,7 +150,7 @@ def test_a_calibration_counts_at_once_and_in_the_orchestrators_next_life(
     in_use = f"calibration {measured.fingerprint}: measured"
     assert in_use in cluster.command("status").stdout
     os.kill(listener(cluster.target), signal.SIGKILL)
-    until_settled(client)
+    until_settled(cluster, client)
     assert in_use in cluster.command("status").stdout
     simulated = cluster.command("simulate", "--calibration", str(copy), "--ranks", "2", "--contexts", "256")
     assert simulated.returncode == 0, simulated.stderr
@@ -166,7 +170,7 @@ def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
     assert "rounds: steps that draft, and the one that verifies" in calibrated.stderr
     assert _steps_in_use(cluster) == measured
     os.kill(listener(cluster.target), signal.SIGKILL)
-    until_settled(client)
+    until_settled(cluster, client)
     assert _steps_in_use(cluster) == measured
     refused = cluster.command("calibrate", "--generate", "--batches", "5")
     assert refused.returncode == 2
@@ -174,7 +178,7 @@ def test_step_times_count_at_once_and_in_the_orchestrators_next_life(
 
 
 def _steps_in_use(cluster: ServedCluster) -> StepTimes:
-    with grpc.insecure_channel(cluster.target) as channel:
+    with keyed(grpc.insecure_channel(cluster.target), None, secret_of(cluster.cache)) as channel:
         reply = PlanningStub(channel).GetStepTimes(GetStepTimesRequest(), timeout=30)
     return step_times.loads(reply.step_times, "cluster")
 
@@ -195,7 +199,7 @@ def test_a_drained_group_stays_so_in_the_orchestrators_next_life_and_metrics_whe
     assert 'baton_group_drained{group="prefill-0",role="prefill"} 1.0' in text
     assert 'baton_disagg_decisions_total{reason="no_prefill_groups"} 1.0' in text
     assert cluster.command("drain", "prefill-0", "--undo").returncode == 0
-    until_settled(client)
+    until_settled(cluster, client)
 
 
 def _is_drained(client: Client) -> bool:
@@ -213,7 +217,7 @@ def test_a_busy_cluster_is_not_calibrated(cluster: ServedCluster, client: Client
     assert refused.returncode == 1
     assert refused.stderr.startswith("baton: the cluster serves 1 requests, which would disturb the measurement")
     stream.cancel()
-    until_settled(client)
+    until_settled(cluster, client)
 
 
 def test_a_second_cluster_of_the_same_name_is_refused(cluster: ServedCluster, smollm2: Path) -> None:
@@ -260,7 +264,7 @@ def _content(completion: Completion) -> tuple[list[int], str]:
 
 
 @pytest.mark.ci
-def test_sixteen_concurrent_streams_equal_one_process(client: Client, smollm2: Path) -> None:
+def test_sixteen_concurrent_streams_equal_one_process(cluster: ServedCluster, client: Client, smollm2: Path) -> None:
     prompts = [passage_ids(smollm2, 20 + 9 * index, start=60 * index) for index in range(16)]
     with ThreadPoolExecutor(16) as pool:
         got = list(pool.map(lambda ids: client.generate(token_ids=ids, params=SHORT).collect(), prompts))
@@ -269,7 +273,7 @@ def test_sixteen_concurrent_streams_equal_one_process(client: Client, smollm2: P
         tokens, _ = _content(each)
         assert len(tokens) == SHORT.max_tokens
         check_equal_tokens(decoder, prompt, tokens, SHORT)
-    until_settled(client)
+    until_settled(cluster, client)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +290,7 @@ def test_a_stream_survives_a_lost_worker(
     if role == "generate":
         next(stream)
     else:
-        until(lambda: num_jobs(endpoints(client.cluster_state(), role)[-1]) > 0)
+        until(lambda: num_jobs(endpoints(client.cluster_state(), role)[-1], secret_of(cluster.cache)) > 0)
     os.kill(victim, with_signal)
     got = stream.collect()
     tokens, _ = _content(got)
@@ -294,7 +298,7 @@ def test_a_stream_survives_a_lost_worker(
     check_equal_tokens(load_decoder(smollm2, dtype="float32"), prompt, tokens, MIDDLE)
     assert got.usage is not None
     assert got.usage.num_attempts >= 2
-    until_settled(client)
+    until_settled(cluster, client)
     assert not process_start(victim)
     told = rf"^{role}-0\S* ended with \w+(: replacing it|, 2 times in a row: )"
     assert re.search(told, cluster.stderr[num_told:], re.MULTILINE)
@@ -311,7 +315,7 @@ def test_streams_survive_a_lost_supervisor(
     os.kill(victim, with_signal)
     _collect(streams, answers)
     until(lambda: bool(supervisors(cluster.ray_folder) - {victim}))
-    until_settled(client)
+    until_settled(cluster, client)
     assert not process_start(victim)
     assert endpoints(client.cluster_state(), "prefill") == workers
 
@@ -328,7 +332,7 @@ def test_streams_survive_a_lost_orchestrator(
     for each in short:  # they ran on meanwhile: nothing was prefilled again
         assert each.num_resumes
         assert each.timings is not None and each.timings.prefill.ranks == ()
-    until_settled(client)
+    until_settled(cluster, client)
     assert listener(cluster.target) != victim
     assert not process_start(victim)
     assert endpoints(client.cluster_state(), "prefill") == workers
@@ -342,5 +346,5 @@ def test_streams_survive_supervisor_and_orchestrator_lost_at_once(cluster: Serve
         for victim, with_signal in zip(victims, LOSSES, strict=True):
             os.kill(victim, with_signal)
         _collect(streams, answers)
-        until_settled(client)
+        until_settled(cluster, client)
         assert not any(process_start(victim) for victim in victims)

@@ -96,8 +96,8 @@ def _processes(client: Client, *names: str) -> list[int]:
     return [listener(endpoint) for group in groups if group.name in names for endpoint in group.endpoints]
 
 
-def _until_sound(client: Client) -> None:
-    until_settled(client)
+def _until_sound(cluster: ServedCluster, client: Client) -> None:
+    until_settled(cluster, client)
     assert client.cluster_state().why_not_serving == ()
 
 
@@ -113,13 +113,14 @@ def test_a_group_leaves_under_streams_stays_away_over_restarts_and_comes_back(
         assert left.stdout == "generate-1 has left: `baton drain generate-1 --undo` brings it back\n"
         assert not process_start(process)
         streams.check()
-    address = json.loads((cluster.cache / "baton" / "clusters" / "baton.json").read_text())["ray_address"]
+    record = cluster.cache / "baton" / "clusters" / "baton.json"
+    address = json.loads(record.read_text())["ray_address"]
     assert sorted(held_of(address)["places"]) == ["generate-0", "prefill-0"]
     victims = (listener(cluster.target), supervisor(cluster.ray_folder))
     for victim in victims:
         os.kill(victim, signal.SIGKILL)
     until(lambda: bool(supervisors(cluster.ray_folder) - set(victims)))
-    _until_sound(client)
+    _until_sound(cluster, client)
     assert _names(client) == ["prefill-0", "generate-0"]
     assert (
         "degraded: generate-1 has left: `baton drain generate-1 --undo` starts it" in cluster.command("status").stdout
@@ -145,7 +146,7 @@ def test_a_reload_under_streams_loses_nothing_though_the_supervisor_dies_in_the_
         streams.check()
     assert not any(process_start(process) for process in before)
     assert _names(client) == ["prefill-0", "generate-0", "generate-1"]
-    _until_sound(client)
+    _until_sound(cluster, client)
 
 
 @pytest.mark.soak
@@ -161,7 +162,7 @@ def test_the_last_group_that_generates_is_reloaded_behind_a_stand_in(
     assert not process_start(process)
     assert _names(client) == ["prefill-0", "generate-0"]
     assert "generate-2 has left" in cluster.stderr
-    _until_sound(client)
+    _until_sound(cluster, client)
     assert cluster.command("drain", "generate-1", "--undo").returncode == 0
 
 
@@ -177,7 +178,7 @@ def test_a_cluster_whose_groups_have_all_left_outlives_its_supervisor(cluster: S
     for name in names:
         assert cluster.command("drain", name, "--undo").returncode == 0
     assert _names(client) == names
-    _until_sound(client)
+    _until_sound(cluster, client)
 
 
 @pytest.mark.soak
@@ -199,5 +200,5 @@ def test_other_weights_are_taken_by_all_groups(
     processes, epoch = _processes(client, *_names(client)), client.cluster_state().groups[0].epoch
     os.kill(supervisor(cluster.ray_folder), signal.SIGKILL)  # the next one finds workers of that model
     until(lambda: client.cluster_state().groups[0].epoch > epoch)
-    _until_sound(client)
+    _until_sound(cluster, client)
     assert _processes(client, *_names(client)) == processes

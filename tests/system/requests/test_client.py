@@ -16,6 +16,7 @@ from tests.support.clusters.orchestrators import CLOCK, HOST, MAX_TOKENS, Relay,
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_tokenizer import EOS_ID, letter_tokenizer, text_of
+from tests.support.wire.secret import SECRET
 
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.9, seed=7, ignore_eos=True)
 LONG = replace(SAMPLED, max_tokens=300)
@@ -48,6 +49,7 @@ async def restart(running: Relay) -> None:
         model,
         clock=CLOCK,
         host=HOST,
+        secret=SECRET,
         port=port,
         eos_token_ids=(EOS_ID,),
         planner=linear_planner(),

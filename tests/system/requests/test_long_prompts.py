@@ -21,6 +21,7 @@ from tests.support.clusters.planners import linear_planner
 from tests.support.kernels.os_memory import peak_bytes, process_bytes, reset_peak
 from tests.support.models.tokenizers import smollm_gguf
 from tests.support.wire.loop_lag import ticking
+from tests.support.wire.secret import SECRET
 from text.gguf_tokenizer import write_tokenizer
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
@@ -62,7 +63,7 @@ async def channel(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Async
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         server = await OrchestratorServer.start(
-            Members(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner()
+            Members(), tokenizer, MODEL, clock=clock, host=HOST, planner=linear_planner(), secret=SECRET
         )
         stack.push_async_callback(server.stop)
         port = server.port

@@ -17,6 +17,7 @@ from orchestrator.requests.request import Request
 from tests.support.clusters.orchestrators import CLOCK, HASTY, Relay, relay
 from tests.support.clusters.planners import linear_planner
 from tests.support.engines.generation import prompt, reference_ids
+from tests.support.wire.secret import SECRET
 
 SPEC = Request(RequestId("r"), prompt(20), SamplingParams(max_tokens=6, seed=4, ignore_eos=True))
 LONG = replace(SPEC, params=replace(SPEC.params, max_tokens=300))
@@ -68,7 +69,7 @@ async def test_a_passed_deadline_is_the_end(running: Relay) -> None:
 
 async def test_a_failure_is_in_the_end_and_is_told_to_whoever_supervises(running: Relay) -> None:
     told = asyncio.Event()
-    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), on_failure=told.set)
+    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET, on_failure=told.set)
     controller.start()
     running.members.update(replace(running.view(), generation=()))
     *_, finished = await events_of(controller, SPEC)
@@ -89,7 +90,7 @@ async def test_a_full_queue_refuses_before_the_start(running: Relay) -> None:
 
 
 async def test_a_closing_controller_ends_what_runs_and_refuses_what_comes(running: Relay) -> None:
-    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner())
+    controller = Controller(running.members, CLOCK, HASTY, planner=linear_planner(), secret=SECRET)
     controller.start()
     events = controller.generate(LONG)
     await anext(events)

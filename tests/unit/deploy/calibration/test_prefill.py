@@ -7,11 +7,14 @@ import pytest
 
 from deploy.cli import main
 from deploy.commands.record import ClusterRecord, process_start
+from deploy.config.environment import SECRET_VARIABLE
+from tests.support.wire.secret import SECRET
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
 
 
 def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
@@ -43,6 +46,15 @@ def test_repeats_out_of_range(capsys: pytest.CaptureFixture[str], repeats: str) 
 def test_a_target_where_nobody_listens(capsys: pytest.CaptureFixture[str]) -> None:
     status, line = refusal(capsys, "--target", "127.0.0.1:1")
     assert status == 1 and "127.0.0.1:1" in line
+
+
+def test_a_target_without_its_secret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET_VARIABLE)
+    expected = f"baton: environment variable {SECRET_VARIABLE} is not set: export it"
+    assert refusal(capsys, "--target", "127.0.0.1:1") == (2, expected)
+    monkeypatch.setenv(SECRET_VARIABLE, "guess")
+    expected = "baton: the cluster's secret is 5 characters: give the 64 hexadecimal digits that its launcher made"
+    assert refusal(capsys, "--target", "127.0.0.1:1") == (2, expected)
 
 
 @pytest.mark.parametrize(

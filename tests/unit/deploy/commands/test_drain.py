@@ -12,9 +12,11 @@ from baton import __version__
 from baton.cluster_state import GenerationStatus, GroupState
 from baton.sampling_params import SamplingParams
 from deploy.cli import main
+from deploy.commands.cluster_secrets import keep_secrets
 from deploy.commands.drain import left_of
-from deploy.commands.record import ClusterRecord, process_start
+from deploy.commands.record import ClusterRecord, process_start, record_path
 from deploy.commands.status import readiness
+from deploy.config.environment import SECRET_VARIABLE
 from planning.hardware import cpu_rank
 from planning.model_shape import SHAPES
 from planning.step_times import nominal_steps
@@ -22,6 +24,7 @@ from tests.support.clusters.orchestrators import HOST, Answer, Relay, relay
 from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt
 from tests.support.eventually import eventually
+from tests.support.wire.secret import SECRET
 
 LONG = SamplingParams(max_tokens=150, seed=4, ignore_eos=True)
 GROUP = GroupState("g", "generate", ("h:1",), 0, True, 0, 0)
@@ -62,6 +65,7 @@ async def shell(
 ) -> AsyncIterator[Shell]:
     """Of a cluster named mine, with two generation groups behind one rank."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
     shape = SHAPES["smollm2-135m"]
     planner = planner_of(linear_planner().cost)
     planner.use_steps(nominal_steps("tiny", "here", shape, cpu_rank(1, shape.dtype_bytes)))
@@ -69,6 +73,7 @@ async def shell(
         made = Shell(cluster, capsys)
         pid = os.getpid()
         ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", made.target).save()
+        keep_secrets(record_path("mine"), SECRET)
         yield made
         await cluster.until_empty()
 

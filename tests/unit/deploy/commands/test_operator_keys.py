@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from deploy.cli import main
-from deploy.commands.record import ClusterRecord, process_start
+from deploy.commands.cluster_secrets import keep_secrets
+from deploy.commands.record import ClusterRecord, process_start, record_path
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.tenants import Tenant, Tenants, hash_key
 from tests.support.clusters.orchestrators import HOST, Relay, relay
+from tests.support.wire.secret import SECRET
 
 TENANTS = Tenants(
     (Tenant("acme", key_hashes=(hash_key("acme-key"),)),), require_key=True, operator_hashes=(hash_key("operator-key"),)
@@ -27,6 +29,7 @@ async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
     async with relay(num_ranks=1, num_groups=2, config=OrchestratorConfig(tenants=TENANTS)) as made:
         pid, target = os.getpid(), f"{HOST}:{made.server.port}"
         ClusterRecord("mine", pid, process_start(pid), f"{HOST}:1", "", target).save()
+        keep_secrets(record_path("mine"), SECRET)
         yield made
 
 

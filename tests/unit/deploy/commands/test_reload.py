@@ -16,6 +16,7 @@ from baton.sampling_params import SamplingParams
 from baton.v1 import orchestrator_pb2 as pb
 from baton.v1.orchestrator_pb2_grpc import OrchestratorStub
 from deploy.cli import main
+from deploy.config.environment import SECRET_VARIABLE
 from modeling.forward.decoder import Decoder
 from orchestrator.membership.view import AbsentGroup, Orders
 from tests.support.clusters.orchestrators import HOST, Answer
@@ -23,6 +24,7 @@ from tests.support.clusters.rosters import SupervisedCluster, supervised
 from tests.support.clusters.storms import orchestrator_over
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.models.tiny_models import random_decoder
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 
 if TYPE_CHECKING:
@@ -30,6 +32,11 @@ if TYPE_CHECKING:
 
 PARAMS = SamplingParams(max_tokens=40, seed=4, ignore_eos=True)
 MAX_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
 
 
 @dataclass(frozen=True)

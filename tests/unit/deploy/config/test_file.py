@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from deploy.config.cluster import ClusterConfig, TenantSection
 from deploy.config.file import format_config, load_config, load_local_config
 from orchestrator.requests.tenants import Tenant, hash_key
 from tests.support.folders import ROOT
+from tests.support.wire.secret import SECRET
 
 
 def sections() -> list[type[Any]]:
@@ -131,11 +133,11 @@ def test_every_value_is_described_in_one_line(section: type[Any]) -> None:
 
 def test_each_worker_is_told_its_own_cores() -> None:
     config = load_config(None, ["prefill.num_groups=2", "prefill.cores=[[0],[1],[2],[3]]", "generate.cores=[[4, 5]]"])
-    folder = Path("model")
-    assert [worker.place.cores for worker in config.workers("prefill-1", folder)] == [(2,), (3,)]
-    assert [worker.place.cores for worker in config.workers("generate-0", folder)] == [(4, 5)]
-    assert [worker.name for worker in config.workers("prefill-1", folder)] == ["prefill-1.0", "prefill-1.1"]
-    stands_in = config.workers("prefill-4", folder)
+    workers = partial(config.workers, folder=Path("model"), secret=SECRET)
+    assert [worker.place.cores for worker in workers("prefill-1")] == [(2,), (3,)]
+    assert [worker.place.cores for worker in workers("generate-0")] == [(4, 5)]
+    assert [worker.name for worker in workers("prefill-1")] == ["prefill-1.0", "prefill-1.1"]
+    stands_in = workers("prefill-4")
     assert [(worker.group, worker.place.cores) for worker in stands_in] == [(4, (0,)), (4, (1,))]
 
 

@@ -24,6 +24,7 @@ from planning import step_times
 from planning.calibration import Calibration, save
 from planning.fit import RankRow
 from planning.step_times import StepTimes, path_beside, tabulate
+from tests.support.wire.secret import SECRET
 
 CONFIG = {
     "model_type": "llama",
@@ -185,7 +186,7 @@ def test_engines_that_speculate_know_where_their_step_times_are_kept(folder: Pat
     workers = [
         worker
         for name in drafting.group_sizes
-        for worker in drafting.workers(name, folder, step_times=engine_step_times(drafting, folder))
+        for worker in drafting.workers(name, folder, secret=SECRET, step_times=engine_step_times(drafting, folder))
     ]
     places = {worker.role: worker.place.step_times for worker in workers}
     assert places == {"prefill": "", "generate": str(path_beside(given, assumed))}

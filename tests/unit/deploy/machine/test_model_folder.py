@@ -11,6 +11,7 @@ from baton.errors import ConfigError, ModelError
 from deploy.config.file import load_config
 from deploy.machine.model_folder import require_alike, resolve_drafts
 from generate_workers.config import EngineConfig
+from tests.support.wire.secret import SECRET
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_workers_get_the_draft_model_s_folder(smollm2: Path, monkeypatch: pytest
     assert resolve_drafts(plain, Console(stderr=True)) is plain
     monkeypatch.chdir(smollm2.parent)  # which is not where workers run
     config = load_config(None, ["generate.speculation=model", f"generate.draft_model={smollm2.name}"])
-    (worker,) = resolve_drafts(config, Console(stderr=True)).workers("generate-0", smollm2)
+    (worker,) = resolve_drafts(config, Console(stderr=True)).workers("generate-0", smollm2, secret=SECRET)
     assert isinstance(worker.section, EngineConfig)
     assert worker.section.draft_model == str(smollm2)
     unknown = load_config(None, ["generate.speculation=model", "generate.draft_model=gpt-5"])

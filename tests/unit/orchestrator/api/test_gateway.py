@@ -33,6 +33,7 @@ from tests.support.clusters.scripted_orchestrator import MODEL, STATE, Fault, Sc
 from tests.support.eventually import eventually
 from tests.support.models.tiny_tokenizer import ids_of, write_letters
 from tests.support.models.tokenizers import CHAT_TEMPLATE
+from tests.support.wire.secret import SECRET
 from text.tokenizer import Tokenizer
 from transport.channel import make_channel
 
@@ -133,7 +134,7 @@ async def test_a_gateway_has_a_key_for_its_own_calls_and_clients_send_theirs(tok
     model = ModelInfo("letters", 400, 64, "float32", False, "layout")
     clock = SystemClock()
     server = await OrchestratorServer.start(
-        *(Members(), tokenizer, model), clock=clock, host=HOST, config=config, planner=linear_planner()
+        *(Members(), tokenizer, model), clock=clock, host=HOST, config=config, planner=linear_planner(), secret=SECRET
     )
     try:
         async with make_channel(f"{HOST}:{server.port}") as orchestrator:

@@ -24,6 +24,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup, Orders
 from orchestrator.requests.config import OrchestratorConfig
 from tests.support.clusters.planners import linear_planner
 from tests.support.models.tiny_tokenizer import write_letters
+from tests.support.wire.secret import SECRET
 from transport.channel import make_channel
 from transport.status import translate_rpc_errors
 
@@ -66,10 +67,10 @@ class Life:
 @asynccontextmanager
 async def life(folder: Path) -> AsyncIterator[Life]:
     """One, on any core."""
-    host = OrchestratorHost(folder, OrchestratorConfig(), host=HOST)
+    host = OrchestratorHost(folder, OrchestratorConfig(), host=HOST, secret=SECRET)
     try:
         await host.start()
-        async with make_channel(f"{HOST}:{host.port}") as channel:
+        async with make_channel(f"{HOST}:{host.port}", secret=SECRET) as channel:
             yield Life(host, KeepingStub(channel))
     finally:
         await host.stop()

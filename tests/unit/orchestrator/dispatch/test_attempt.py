@@ -34,6 +34,7 @@ from tests.support.clusters.planners import linear_planner, planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.eventually import eventually
 from tests.support.manual_clock import ManualClock
+from tests.support.wire.secret import SECRET
 from transport.channel import bind, make_server
 from transport.kv_sink import ReserveSpec
 
@@ -88,7 +89,7 @@ async def receiver() -> AsyncIterator[tuple[HeldReceiver, str]]:
 
 async def test_a_slot_that_is_granted_after_its_request_left_is_given_back(receiver: tuple[HeldReceiver, str]) -> None:
     held, endpoint = receiver
-    members, clients = Members(), Clients()
+    members, clients = Members(), Clients(SECRET)
     group = GenerationGroup("g", endpoint, "layout", num_slots=1, max_slot_tokens=100)
     members.update(ClusterView((PrefillGroup("p", ("127.0.0.1:1",), Epoch(1)),), (group,)))
     dispatcher = Dispatcher(members, clients, linear_planner(), SystemClock(), OrchestratorConfig())
@@ -277,9 +278,9 @@ async def test_a_job_whose_rank_is_gone_is_in_no_book() -> None:
 
 def test_job_numbers_ascend_over_lives_of_the_orchestrator() -> None:
     clock = ManualClock(start_s=100)
-    first = Dispatcher(Members(), Clients(), linear_planner(), clock, OrchestratorConfig())
+    first = Dispatcher(Members(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())
     issued = list(itertools.islice(first._numbers, 3))
     clock.advance(1)
-    issued.append(next(Dispatcher(Members(), Clients(), linear_planner(), clock, OrchestratorConfig())._numbers))
+    issued.append(next(Dispatcher(Members(), Clients(SECRET), linear_planner(), clock, OrchestratorConfig())._numbers))
     assert issued == sorted(set(issued))
     assert 0 < issued[0] < 2**63

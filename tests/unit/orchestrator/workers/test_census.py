@@ -15,6 +15,7 @@ from orchestrator.membership.view import ClusterView, GenerationGroup
 from orchestrator.workers.census import LEAK_S, Census, Excess, Leaks
 from orchestrator.workers.client import Clients, WorkerClient
 from tests.support.manual_clock import ManualClock
+from tests.support.wire.secret import SECRET
 
 
 def test_what_is_unknown_for_long_is_leaked() -> None:
@@ -82,7 +83,7 @@ class LeakyClients(Clients):
 
 
 async def test_leaks_are_counted_anew_after_a_gap_in_answers() -> None:
-    members, clients, clock = Members(), LeakyClients(), ManualClock()
+    members, clients, clock = Members(), LeakyClients(SECRET), ManualClock()
     members.update(ClusterView(generation=(GenerationGroup("group", "127.0.0.1:1", "layout", 1, 100),)))
     census = Census(members, clients, clock)
     counts = []
@@ -104,7 +105,7 @@ async def test_a_worker_that_has_left_while_it_was_asked_ends_no_other_question(
 
     async with await asyncio.start_server(answer_nothing, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        members, clients = Members(), Clients()
+        members, clients = Members(), Clients(SECRET)
         census = Census(members, clients, SystemClock())
         members.update(ClusterView(generation=(GenerationGroup("group", f"127.0.0.1:{port}", "layout", 4, 100),)))
         asking = asyncio.create_task(census.ask())
@@ -121,7 +122,7 @@ class FailingClients(Clients):
     """Connections whose first use fails as nobody foresaw."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(SECRET)
         self.num_uses = 0
         self.used_again = asyncio.Event()
 

@@ -14,6 +14,7 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.requests.request import Request
 from orchestrator.workers.client import Clients
+from tests.support.wire.secret import SECRET
 from transport.channel import bind, make_server
 
 RECORD = RequestRecord.of(Request(RequestId("r"), (1, 2), SamplingParams()), received_ns=0)
@@ -61,7 +62,7 @@ class Served:
         self.group = group
         self.server = server
         self.endpoint = endpoint
-        self.clients = Clients()
+        self.clients = Clients(SECRET)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from tests.support.clusters.orchestrators import relay
 from tests.support.engines.prefixes import PLENTY, keep, prefix_folder
 from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
+from tests.support.wire.secret import SECRET
 
 HOST = "127.0.0.1"
 NAMES = ("a", "b", "c")
@@ -29,7 +30,7 @@ class Bench:
 
     def __init__(self, rank: PrefillServer) -> None:
         self.rank = rank
-        self.members, self.index, self.clients = Members(), PrefixIndex(), Clients()
+        self.members, self.index, self.clients = Members(), PrefixIndex(), Clients(SECRET)
         self.stores = PrefixStores(self.members, self.clients, self.index)
 
     def keep(self, names: tuple[str, ...]) -> None:
@@ -54,7 +55,7 @@ class Bench:
 async def running(folder: Path | None) -> AsyncIterator[Bench]:
     clock = SystemClock()
     rank = await PrefillServer.start(
-        random_decoder(), clock=clock, host=HOST, prefix_folder=folder, prefix_bytes=PLENTY
+        random_decoder(), clock=clock, host=HOST, secret=SECRET, prefix_folder=folder, prefix_bytes=PLENTY
     )
     bench = Bench(rank)
     try:
@@ -94,7 +95,7 @@ async def test_a_generation_group_is_asked_where_no_rank_shares_its_store() -> N
             store = made.groups[0].prefixes
             assert store is not None
             keep(store, KvBuffer(random_decoder().layout, TokenRange(0, 12)), NAMES)
-            index, clients = PrefixIndex(), Clients()
+            index, clients = PrefixIndex(), Clients(SECRET)
             stores = PrefixStores(made.members, clients, index)
             stores.look()
             await eventually(lambda: asyncio.sleep(0, len(index)), lambda number: number == 3, within_s=10)

@@ -1,0 +1,62 @@
+"""Keeps the secrets of a cluster on the launcher's machine, in files that only the launcher's user can read.
+
+The files lie in a folder beside the cluster's record. `baton serve` writes them before it starts any process, and
+`ClusterRecord.remove` removes them. Operators' commands on that machine read the cluster's secret from its file
+(`deploy.commands.record.secret_for`). docs/security.md lists all secrets.
+"""
+
+import contextlib
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from baton.errors import ConfigError
+from transport.identity import ClusterSecret
+
+_CLUSTER = "cluster_secret"
+_MOST_BYTES = 4096
+
+
+def keep_secrets(record: Path, secret: ClusterSecret) -> None:
+    """Keep the secret of the cluster whose record has this path, in place of any that is there. Raises ConfigError when
+    it cannot be written."""
+    folder = _folder(record)
+    try:
+        remove_secrets(record)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700)
+        _write(folder / _CLUSTER, secret.text)
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be made for the cluster's secrets ({error.strerror}): remove it") from error
+
+
+def load_secret(record: Path) -> ClusterSecret:
+    """Return the secret of the cluster whose record has this path. Raises ConfigError when there is none, or when
+    another user may have read or written it."""
+    path = _folder(record) / _CLUSTER
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), encoding="ascii") as file:
+            status = os.fstat(file.fileno())
+            text = file.read(_MOST_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "is not ASCII"
+        raise ConfigError(f"{path} cannot be read ({why}): run this as the user who started the cluster") from error
+    if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        raise ConfigError(f"{path} belongs to another user or is open to others: stop the cluster, and start it again")
+    return ClusterSecret(text.strip())
+
+
+def remove_secrets(record: Path) -> None:
+    """Remove the secrets of the cluster whose record has this path. Harmless when there are none."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(_folder(record))
+
+
+def _folder(record: Path) -> Path:
+    return record.with_suffix(".secrets")
+
+
+def _write(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+        file.write(text)

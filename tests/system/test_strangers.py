@@ -1,0 +1,92 @@
+"""Every method of every service that the processes of a cluster serve to each other answers UNAUTHENTICATED to a caller
+without the cluster's secret. The service for clients asks for no secret.
+
+The services are found by their descriptors: a new service fails this test until `served` starts it, and a new method
+is called without a change here.
+"""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib import import_module
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.descriptor import MethodDescriptor, ServiceDescriptor
+
+import baton.v1
+from orchestrator.api.host import OrchestratorHost
+from orchestrator.requests.config import OrchestratorConfig
+from tests.support.clusters.orchestrators import HOST, relay
+from tests.support.models.tiny_tokenizer import write_letters
+from tests.support.wire.secret import SECRET
+from transport.channel import make_channel
+from transport.identity import SECRET_KEY, ClusterSecret
+
+OF_CLIENTS = "Orchestrator"
+"""The one service for clients, who have keys and no secret."""
+NO_MESSAGE = b"\xff"
+"""Bytes that no message has: a server that reads them fails in another way."""
+
+
+def services() -> Iterator[ServiceDescriptor]:
+    """All that are in proto/baton/v1."""
+    (folder,) = baton.v1.__path__
+    for path in sorted(Path(folder).glob("*_pb2.py")):
+        yield from import_module(f"baton.v1.{path.stem}").DESCRIPTOR.services_by_name.values()
+
+
+METHODS = [method for service in services() for method in service.methods]
+
+
+@asynccontextmanager
+async def served(folder: Path) -> AsyncIterator[dict[str, int]]:
+    """The port of each service, by its name: of a rank, a generation group, an orchestrator and its host."""
+    async with AsyncExitStack() as stack:
+        made = await stack.enter_async_context(relay(num_ranks=1))
+        host = OrchestratorHost(write_letters(folder), OrchestratorConfig(), host=HOST, secret=SECRET)
+        await host.start()
+        stack.push_async_callback(host.stop)
+        group, rank, front = made.groups[0].port, made.ranks[0].port, made.server.port
+        yield {
+            "GenerationGroup": group,
+            "KvReceiver": group,
+            "PrefillRank": rank,
+            "Keeping": host.port,
+            "Admin": front,
+            "Planning": front,
+            OF_CLIENTS: front,
+        }
+
+
+async def status(channel: grpc.aio.Channel, method: MethodDescriptor, secret: str | None) -> grpc.StatusCode:
+    """What becomes of a call whose message is none; nothing that is answered tells the secret."""
+    kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
+    path = f"/{method.containing_service.full_name}/{method.name}"
+    metadata = () if secret is None else ((SECRET_KEY, secret),)
+    call = getattr(channel, kind)(path)(
+        iter([NO_MESSAGE]) if method.client_streaming else NO_MESSAGE, metadata=metadata, timeout=10
+    )
+    answered = f"{await call.initial_metadata()} {await call.trailing_metadata()} {await call.details()}"
+    assert SECRET.text not in answered
+    code: grpc.StatusCode = await call.code()
+    return code
+
+
+@pytest.fixture
+async def ports(tmp_path: Path) -> AsyncIterator[dict[str, int]]:
+    async with served(tmp_path) as made:
+        yield made
+
+
+async def test_every_method_asks_for_the_secret_before_it_reads_a_message(ports: dict[str, int]) -> None:
+    for method in METHODS:
+        name = method.containing_service.name
+        async with make_channel(f"{HOST}:{ports[name]}") as channel:
+            for secret in (None, "", ClusterSecret.new().text, SECRET.text[:-1]):
+                code = await status(channel, method, secret)
+                is_refused = code is grpc.StatusCode.UNAUTHENTICATED
+                assert is_refused == (name != OF_CLIENTS), f"{name}.{method.name} with {secret!r}: {code}"
+            # It is read now, and is no message: all that is refused above is refused for the secret.
+            code = await status(channel, method, SECRET.text)
+            assert code not in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.OK), f"{name}.{method.name}: {code}"
