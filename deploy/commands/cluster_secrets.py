@@ -7,6 +7,7 @@ The files lie in a folder beside the cluster's record. `baton serve` writes them
 
 import contextlib
 import os
+import secrets
 import shutil
 import stat
 from pathlib import Path
@@ -14,21 +15,28 @@ from pathlib import Path
 from baton.errors import ConfigError
 from transport.identity import ClusterSecret
 
-_CLUSTER = "cluster_secret"
+_CLUSTER, _RAY = "cluster_secret", "ray_token"
 _MOST_BYTES = 4096
 
 
-def keep_secrets(record: Path, secret: ClusterSecret) -> None:
-    """Keep the secret of the cluster whose record has this path, in place of any that is there. Raises ConfigError when
-    it cannot be written."""
+def keep_secrets(record: Path, secret: ClusterSecret) -> Path:
+    """Keep the secret of the cluster whose record has this path, and a new token for its Ray, in place of any that are
+    there. Return the path of the token. Raises ConfigError when they cannot be written."""
     folder = _folder(record)
     try:
         remove_secrets(record)
         folder.parent.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700)
         _write(folder / _CLUSTER, secret.text)
+        _write(token_path(record), secrets.token_hex(32))
     except OSError as error:
         raise ConfigError(f"{folder} cannot be made for the cluster's secrets ({error.strerror}): remove it") from error
+    return token_path(record)
+
+
+def token_path(record: Path) -> Path:
+    """Return the path of the token of a Ray that was started for the cluster whose record has this path."""
+    return _folder(record) / _RAY
 
 
 def load_secret(record: Path) -> ClusterSecret:

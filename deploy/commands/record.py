@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import threading
 import time
 from dataclasses import asdict, dataclass, replace
@@ -19,13 +18,12 @@ from pathlib import Path
 
 from baton.errors import ConfigError, UnavailableError
 from baton.settings.paths import cache_folder
-from deploy.commands.cluster_secrets import load_secret, remove_secrets
+from deploy.commands.cluster_secrets import load_secret, remove_secrets, token_path
 from deploy.config.environment import SECRET_VARIABLE, read_variable
 from modeling.prefix_store.folder import sweep
 from transport.identity import ClusterSecret
 
 _POLL_S = 0.05
-_CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -134,13 +132,15 @@ def kill_ray(folder: str, within_s: float = 10.0) -> int:
     return len(killed)
 
 
-def require_reachable(address: str) -> None:
-    """Raise UnavailableError when nothing listens on `address`, host:port. Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
-    except (OSError, ValueError) as error:
-        raise UnavailableError(f"Ray at {address} cannot be reached ({error}): check ray.address, host:port") from error
+def ray_token_of(address: str) -> Path | None:
+    """Return the file with the token of the Ray at host:port, if a cluster that is recorded here started that Ray; else
+    None."""
+    for path in record_path("any").parent.glob("*.json"):
+        with contextlib.suppress(ConfigError):  # a damaged record is reported to those who name its cluster
+            record = load_record(path.stem)
+            if record is not None and record.ray_folder and record.ray_address == address:
+                return token_path(path)
+    return None
 
 
 def _processes_of(folder: str) -> set[int]:

@@ -18,19 +18,19 @@ from typing import Any
 from rich.console import Console
 
 from baton.errors import BatonError, ConfigError, UnavailableError
+from baton.settings.place import LOOPBACK
 from baton.types import KernelChoice
 from deploy.commands.cluster_secrets import keep_secrets
+from deploy.commands.ray_access import prepare_to_join, prepare_to_start
 from deploy.commands.record import (
     ClusterRecord,
     kill_ray,
     load_record,
     process_start,
     record_path,
-    require_reachable,
     store_name,
 )
 from deploy.config.cluster import ClusterConfig
-from deploy.config.environment import prepare_ray_environment
 from deploy.config.file import load_config
 from deploy.machine.doctor import examine, inspect_machine, require
 from deploy.machine.model_folder import prepare_kernels, resolve_drafts, resolve_folder
@@ -176,14 +176,17 @@ class _Failed(BatonError):
 def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecord, ClusterSecret]]:
     """Connect to Ray, record the cluster and make its secrets. At the end remove all of them, and a Ray that was
     started here."""
-    prepare_ray_environment()
     folder = "" if config.ray.address else tempfile.mkdtemp(prefix="baton-ray-")
     pid = os.getpid()
     record = ClusterRecord(config.name, pid, process_start(pid), config.ray.address, folder)
     record.save()  # saved before there is anything to end
     try:
         secret = ClusterSecret.new()
-        keep_secrets(record_path(config.name), secret)
+        token = keep_secrets(record_path(config.name), secret)
+        if folder:
+            prepare_to_start(token, config.worker_host or LOOPBACK)
+        else:
+            prepare_to_join(config.ray.address)
         import ray
 
         console.print("starting Ray" if folder else f"joining Ray at {config.ray.address}")
@@ -200,11 +203,10 @@ def _ray(config: ClusterConfig, console: Console) -> Iterator[tuple[ClusterRecor
 
 
 def _connect(config: ClusterConfig, folder: str) -> str:
-    """Start Ray in that folder, or join the configured one; return its address."""
+    """Start Ray below that folder, which is closed to other users, or join the configured one; return its address."""
     import ray
+    from ray.exceptions import AuthenticationError
 
-    if config.ray.address:
-        require_reachable(config.ray.address)
     options: dict[str, Any] = {"namespace": config.name, "configure_logging": False, "log_to_driver": False}
     if folder:
         options |= {
@@ -212,10 +214,13 @@ def _connect(config: ClusterConfig, folder: str) -> str:
             "resources": declared_pools(config, os.cpu_count() or 1),
             "object_store_memory": config.ray.object_store_mib * 2**20,
             "include_dashboard": False,
-            "_temp_dir": folder,
+            "_temp_dir": str(Path(folder) / "ray"),  # Ray opens its own folders to all users
         }
     try:
         context: Any = ray.init(config.ray.address or "local", **options)
+    except AuthenticationError as error:
+        where = config.ray.address or "this machine"
+        raise UnavailableError(f"Ray at {where} asks for its token: set RAY_AUTH_TOKEN_PATH to its file") from error
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         where = config.ray.address or "this machine"
         reason = str(error).strip().splitlines()[0]

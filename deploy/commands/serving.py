@@ -90,14 +90,12 @@ def run_stop(args: argparse.Namespace) -> int:
 def _end_on(address: str, name: str) -> None:
     """End the cluster of that name on a Ray that goes on running; does nothing when that Ray is gone."""
     from baton.errors import UnavailableError
-    from deploy.commands.record import require_reachable
-    from deploy.config.environment import prepare_ray_environment
+    from deploy.commands.ray_access import prepare_to_join
 
     try:
-        require_reachable(address)
+        prepare_to_join(address)
     except UnavailableError:
         return
-    prepare_ray_environment()
     import ray
 
     from deploy.ray_cluster.supervisor import end_supervisor

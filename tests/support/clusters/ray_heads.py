@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deploy.commands.ray_access import is_loopback
 from deploy.commands.record import kill_ray
 from tests.support.clusters.hosts import MACHINE, Host
 from tests.support.clusters.ray_clusters import until
@@ -23,7 +24,6 @@ START_S = 60.0
 _OPTIONS = ("start", "--block", "--object-store-memory=80000000")
 _HEAD_OPTIONS = ("--head", "--include-dashboard=false")
 _JOINED = "Ray runtime started"
-_ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 _LOOK = """
 import json, sys, ray
 ray.init(sys.argv[1], configure_logging=False, log_to_driver=False)
@@ -44,37 +44,49 @@ class RayHead:
     """host:port to join it."""
     pools: dict[str, int]
     """The custom resources that its one node declares."""
+    token: Path | None = None
+    """File with the token that it asks for; None: it asks for none."""
 
     def is_empty(self) -> bool:
         """It runs, and holds no named actor and no placement group; all of the pools is free."""
         assert self.process.poll() is None, "that Ray has ended"
-        held = held_of(self.address)
+        held = held_of(self.address, self.token)
         return not held["actors"] and not held["places"] and held["free"] == self.pools
 
 
-def held_of(address: str) -> dict[str, Any]:
-    """What the Ray at host:port holds: named actors, names of placement groups ("places"), what of the pools is free,
-    and ids of its living nodes."""
+def held_of(address: str, token: Path | None = None) -> dict[str, Any]:
+    """What the Ray at host:port, which asks for the token in this file, if any, holds: named actors, names of placement
+    groups ("places"), what of the pools is free, and ids of its living nodes."""
     command = [sys.executable, "-c", _LOOK, address]
-    environment = {**os.environ, **_ENVIRONMENT}
-    told = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=60, check=True)
+    variables = os.environ | environment(token)
+    if is_loopback(address.rpartition(":")[0]):
+        variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # else Ray looks for it at another address
+    told = subprocess.run(command, env=variables, text=True, capture_output=True, timeout=60, check=True)
     held: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
     return held
 
 
+def environment(token: Path | None) -> dict[str, str]:
+    """Ray's variables for a Ray that asks for the token in this file, or for none."""
+    auth = {"RAY_AUTH_MODE": "disabled"} if token is None else {"RAY_AUTH_MODE": "token"}
+    return {**auth, "RAY_USAGE_STATS_ENABLED": "0"} | ({"RAY_AUTH_TOKEN_PATH": str(token)} if token else {})
+
+
 @contextlib.contextmanager
-def ray_head(pools: dict[str, int], num_cpus: int = 2, host: Host = MACHINE) -> Iterator[RayHead]:
-    """A Ray of one node, this machine or a host of it, that declares these resources; gone at the end, with all nodes
-    that joined it."""
+def ray_head(
+    pools: dict[str, int], num_cpus: int = 2, host: Host = MACHINE, token: Path | None = None
+) -> Iterator[RayHead]:
+    """A Ray of one node, this machine or a host of it, that declares these resources, and asks for the token in this
+    file, if any; gone at the end, with all nodes that joined it."""
     folder = tempfile.mkdtemp(prefix="baton-head-")
     options = [f"--port={_free_port()}", f"--ray-client-server-port={_free_port()}", f"--temp-dir={folder}"]
     output = Path(folder) / "output.txt"
-    process = _start(host, pools, output, *_HEAD_OPTIONS, *options, f"--num-cpus={num_cpus}")
+    process = _start(host, pools, output, token, *_HEAD_OPTIONS, *options, f"--num-cpus={num_cpus}")
     try:
         until(lambda: _address(output) is not None or process.poll() is not None, START_S)
         address = _address(output)
         assert address is not None, f"Ray did not start: {output.read_text()}"
-        yield RayHead(process, address, pools)
+        yield RayHead(process, address, pools, token)
     finally:
         process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -93,7 +105,7 @@ def ray_node(
     with tempfile.TemporaryDirectory(prefix="baton-node-") as folder:
         output = Path(folder) / "output.txt"
         labels = [f"--labels={label}"] if label else []
-        process = _start(host, pools, output, f"--address={head.address}", "--num-cpus=2", *labels)
+        process = _start(host, pools, output, head.token, f"--address={head.address}", "--num-cpus=2", *labels)
         try:
             until(lambda: _JOINED in output.read_text() or process.poll() is not None, START_S)
             assert process.poll() is None, f"the node did not start: {output.read_text()}"
@@ -107,14 +119,16 @@ def ray_node(
                 process.wait()
 
 
-def _start(host: Host, pools: dict[str, int], output: Path, *options: str) -> "subprocess.Popen[bytes]":
+def _start(
+    host: Host, pools: dict[str, int], output: Path, token: Path | None, *options: str
+) -> "subprocess.Popen[bytes]":
     program = Path(sys.executable).with_name("ray")
     address = [f"--node-ip-address={host.address}"] if host is not MACHINE else []
     command = host.command(str(program), *_OPTIONS, *options, *address, f"--resources={json.dumps(pools)}")
     with output.open("w") as file:
         return subprocess.Popen(
             command,
-            env={**os.environ, **_ENVIRONMENT},
+            env=os.environ | environment(token),
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -29,11 +29,13 @@ from modeling.checkpoints.weights import load_decoder
 from planning import step_times
 from planning.calibration import load
 from planning.step_times import StepTimes
+from tests.support.clusters.listening import descendants, listeners
 from tests.support.clusters.ray_clusters import (
     ServedCluster,
     endpoints,
     listener,
     num_jobs,
+    processes_of,
     secret_of,
     served,
     supervisor,
@@ -72,6 +74,13 @@ def cluster(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 def client(cluster: ServedCluster) -> Iterator[Client]:
     with Client(cluster.target) as made:
         yield made
+
+
+def test_all_that_listens_is_reached_from_this_machine_alone(cluster: ServedCluster) -> None:
+    found = listeners(descendants(cluster.process.pid) | processes_of(cluster.ray_folder).keys())
+    commands = " ".join(each.command for each in found)
+    assert all(part in commands for part in ("gcs_server", "raylet", "SupervisorActor", "WorkerActor")), commands
+    assert [each for each in found if not each.is_local] == []
 
 
 def _ask(client: Client, prompt: tuple[int, ...], params: SamplingParams) -> list[int]:

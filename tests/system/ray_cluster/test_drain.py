@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from baton import Client
 from baton.sampling_params import SamplingParams
+from deploy.commands.cluster_secrets import token_path
 from deploy.commands.record import process_start
 from modeling.checkpoints.weights import load_decoder
 from tests.support.clusters.ray_clusters import (
@@ -115,7 +116,7 @@ def test_a_group_leaves_under_streams_stays_away_over_restarts_and_comes_back(
         streams.check()
     record = cluster.cache / "baton" / "clusters" / "baton.json"
     address = json.loads(record.read_text())["ray_address"]
-    assert sorted(held_of(address)["places"]) == ["generate-0", "prefill-0"]
+    assert sorted(held_of(address, token_path(record))["places"]) == ["generate-0", "prefill-0"]
     victims = (listener(cluster.target), supervisor(cluster.ray_folder))
     for victim in victims:
         os.kill(victim, signal.SIGKILL)

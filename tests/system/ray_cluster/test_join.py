@@ -1,6 +1,7 @@
 """A cluster on a Ray that was there before: joined, served from, left as it was found."""
 
 import contextlib
+import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,10 +20,19 @@ PARAMS = SamplingParams(max_tokens=16, ignore_eos=True)
 POOLS = {"baton_prefill": 2, "baton_generate": 1}
 
 
-@pytest.fixture(scope="module")
-def head() -> Iterator[RayHead]:
-    with ray_head(POOLS) as running:
+@pytest.fixture(scope="module", params=["asks for a token", pytest.param("asks for none", marks=pytest.mark.soak)])
+def head(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
+    token = None
+    if request.param == "asks for a token":
+        token = tmp_path_factory.mktemp("ray") / "token"
+        token.write_text(secrets.token_hex(32))
+    with ray_head(POOLS, token=token) as running:
         yield running
+
+
+def variables(head: RayHead) -> dict[str, str]:
+    """What an operator exports who has that Ray's token."""
+    return {} if head.token is None else {"RAY_AUTH_TOKEN_PATH": str(head.token)}
 
 
 @pytest.mark.ci
@@ -31,7 +41,7 @@ def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
     head: RayHead, smollm2: Path, tmp_path: Path, how: str
 ) -> None:
     prompt = passage_ids(smollm2, 90)
-    with served(tmp_path, smollm2, address=head.address) as running:
+    with served(tmp_path, smollm2, address=head.address, environment=variables(head)) as running:
         with Client(running.target) as client:
             answer = client.generate(token_ids=prompt, params=PARAMS).collect()
         check_equal_tokens(load_decoder(smollm2), prompt, [token.token_id for token in answer.tokens], PARAMS)
@@ -42,7 +52,7 @@ def test_nothing_of_a_cluster_is_left_on_a_ray_that_it_joined(
         else:
             running.process.kill()
             running.process.wait()
-            stopped = running.command("stop")
+            stopped = run_baton(tmp_path, "stop", environment=variables(head))
             assert stopped.returncode == 0, stopped.stderr
     until(head.is_empty)
     assert not list((tmp_path / "baton" / "clusters").iterdir())
@@ -70,10 +80,9 @@ def test_a_cluster_waits_for_the_nodes_of_its_pools_and_runs_on_them(smollm2: Pa
 
 def test_groups_that_no_node_can_hold_are_refused_at_once(head: RayHead, smollm2: Path, tmp_path: Path) -> None:
     settings = (f"model.name={smollm2}", "orchestrator.port=0", "prefill.num_ranks=3")
+    options = ("--address", head.address, *(part for each in settings for part in ("--set", each)))
     began_s = time.monotonic()
-    refused = run_baton(
-        tmp_path, "serve", "--address", head.address, *(part for each in settings for part in ("--set", each))
-    )
+    refused = run_baton(tmp_path, "serve", *options, environment=variables(head))
     assert time.monotonic() - began_s < 60  # where starting a worker may take 120
     assert refused.returncode == 1
     reason = refused.stderr.splitlines()[-1]

@@ -26,7 +26,7 @@ MODEL = ModelInfo("smollm2-135m", 512, 49152, "bfloat16", True, "layout")
 
 @pytest.fixture(scope="module")
 def joined_ray() -> Iterator[None]:
-    prepare_ray_environment()
+    prepare_ray_environment(asks_token=False)
     import ray
 
     with ray_head({}) as head:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from baton.errors import ConfigError
-from deploy.commands.cluster_secrets import keep_secrets, load_secret, remove_secrets
-from deploy.commands.record import ClusterRecord, record_path, secret_for
+from deploy.commands.cluster_secrets import keep_secrets, load_secret, remove_secrets, token_path
+from deploy.commands.record import ClusterRecord, ray_token_of, record_path, secret_for
 from deploy.config.environment import SECRET_VARIABLE
 from tests.support.wire.secret import SECRET
 from transport.identity import ClusterSecret
@@ -29,17 +29,17 @@ def modes(folder: Path) -> dict[str, int]:
 def test_secrets_are_read_back_and_are_their_user_s_alone_whatever_the_umask(record: Path) -> None:
     before = os.umask(0)
     try:
-        keep_secrets(record, SECRET)
+        assert keep_secrets(record, SECRET) == token_path(record)
     finally:
         os.umask(before)
     assert load_secret(record) == SECRET
-    assert modes(record.with_suffix(".secrets")) == {"mine.secrets": 0o700, "cluster_secret": 0o600}
+    assert modes(record.with_suffix(".secrets")) == {"mine.secrets": 0o700, "cluster_secret": 0o600, "ray_token": 0o600}
 
 
 def test_each_start_makes_new_ones_and_none_outlives_the_record(record: Path) -> None:
-    keep_secrets(record, SECRET)
+    token = keep_secrets(record, SECRET).read_text()
     other = ClusterSecret.new()
-    keep_secrets(record, other)
+    assert keep_secrets(record, other).read_text() != token
     assert load_secret(record) == other
     ClusterRecord("mine", 1, "", "", "").save()
     ClusterRecord("mine", 1, "", "", "").remove()
@@ -48,16 +48,14 @@ def test_each_start_makes_new_ones_and_none_outlives_the_record(record: Path) ->
 
 
 def test_a_secret_that_others_may_have_read_is_refused(record: Path) -> None:
-    keep_secrets(record, SECRET)
-    path = record.with_suffix(".secrets") / "cluster_secret"
+    path = keep_secrets(record, SECRET).with_name("cluster_secret")
     path.chmod(0o640)
     with pytest.raises(ConfigError, match="cluster_secret belongs to another user or is open to others"):
         load_secret(record)
 
 
 def test_a_link_is_not_followed(record: Path, tmp_path: Path) -> None:
-    keep_secrets(record, SECRET)
-    path = record.with_suffix(".secrets") / "cluster_secret"
+    path = keep_secrets(record, SECRET).with_name("cluster_secret")
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -84,3 +82,11 @@ def test_a_target_elsewhere_is_sent_the_secret_of_the_environment_alone(
     assert secret_for(None, "mine") == SECRET
     with pytest.raises(ConfigError, match="cannot be read"):
         secret_for(None, "yours")
+
+
+def test_the_token_of_a_ray_that_a_cluster_of_this_user_started_is_found(record: Path) -> None:
+    ClusterRecord("mine", 1, "", "h:1", "/tmp/ray-of-mine").save()
+    ClusterRecord("joined", 1, "", "h:2", "").save()
+    record_path("damaged").write_text("{}")
+    assert ray_token_of("h:1") == token_path(record)
+    assert ray_token_of("h:2") is None

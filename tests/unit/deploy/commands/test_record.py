@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.errors import ConfigError, UnavailableError
-from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, record_path, require_reachable
+from baton.errors import ConfigError
+from deploy.commands.record import ClusterRecord, kill_ray, load_record, process_start, record_path
 
 HOLD = "import sys; file = open(sys.argv[1], 'w'); print('open', flush=True); sys.stdin.read()"
 
@@ -76,9 +76,3 @@ def test_what_holds_a_file_of_that_ray_is_killed_and_nothing_else(record: Cluste
         assert kill_ray(record.ray_folder) == 1
         assert doomed.wait() == -9
         assert spared.poll() is None
-
-
-@pytest.mark.parametrize("address", ["127.0.0.1:1", "no address"])
-def test_a_ray_that_is_not_there_is_named_at_once(address: str) -> None:
-    with pytest.raises(UnavailableError, match=f"Ray at {address} cannot be reached"):
-        require_reachable(address)

@@ -1,0 +1,68 @@
+"""Prepares a command for Ray: checks that a Ray answers, finds out whether it asks for a token, and finds the token.
+
+Called before ray is imported, because Ray reads its environment variables then.
+"""
+
+import ipaddress
+import socket
+from pathlib import Path
+
+from baton.errors import ConfigError, UnavailableError
+from deploy.commands.record import ray_token_of
+from deploy.config.environment import prepare_ray_environment, ray_auth_mode
+
+_CONNECT_S = 5.0
+_ANSWER_S = 5.0
+_QUESTION = "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo"
+"""A method of Ray's head that changes nothing; called with an empty request, its reply is not read."""
+
+
+def prepare_to_start(token: Path, host: str) -> None:
+    """Prepare the environment of a Ray of our own, whose token is in this file, for workers on the interface `host`."""
+    prepare_ray_environment(asks_token=True, token=token, is_local=is_loopback(host))
+
+
+def prepare_to_join(address: str) -> None:
+    """Prepare the environment for joining the Ray at host:port, with its token if a cluster of this user started it.
+    Raises UnavailableError when nothing listens there, and ConfigError when it asks for a token and the operator has
+    turned tokens off."""
+    require_reachable(address)
+    is_asked, mode = asks_token(address), ray_auth_mode()
+    if is_asked and mode not in ("", "token"):
+        raise ConfigError(
+            f"Ray at {address} asks for a token, and RAY_AUTH_MODE is {mode}: unset it, or set it to token"
+        )
+    token = ray_token_of(address)
+    is_local = token is not None and is_loopback(address.rpartition(":")[0])
+    prepare_ray_environment(asks_token=is_asked, token=token, is_local=is_local)
+
+
+def require_reachable(address: str) -> None:
+    """Raise UnavailableError when nothing listens on `address`, host:port. Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError) as error:
+        raise UnavailableError(f"Ray at {address} cannot be reached ({error}): check ray.address, host:port") from error
+
+
+def asks_token(address: str) -> bool:
+    """Return whether the Ray at host:port refuses callers without a token. Blocks, for a few seconds at most."""
+    import grpc  # imported here, so that a launcher whose Ray is its own does without grpc
+
+    with grpc.insecure_channel(address, options=(("grpc.enable_http_proxy", 0),)) as channel:
+        ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(_QUESTION)
+        try:
+            ask(b"", timeout=_ANSWER_S)
+        except grpc.RpcError as error:
+            return bool(error.code() is grpc.StatusCode.UNAUTHENTICATED)
+    return False
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host, as an address or a name, is this machine's loopback interface. Unknown names are not."""
+    try:
+        addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(str(each).partition("%")[0]).is_loopback for each in addresses)
