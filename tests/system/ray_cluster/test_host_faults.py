@@ -54,7 +54,7 @@ class Pair:
 def pair(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with ExitStack() as stack:
         head, first, second = stack.enter_context(hosts(3))
-        ray = stack.enter_context(ray_head({}, head))
+        ray = stack.enter_context(ray_head({}, host=head))
         for host in (first, second):
             stack.enter_context(ray_node(ray, POOLS, host))
         settings = ("prefill.across_nodes=true", "generate.num_groups=2", f"orchestrator.host={head.address}")

@@ -54,7 +54,7 @@ def spread(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     cache = tmp_path_factory.mktemp("spread")
     with ExitStack() as stack:
         head, prefill, generate = stack.enter_context(hosts(3))
-        ray = stack.enter_context(ray_head({}, head))
+        ray = stack.enter_context(ray_head({}, host=head))
         stack.enter_context(ray_node(ray, {"baton_prefill": 2}, prefill))
         stack.enter_context(ray_node(ray, {"baton_generate": 1}, generate))
         settings = (f"orchestrator.host={head.address}", f'orchestrator.operator_keys=["sha256:{hash_key(KEY)}"]')
