@@ -16,7 +16,6 @@ from baton import Client
 from baton.results import Completion
 from baton.sampling_params import SamplingParams
 from modeling.checkpoints.weights import load_decoder
-from orchestrator.requests.tenants import hash_key
 from tests.support.clusters.hosts import Host, hosts
 from tests.support.clusters.ray_clusters import (
     ServedCluster,
@@ -34,7 +33,6 @@ from tests.support.models.texts import passage_ids
 pytestmark = pytest.mark.ci
 
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
-KEY = "o-1"
 START_S = 30.0
 
 
@@ -57,8 +55,8 @@ def spread(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         ray = stack.enter_context(ray_head({}, host=head))
         stack.enter_context(ray_node(ray, {"baton_prefill": 2}, prefill))
         stack.enter_context(ray_node(ray, {"baton_generate": 1}, generate))
-        settings = (f"orchestrator.host={head.address}", f'orchestrator.operator_keys=["sha256:{hash_key(KEY)}"]')
-        running = stack.enter_context(served(cache, smollm2, *settings, address=ray.address, host=head))
+        everywhere = f"orchestrator.host={head.address}"
+        running = stack.enter_context(served(cache, smollm2, everywhere, address=ray.address, host=head))
         yield Spread(running, ray, head, prefill, generate)
 
 
@@ -87,18 +85,15 @@ def test_a_gateway_on_another_host_streams_the_same(spread: Spread, smollm2: Pat
     assert [token.token_id for token in through.tokens] == [token.token_id for token in direct.tokens]
 
 
-def test_a_node_that_joins_is_used_by_a_pool_that_grows(
-    spread: Spread, smollm2: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OPERATOR_KEY", KEY)
+def test_a_node_that_joins_is_used_by_a_pool_that_grows(spread: Spread, smollm2: Path) -> None:
     prompt = passage_ids(smollm2, 150)
     with ray_node(spread.ray, {"baton_generate": 1}, spread.head), Client(spread.running.target) as client:
-        grown = spread.running.command("scale", "generate", "2", "--api-key-env", "OPERATOR_KEY")
+        grown = spread.running.command("scale", "generate", "2")
         assert grown.returncode == 0, grown.stderr
         hosts_of = {group.endpoints[0].rpartition(":")[0] for group in client.cluster_state().groups[1:]}
         assert hosts_of == {spread.generate.address, spread.head.address}
         _ask(client, prompt)
-        shrunk = spread.running.command("scale", "generate", "1", "--api-key-env", "OPERATOR_KEY")
+        shrunk = spread.running.command("scale", "generate", "1")
         assert shrunk.returncode == 0, shrunk.stderr
         until_settled(client)
 
