@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from baton.errors import ConfigError, InvalidArgumentError
-from deploy.commands.admin_channel import add_key_option, admin_channel, given_key
+from deploy.commands.admin_channel import TARGET_HELP, add_key_option, admin_channel, given_key
 from deploy.commands.drain import restore, withdraw
 from deploy.options.command import add_command
 
@@ -31,7 +31,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     parser.add_argument("pool", choices=POOLS, help="groups of which role")
     parser.add_argument("number", type=int, help="how many of them may get work")
     parser.add_argument("name", nargs="?", default="baton", help="the cluster's name (default: baton)")
-    parser.add_argument("--target", metavar="HOST:PORT", help="a cluster that was brought up on another machine")
+    parser.add_argument("--target", metavar="HOST:PORT", help=TARGET_HELP)
     parser.add_argument(
         "--timeout",
         type=float,
@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
     if args.timeout is not None and not 0 < args.timeout < float("inf"):
         raise InvalidArgumentError(f"--timeout {args.timeout:g} is out of range: use a time above 0 seconds")
     # Imported here, so that --help and mistyped options are answered without grpc.
-    from deploy.commands.record import serving_endpoint
+    from deploy.commands.record import secret_for, serving_endpoint
 
-    with admin_channel(args.target or serving_endpoint(args.name), given_key(args)) as channel:
+    target = args.target or serving_endpoint(args.name)
+    with admin_channel(target, secret_for(args.target, args.name), given_key(args)) as channel:
         scaling = _Scaling(channel, args.pool, args.timeout)
         while line := scaling.step(args.number):
             print(line)

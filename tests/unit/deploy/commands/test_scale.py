@@ -5,11 +5,18 @@ import asyncio
 import pytest
 
 from deploy.cli import main
+from deploy.config.environment import SECRET_VARIABLE
 from orchestrator.membership.view import Orders
 from tests.support.clusters.orchestrators import HOST
 from tests.support.clusters.rosters import SupervisedCluster, supervised
 from tests.support.clusters.storms import orchestrator_over
 from tests.support.models.tiny_models import random_decoder
+from tests.support.wire.secret import SECRET
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLE, SECRET.text)
 
 
 async def scale(cluster: SupervisedCluster, *arguments: str) -> int:
