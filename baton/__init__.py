@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         Placement,
         PlacementTerms,
         PrefillTrace,
+        PrefixFetch,
         RankTiming,
         SpeculationTrace,
         Timings,
@@ -51,6 +52,7 @@ __all__ = [
     "PlacementTerms",
     "PrefillStatus",
     "PrefillTrace",
+    "PrefixFetch",
     "RankTiming",
     "Reconnect",
     "SampledToken",
@@ -71,8 +73,8 @@ _NAMES_IN = {
     "baton.client": "AsyncClient Client",
     "baton.cluster_state": "ClusterState GenerationStatus GroupState PrefillStatus",
     "baton.errors": "BatonError",
-    "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace RankTiming"
-    " SpeculationTrace Timings Usage WidthChoice WidthOption",
+    "baton.results": "Choice Completion DraftCounts ModelInfo Placement PlacementTerms PrefillTrace PrefixFetch"
+    " RankTiming SpeculationTrace Timings Usage WidthChoice WidthOption",
     "baton.resume": "Reconnect",
     "baton.sampling_params": "SamplingParams",
     "baton.streams": "AsyncStream Stream",

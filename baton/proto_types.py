@@ -21,6 +21,7 @@ from baton.results import (
     Placement,
     PlacementTerms,
     PrefillTrace,
+    PrefixFetch,
     RankTiming,
     SpeculationTrace,
     Timings,
@@ -176,6 +177,7 @@ def timings_to_proto(timings: Timings) -> orchestrator_pb2.Timings:
         placement=None if way.placement is None else orchestrator_pb2.Placement(**asdict(way.placement)),
         width=None if way.width is None else orchestrator_pb2.WidthChoice(**asdict(way.width)),
         ranks=[_rank_timing_to_proto(rank) for rank in way.ranks],
+        fetch=None if way.fetch is None else orchestrator_pb2.PrefixFetch(**vars(way.fetch)),
     )
     trace = timings.speculation
     speculation = None if trace is None else orchestrator_pb2.SpeculationTrace(**asdict(trace))
@@ -188,6 +190,7 @@ def timings_from_proto(message: orchestrator_pb2.Timings) -> Timings:
         placement=_placement_from_proto(message.prefill.placement) if message.prefill.HasField("placement") else None,
         width=_width_from_proto(message.prefill.width) if message.prefill.HasField("width") else None,
         ranks=tuple(rank_timing_from_proto(each) for each in message.prefill.ranks),
+        fetch=read(PrefixFetch, message.prefill.fetch) if message.prefill.HasField("fetch") else None,
     )
     speculation = _speculation_from_proto(message.speculation) if message.HasField("speculation") else None
     return read(Timings, message, prefill=prefill, speculation=speculation)

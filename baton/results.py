@@ -109,6 +109,8 @@ class PlacementTerms:
     """Seconds of KV transfer, beyond what overlaps with computing."""
     others_s: float
     """Seconds that this way costs other prompts, in sum."""
+    fetch_s: float = 0.0
+    """Seconds of fetching cached KV from another node's prefix store, before the prefill."""
 
     @property
     def own_s(self) -> float:
@@ -153,6 +155,22 @@ class Placement:
 
 
 @dataclass(frozen=True)
+class PrefixFetch:
+    """A fetch of cached KV from the prefix store of another node, before the prefill."""
+
+    source: str
+    """Name of a group of the node that had the KV."""
+    num_tokens: int
+    """Tokens whose KV was to be fetched, those that were there by then included."""
+    num_bytes: int
+    """Bytes of KV that were fetched."""
+    predicted_s: float
+    took_s: float
+    shortfall: str = ""
+    """Why not all was fetched, so that the request was placed anew, in one line; empty when all was."""
+
+
+@dataclass(frozen=True)
 class PrefillTrace:
     """How a request's prompt was prefilled: what the server decided and predicted, and what was measured. For those who
     tune a cluster: what it holds may change with any version."""
@@ -163,6 +181,8 @@ class PrefillTrace:
     """How many prefill ranks were chosen, and why; None when the generation group prefilled by itself."""
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the chain's ranks; empty when the generation group prefilled by itself."""
+    fetch: PrefixFetch | None = None
+    """The last fetch of cached KV from another node; None when none was tried."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,10 @@ from modeling.forward.decoder import Decoder
 from modeling.kernels.process_kernels import KERNELS
 from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled
+from modeling.prefix_store.whole_blocks import WholeBlocks
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
+from transport.block_exchange import BlockExchange
 from transport.channel import bind, make_server
 from transport.identity import ClusterSecret
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
@@ -57,8 +59,8 @@ _MAX_EVENT_BYTES = MAX_MESSAGE_BYTES - 2**16
 
 
 class GroupPrefixes:
-    """A group's use of its node's prefix store, which prefill ranks use as well: leases begin with blocks from it, and
-    answers are stored in it."""
+    """A group's use of its node's prefix store, which prefill ranks use as well: leases begin with blocks from it,
+    answers are stored in it, and other nodes' blocks are fetched into it."""
 
     def __init__(
         self, folder: Path, slots: SlotTable, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
@@ -68,11 +70,13 @@ class GroupPrefixes:
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)
+        self.exchange = BlockExchange(WholeBlocks(self.store), clock=clock)
 
     async def close(self) -> None:
         """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
         await self.loader.close()
         await asyncio.to_thread(self.saver.close)
+        await self.exchange.close()
         await asyncio.to_thread(self._node.close)
 
 
@@ -224,6 +228,8 @@ class GenerationServer:
         servicer = GenerationServicer(engine, decoder.layout, prefixes)
         generate_pb2_grpc.add_GenerationGroupServicer_to_server(servicer, server)
         KvReceiverServicer(slots, prefixes.loader if prefixes is not None else None, clock=clock).add_to(server)
+        if prefixes is not None:
+            prefixes.exchange.add_to(server)
         await server.start()
         engine.start()
         return cls(server, servicer, slots, bound)
@@ -251,6 +257,7 @@ async def _prefix_store(prefixes: GroupPrefixes) -> common_pb2.PrefixStoreStatus
         **scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(prefixes.store.holdings)),
         **scalars(common_pb2.PrefixStoreStatus, prefixes.loader),
         **scalars(common_pb2.PrefixStoreStatus, prefixes.saver),
+        **scalars(common_pb2.PrefixStoreStatus, prefixes.exchange),
         identity=prefixes.store.identity,
     )
 

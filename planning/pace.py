@@ -15,6 +15,8 @@ from baton.types import TokenRange
 
 _NUM_RECENT = 16
 """Number of recent jobs over which the median is taken."""
+_PASSED_OVER = 64
+"""Decisions in a row against what this pace predicts after which its oldest observation is forgotten."""
 _MOST = 32.0
 """Largest factor by which one job may count as slower, or faster, than predicted."""
 
@@ -33,6 +35,8 @@ class Pace:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, float]] = deque(maxlen=_NUM_RECENT)
         """(observed over predicted, predicted seconds) of recent jobs."""
+        self._num_passed_over = 0
+        """Decisions against what this pace predicts since the latest observation, or since one was forgotten."""
         self._latest_ns: dict[Hashable, int] = {}
         """Start of the latest known job, by group and rank, in unix nanoseconds."""
 
@@ -72,10 +76,15 @@ class Pace:
         if predicted_s > 0:
             self._note(observed_s / predicted_s, predicted_s)
 
-    def forget_oldest(self) -> None:
-        """Drop the oldest job from the estimate, if there is one."""
-        if self._recent:
-            self._recent.popleft()
+    def pass_over(self) -> None:
+        """Record a decision against what this pace predicts. As long as that goes on, observations are forgotten one by
+        one; else what was slow once would never be tried again."""
+        self._num_passed_over += 1
+        if self._num_passed_over >= _PASSED_OVER:
+            self._num_passed_over = 0
+            if self._recent:
+                self._recent.popleft()
 
     def _note(self, ratio: float, seconds: float) -> None:
+        self._num_passed_over = 0
         self._recent.append((min(max(ratio, 1 / _MOST), _MOST), seconds))

@@ -34,8 +34,8 @@ their predicted times."""
 _CLOSE_RANKS = 4
 """Widest chain whose knots lie a factor of 2 apart, which costs a percent or two between them; above, a factor of 4."""
 _LEAST_KNOT = 16
-_PASSED_OVER = 64
-"""Decisions against local prefill after which the oldest observation of a local prefill is forgotten."""
+_FETCH_S = 0.004
+"""Nominal seconds of a fetch of cached KV besides latency and bytes: two calls, a connection, and files."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,7 @@ class ChainPlanner:
         self._steps = steps
         self._protocol = protocol
         self._num_searched = min(max_ranks, _SEARCHED_RANKS)
-        self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
-        self._num_passed_over = 0
+        self._pace, self._push_pace, self._local_pace, self._fetch_pace = Pace(), Pace(), Pace(), Pace()
         if table is None:
             self._basis = self.search(calibration)
         else:
@@ -121,7 +120,7 @@ class ChainPlanner:
     def adopt(self, basis: PredictionBasis) -> None:
         """Predict by the result of `search` from here on, and forget observations. Running calls keep the former
         basis."""
-        self._pace, self._push_pace, self._local_pace = Pace(), Pace(), Pace()
+        self._pace, self._push_pace, self._local_pace, self._fetch_pace = Pace(), Pace(), Pace(), Pace()
         self._basis = basis
 
     def observe(self, group: Hashable, ranks: Sequence[RankTiming]) -> None:
@@ -206,16 +205,31 @@ class ChainPlanner:
     def observe_local(self, observed_s: float, predicted_s: float) -> None:
         """Record that a generation group prefilled in `observed_s`; `predicted_s` is the unscaled sum of the two parts
         of `local_s`."""
-        self._num_passed_over = 0
         self._local_pace.note(observed_s, predicted_s)
 
     def pass_over_local(self) -> None:
         """Record that a chain is predicted to be faster than a generation group. As long as that goes on, observations
-        of generation groups are forgotten one by one; else groups that were slow once would never be tried again."""
-        self._num_passed_over += 1
-        if self._num_passed_over >= _PASSED_OVER:
-            self._num_passed_over = 0
-            self._local_pace.forget_oldest()
+        of generation groups are forgotten one by one."""
+        self._local_pace.pass_over()
+
+    def fetch_s(self, num_tokens: int, *, is_far: bool) -> float:
+        """Return the seconds in which the cached KV of `num_tokens` is fetched from the prefix store of another node,
+        or of the same one if not `is_far`: by the link's nominal bandwidth and latency, scaled by what fetches took."""
+        num_bytes = num_tokens * self.cost.kv_bytes * self.cost.num_layers
+        return self._fetch_pace.factor * self._nominal_fetch_s(num_bytes, is_far=is_far)
+
+    def observe_fetch(self, num_bytes: int, observed_s: float, *, is_far: bool) -> None:
+        """Record that so many bytes of KV were fetched in `observed_s`."""
+        self._fetch_pace.note(observed_s, self._nominal_fetch_s(num_bytes, is_far=is_far))
+
+    def pass_over_fetch(self) -> None:
+        """Record that computing is predicted to be faster than a fetch that was possible. As long as that goes on,
+        observations of fetches are forgotten one by one."""
+        self._fetch_pace.pass_over()
+
+    def _nominal_fetch_s(self, num_bytes: int, *, is_far: bool) -> float:
+        link = self._basis.calibration.cost.link
+        return _FETCH_S + (2 * link.latency_s if is_far else 0.0) + num_bytes / link.bandwidth
 
     def _push_s(self, num_bytes: int, prefill_s: float) -> float:
         """Return the seconds of pushing KV beyond what overlaps with computing, by nominal rates."""

@@ -21,9 +21,11 @@ def chain_terms(
     is_elsewhere: bool,
     queue_s: float = 0.0,
     others_s: float = 0.0,
+    fetch_s: float = 0.0,
 ) -> PlacementTerms:
     """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
-    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node."""
+    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node; `fetch_s`: what comes before, to have
+    cached KV there."""
     transfer_s = planner.push_s(num_pushed, prefill_s)
     if is_elsewhere:
         transfer_s += 2 * planner.cost.link.latency_s  # the last piece there, and the commit's answer back
@@ -34,20 +36,22 @@ def chain_terms(
         steps_s=step_s / 2,  # on average half of the step that runs when the last KV arrives
         transfer_s=transfer_s,
         others_s=others_s,
+        fetch_s=fetch_s,
     )
 
 
 def local_terms(
-    planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, queue_s: float = 0.0
+    planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, queue_s: float = 0.0, fetch_s: float = 0.0
 ) -> PlacementTerms | None:
-    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`; None when it is unknown how
+    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch; None when it is unknown how
     groups prefill or what their steps take."""
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context)
     if found is None:
         return None
     prefill_s, steps_s = found
-    return PlacementTerms(queue_s, prefill_s, steps_s * min(num_rows, 1.0), transfer_s=0.0, others_s=0.0)
+    shared_s = steps_s * min(num_rows, 1.0)
+    return PlacementTerms(queue_s, prefill_s, shared_s, transfer_s=0.0, others_s=0.0, fetch_s=fetch_s)
 
 
 def _step_s(planner: ChainPlanner, batch: Batch) -> float:

@@ -25,12 +25,14 @@ from modeling.kernels.process_kernels import KERNELS
 from modeling.kv.buffers import KvBuffer
 from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled, PrefixStore
+from modeling.prefix_store.whole_blocks import WholeBlocks
 from prefill_workers.block_threads import BlockThreads
 from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
+from transport.block_exchange import BlockExchange
 from transport.channel import bind, make_channel, make_server
 from transport.identity import ClusterSecret
 from transport.kv_client import KvClient
@@ -74,12 +76,18 @@ class PushOutlet:
 
 class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     """Serves baton.v1.PrefillRank over an engine. `host` is the address of the interface that the links use, `secret`
-    the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one."""
+    the cluster's secret, sent to generation groups, `prefixes` the node's prefix store, if it keeps one, and `exchange`
+    what other nodes' blocks come by."""
 
     def __init__(
-        self, engine: PrefillEngine, host: str, secret: ClusterSecret, prefixes: PrefixStore | None = None
+        self,
+        engine: PrefillEngine,
+        host: str,
+        secret: ClusterSecret,
+        prefixes: PrefixStore | None = None,
+        exchange: BlockExchange | None = None,
     ) -> None:
-        self.engine, self.prefixes = engine, prefixes
+        self.engine, self.prefixes, self.exchange = engine, prefixes, exchange
         self._host = host
         self._channels = ChannelCache(partial(make_channel, secret=secret))
         self._blocks = BlockThreads()
@@ -129,7 +137,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
         store = None
         if self.prefixes is not None:
             held = scalars(common_pb2.PrefixStoreStatus, await asyncio.to_thread(self.prefixes.holdings))
-            store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held)
+            moved = scalars(common_pb2.PrefixStoreStatus, self.exchange)
+            store = common_pb2.PrefixStoreStatus(identity=self.prefixes.identity, **held, **moved)
         return prefill_pb2.PrefillStatus(
             **scalars(prefill_pb2.PrefillStatus, self.engine.status()),
             layout_fingerprint=self.engine.decoder.layout.fingerprint,
@@ -148,6 +157,8 @@ class PrefillRankServicer(prefill_pb2_grpc.PrefillRankServicer):
     async def close(self) -> None:
         """End the work on blocks, and close the channels to all generation groups; to be called once no call runs."""
         await asyncio.to_thread(self._blocks.close)
+        if self.exchange is not None:
+            await self.exchange.close()
         await self._channels.close()
 
     async def _compute(self, job: Job, outlet: PushOutlet, session: PushSession) -> JobReport:
@@ -223,7 +234,13 @@ class PrefillServer:
             layout = decoder.layout
             store = NodeStore(prefix_folder, layout, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
         engine = PrefillEngine(decoder, clock, watchdog_floor_s=watchdog_floor_s)
-        servicer = PrefillRankServicer(engine, host, secret, store.blocks if store is not None else None)
+        exchange = None
+        if store is not None:
+            exchange = BlockExchange(
+                WholeBlocks(store.blocks), clock=clock, connect=partial(make_channel, secret=secret)
+            )
+            exchange.add_to(server)
+        servicer = PrefillRankServicer(engine, host, secret, store.blocks if store is not None else None, exchange)
         prefill_pb2_grpc.add_PrefillRankServicer_to_server(servicer, server)
         await server.start()
         return cls(server, servicer, bound, store)

@@ -64,6 +64,7 @@ def _present(coroutine: Coroutine[Any, Any, T]) -> T:
 VERSIONED = (
     "/baton.v1.GenerationGroup/",
     "/baton.v1.PrefillRank/",
+    "/baton.v1.BlockExchange/",
     "/baton.v1.Admin/",
     "/baton.v1.Orchestrator/GetClusterState",
 )

@@ -405,6 +405,8 @@ class PrefixStoreStatus(_message.Message):
     NUM_BYTES_READ_FIELD_NUMBER: _builtins.int
     NUM_BYTES_STORED_FIELD_NUMBER: _builtins.int
     NUM_DISK_BYTES_READ_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FETCHED_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_SENT_FIELD_NUMBER: _builtins.int
     identity: _builtins.str
     """Equal for workers of either role that share the store, and different for all others."""
     num_blocks: _builtins.int
@@ -416,6 +418,11 @@ class PrefixStoreStatus(_message.Message):
     num_bytes_stored: _builtins.int
     num_disk_bytes_read: _builtins.int
     """The part of num_bytes_read that came from disk."""
+    num_bytes_fetched: _builtins.int
+    """Bytes of KV so far that this worker fetched into the store from other nodes' stores, and that it sent from the store
+    to other nodes.
+    """
+    num_bytes_sent: _builtins.int
     def __init__(
         self,
         *,
@@ -426,10 +433,12 @@ class PrefixStoreStatus(_message.Message):
         num_bytes_read: _builtins.int = ...,
         num_bytes_stored: _builtins.int = ...,
         num_disk_bytes_read: _builtins.int = ...,
+        num_bytes_fetched: _builtins.int = ...,
+        num_bytes_sent: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "limit_bytes", b"limit_bytes", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_read", b"num_bytes_read", "num_bytes_stored", b"num_bytes_stored", "num_disk_bytes_read", b"num_disk_bytes_read"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["identity", b"identity", "limit_bytes", b"limit_bytes", "num_blocks", b"num_blocks", "num_bytes", b"num_bytes", "num_bytes_fetched", b"num_bytes_fetched", "num_bytes_read", b"num_bytes_read", "num_bytes_sent", b"num_bytes_sent", "num_bytes_stored", b"num_bytes_stored", "num_disk_bytes_read", b"num_disk_bytes_read"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

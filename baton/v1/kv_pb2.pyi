@@ -138,7 +138,9 @@ class KvPieceHeader(_message.Message):
     checksum: _builtins.int
     """XXH3 (64 bits, seed 0) of the payload."""
     @_builtins.property
-    def lease(self) -> _common_pb2.LeaseRef: ...
+    def lease(self) -> _common_pb2.LeaseRef:
+        """Unset in pieces of cached blocks, which BlockExchange.Read sends."""
+
     @_builtins.property
     def tokens(self) -> _common_pb2.TokenRange: ...
     def __init__(

@@ -395,6 +395,7 @@ class PrefillTrace(_message.Message):
     PLACEMENT_FIELD_NUMBER: _builtins.int
     WIDTH_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    FETCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def placement(self) -> Global___Placement:
         """Unset when the request was not placed."""
@@ -407,20 +408,65 @@ class PrefillTrace(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[_prefill_pb2.RankTiming]:
         """One for each rank of the chain; none when the generation group prefilled by itself."""
 
+    @_builtins.property
+    def fetch(self) -> Global___PrefixFetch:
+        """Unset when no cached KV was to be fetched from another node."""
+
     def __init__(
         self,
         *,
         placement: Global___Placement | None = ...,
         width: Global___WidthChoice | None = ...,
         ranks: _abc.Iterable[_prefill_pb2.RankTiming] | None = ...,
+        fetch: Global___PrefixFetch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "width", b"width"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "placement", b"placement", "width", b"width"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placement", b"placement", "ranks", b"ranks", "width", b"width"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch", b"fetch", "placement", b"placement", "ranks", b"ranks", "width", b"width"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PrefillTrace: _TypeAlias = PrefillTrace  # noqa: Y015
+
+@_typing.final
+class PrefixFetch(_message.Message):
+    """A fetch of cached KV from the prefix store of another node, before the prefill."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
+    NUM_BYTES_FIELD_NUMBER: _builtins.int
+    PREDICTED_S_FIELD_NUMBER: _builtins.int
+    TOOK_S_FIELD_NUMBER: _builtins.int
+    SHORTFALL_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Name of a group of the node that had the KV."""
+    num_tokens: _builtins.int
+    """Tokens whose KV was to be fetched, those that were there included."""
+    num_bytes: _builtins.int
+    """Bytes of KV that were fetched."""
+    predicted_s: _builtins.float
+    took_s: _builtins.float
+    shortfall: _builtins.str
+    """Why not all was fetched, in one line; empty when all was."""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
+        num_bytes: _builtins.int = ...,
+        predicted_s: _builtins.float = ...,
+        took_s: _builtins.float = ...,
+        shortfall: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_bytes", b"num_bytes", "num_tokens", b"num_tokens", "predicted_s", b"predicted_s", "shortfall", b"shortfall", "source", b"source", "took_s", b"took_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixFetch: _TypeAlias = PrefixFetch  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):
@@ -467,6 +513,7 @@ class PlacementTerms(_message.Message):
     STEPS_S_FIELD_NUMBER: _builtins.int
     TRANSFER_S_FIELD_NUMBER: _builtins.int
     OTHERS_S_FIELD_NUMBER: _builtins.int
+    FETCH_S_FIELD_NUMBER: _builtins.int
     queue_s: _builtins.float
     """Seconds in which others are served before the request."""
     prefill_s: _builtins.float
@@ -477,6 +524,8 @@ class PlacementTerms(_message.Message):
     """Seconds of KV transfer, beyond what overlaps with computing."""
     others_s: _builtins.float
     """Seconds of delay of other prompts, in sum; no part of the request's own time."""
+    fetch_s: _builtins.float
+    """Seconds of fetching cached KV from another node's prefix store, before the prefill."""
     def __init__(
         self,
         *,
@@ -485,10 +534,11 @@ class PlacementTerms(_message.Message):
         steps_s: _builtins.float = ...,
         transfer_s: _builtins.float = ...,
         others_s: _builtins.float = ...,
+        fetch_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["others_s", b"others_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "steps_s", b"steps_s", "transfer_s", b"transfer_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_s", b"fetch_s", "others_s", b"others_s", "prefill_s", b"prefill_s", "queue_s", b"queue_s", "steps_s", b"steps_s", "transfer_s", b"transfer_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

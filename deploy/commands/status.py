@@ -72,19 +72,21 @@ def groups_table(state: ClusterState) -> Table:
 def slots_table(state: ClusterState) -> Table:
     """Return the table of slots and memory. A generation group has two rows, its slots and its KV memory, with the
     policy that keeps it; the states add up to the whole. A prefix store adds a row for each group of its node: the KV
-    of earlier prompts."""
-    table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", box=None)
+    of earlier prompts, and how much of it the group has fetched from other nodes so far, and sent to them."""
+    table = Table("", "", "all", "free", "leased", "active", "quarantined", "held", "fetched", "sent", box=None)
     for group in state.groups:
         if (held := group.generation) is not None:
             slots = (held.num_slots, held.num_free, held.num_leased, held.num_active, held.num_quarantined)
-            table.add_row(group.name, "slots", *(str(count) for count in slots), "")
+            table.add_row(group.name, "slots", *(str(count) for count in slots))
             kv = held.kv
             parts = (kv.num_bytes_free, kv.num_bytes_leased, kv.num_bytes_active, kv.num_bytes_quarantined)
             table.add_row(_policy(held), "KV, MiB", *map(_mib, (kv.num_bytes, *parts, held.num_bytes_held)))
     for group in state.groups:
         if (store := group.prefix_store) is not None:
             whole, free = store.limit_bytes, store.limit_bytes - store.num_bytes
-            table.add_row(group.name, "prefixes, MiB", _mib(whole), _mib(free), "", "", "", _mib(store.num_bytes))
+            moved = (store.num_bytes_fetched, store.num_bytes_sent)
+            sums = (*map(_mib, (whole, free)), "", "", "", *map(_mib, (store.num_bytes, *moved)))
+            table.add_row(group.name, "prefixes, MiB", *sums)
     return table
 
 

@@ -208,6 +208,10 @@ class PrefixStore:
         """
         return tuple(block for block, _ in self._opening(names, block_tokens))
 
+    def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
+        """Return the KV of one block, which is to be that of `tokens`, as `open` does."""
+        return self._open(name, tokens, self._clock.unix_ns())[0]
+
     def open_leading(self, names: Sequence[str], block_tokens: int) -> "Leading":
         """Open the leading blocks that are stored, up to a gap, as `open` does. Raises InvalidArgumentError."""
         found: list[tuple[KvBuffer, int]] = []
@@ -224,9 +228,12 @@ class PrefixStore:
             tokens = TokenRange(index * block_tokens, (index + 1) * block_tokens)
             yield self._open(name, tokens, now_ns - index)  # no frame keeps a block: an error's traceback would hold it
 
-    def take(self, names: Sequence[str], tokens: TokenRange, block_tokens: int) -> BlockRoom:
+    def take(
+        self, names: Sequence[str], tokens: TokenRange, block_tokens: int, *, spared: Collection[str] = ()
+    ) -> BlockRoom:
         """Take room for consecutive blocks of a prompt, which together are `tokens`. Blocks that do not fit, even after
-        evicting every block that is neither read nor named here, are left out from the end; that is no error.
+        evicting every block that is neither read nor in `names` or `spared`, are left out from the end; that is no
+        error.
 
         Blocks. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name.
         """
@@ -235,7 +242,7 @@ class PrefixStore:
         room = BlockRoom(self.locked)
         try:
             with self.locked():
-                self._claim(room, paths, tokens.split(block_tokens))
+                self._claim(room, paths, tokens.split(block_tokens), spared)
             room.allocate()
             if self.below is not None:
                 room.evicted = [name for name in room.evicted if not self.below.has(name)]
@@ -244,10 +251,12 @@ class PrefixStore:
             raise
         return room
 
-    def _claim(self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange]) -> None:
+    def _claim(
+        self, room: BlockRoom, paths: Sequence[Path], parts: Sequence[TokenRange], spared: Collection[str]
+    ) -> None:
         """Note which blocks are stored, and claim bytes for the others while there are any. Under the lock."""
         size = HEADER_BYTES + len(parts[0]) * self.layout.token_bytes
-        shelf = self._shelf({path.name for path in paths})
+        shelf = self._shelf({*spared, *(path.name for path in paths)})
         now_ns = self._clock.unix_ns()
         left_bytes = free_bytes(self._folder, in_memory=self._in_memory) + shelf.num_bytes
         for index, (path, part) in enumerate(zip(paths, parts, strict=True)):

@@ -18,7 +18,9 @@ from dataclasses import dataclass, field, replace
 from baton.clock import Clock
 from baton.errors import BatonError, NotFoundError, ResourceExhaustedError, StalePrefixError
 from baton.ids import JobId, RequestId, ReserveNumber, StreamNumber
+from baton.results import PrefixFetch
 from baton.types import Lease
+from orchestrator.dispatch.fetching import BlockFetcher
 from orchestrator.dispatch.givebacks import Givebacks
 from orchestrator.dispatch.prefilling import ChainRunner, PrefillTask, failure_of
 from orchestrator.dispatch.streaming import Closings, Emit, first_event, follow
@@ -54,6 +56,8 @@ class _Home:
     worker: WorkerClient
     held: ExitStack
     """Holds the group's count of the attempt, and the use of the worker's connection."""
+    fetch: PrefixFetch | None = None
+    """What came of the attempt's fetch of cached KV from another node; None when none was tried."""
 
 
 @dataclass
@@ -66,6 +70,13 @@ class _Learnt:
     """Lives of groups that refused the attempt for lack of room; cleared once all have refused."""
     trusts_hints: bool = True
     """Whether the attempt still relies on the prefix index: False once blocks that the index named were missing."""
+    fetch: PrefixFetch | None = None
+    """What came of the attempt's fetch of cached KV from another node; None before one was tried."""
+
+    @property
+    def may_fetch(self) -> bool:
+        """Return whether a plan may include a fetch: no attempt tries again after one that fell short."""
+        return self.fetch is None or not self.fetch.shortfall
 
 
 class Dispatcher:
@@ -87,6 +98,7 @@ class Dispatcher:
         """Numbers of jobs, streams and Reserves: ascending, and above all numbers of earlier orchestrators."""
         self._givebacks = Givebacks(members, clients, clock, lease_ttl_s=config.lease_ttl_s)
         self._closings = Closings(prefixes)
+        self._fetcher = BlockFetcher(clients, prefixes, self.chooser.sources, planner, clock)
 
     async def close(self) -> None:
         """Wait, for a bounded time, until past attempts hold nothing; to be called once no attempt runs."""
@@ -97,18 +109,26 @@ class Dispatcher:
     async def attempt(self, record: RequestRecord, emit: Emit) -> None:
         """Run a request from where its record stands to its end: events go into the record, then to `emit`.
 
-        Raises the error of the attempt, after the record was told which group is to blame. Two failures end no attempt,
-        and it is planned anew: a generation group has no room after all while another has, or a cached prefix is
-        missing, so that the prompt is computed from its beginning.
+        Raises the error of the attempt, after the record was told which group is to blame. Three failures end no
+        attempt, and it is planned anew: a generation group has no room after all while another has, cached KV did not
+        come from another node in time, or a cached prefix is missing, so that the prompt is computed from its
+        beginning.
         """
         self._stores.look()
         learnt = _Learnt()
         while not record.is_complete:
             try:
                 with ExitStack() as held:
-                    plan = await self.chooser.plan(record, held, full=learnt.full, uses_cached=learnt.trusts_hints)
+                    plan = await self.chooser.plan(
+                        *(record, held), full=learnt.full, uses_cached=learnt.trusts_hints, fetches=learnt.may_fetch
+                    )
+                    if plan.fetch is not None:
+                        learnt.fetch = await self._fetcher.run(plan.fetch, record)
+                        if learnt.fetch.shortfall:
+                            continue  # what the plan was made for is not there
                     with contextlib.suppress(NoRoomError):  # `learnt` says so to the next plan
-                        await self._serve(self._home(record, plan.generation, held), plan, learnt, emit)
+                        home = self._home(record, plan.generation, held, learnt.fetch)
+                        await self._serve(home, plan, learnt, emit)
             except StalePrefixError as stale:
                 if not learnt.trusts_hints:
                     raise
@@ -176,6 +196,7 @@ class Dispatcher:
             placement=plan.placement,
             width=None if way is None else way.chain.choice,
             num_cached_tokens=num_present if way is None else way.chain.num_cached_tokens,
+            fetch=home.fetch,
         )
         try:
             number = StreamNumber(next(self._numbers))
@@ -191,8 +212,10 @@ class Dispatcher:
                 self._givebacks.abort(home.group.endpoint, lease.ref)
             raise
 
-    def _home(self, record: RequestRecord, group: GenerationGroup, held: ExitStack) -> _Home:
-        return _Home(record, group, held.enter_context(self._clients.use(group.endpoint)), held)
+    def _home(
+        self, record: RequestRecord, group: GenerationGroup, held: ExitStack, fetch: PrefixFetch | None = None
+    ) -> _Home:
+        return _Home(record, group, held.enter_context(self._clients.use(group.endpoint)), held, fetch)
 
     @contextlib.asynccontextmanager
     async def _ending(self, home: _Home, number: StreamNumber, stream: EventStream) -> AsyncIterator[EventStream]:

@@ -61,6 +61,10 @@ def _of_groups(groups: Sequence[GroupState]) -> Iterator[Metric]:
     yield _gauge("baton_prefix_store_bytes", "KV of earlier prompts on the group's node", held, "group")
     limits = [(name, store.limit_bytes) for name, store in stores]
     yield _gauge("baton_prefix_store_limit_bytes", "What that may come to", limits, "group")
+    fetched = [(name, store.num_bytes_fetched) for name, store in stores]
+    yield _counter("baton_prefix_fetched_bytes", "KV that it fetched from other nodes' stores", fetched, "group")
+    sent = [(name, store.num_bytes_sent) for name, store in stores]
+    yield _counter("baton_prefix_sent_bytes", "KV that it sent from its node's store to other nodes", sent, "group")
 
 
 def _of_generation_groups(groups: Mapping[str, GenerationStatus]) -> Iterator[Metric]:

@@ -53,6 +53,8 @@ class Metrics:
         self._decisions = self._counter("baton_disagg_decisions", "Prefills, by why they ran where they did", "reason")
         self._widths = self._counter("baton_prefill_widths", "Prefills by chains, by their number of ranks", "width")
         self._pushed = self._counter("baton_kv_pushed_bytes", "KV that chains pushed to generation groups")
+        text = "Fetches of cached KV from another node, by whether all of it came"
+        self._fetches = self._counter("baton_prefix_fetches", text, "end")
 
     def refused(self, error: BatonError) -> None:
         """Count a request that the queue did not accept."""
@@ -83,6 +85,10 @@ class Metrics:
             self._token.observe(max(span_s, 0.0) * record.request.num_slots / num_between)
         if placement is not None and timings.leased_ns and not record.request.num_given:
             self._decisions.labels(placement.reason).inc()
+        if (fetch := timings.prefill.fetch) is not None:
+            self._fetches.labels("short" if fetch.shortfall else "complete").inc()
+            if not fetch.shortfall:
+                self.predicted("prefix_fetch", fetch.predicted_s, fetch.took_s)
         self._prefilled(timings)
         if usage.num_attempts == 1:
             self._prefilled_locally(timings)
@@ -110,7 +116,8 @@ class Metrics:
         """Observe the ratio of predicted to measured time of a local prefill, if there was a prediction."""
         placement, took_ns = timings.prefill.placement, timings.first_token_ns - timings.leased_ns
         if placement is not None and placement.is_local and placement.local and timings.first_token_ns:
-            self.predicted("local_prefill", placement.local.own_s, took_ns / 1e9)
+            predicted_s = placement.local.own_s - placement.local.fetch_s  # a fetch comes before the slot
+            self.predicted("local_prefill", predicted_s, took_ns / 1e9)
 
     def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
         return Histogram(name, text, labels, buckets=buckets, registry=self.registry)

@@ -14,11 +14,12 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
-from baton.results import Placement
+from baton.results import Placement, PlacementTerms
 from orchestrator.membership.members import Members, NoGroupError
 from orchestrator.membership.view import GenerationGroup
+from orchestrator.placement.block_fetches import BlockFetch, BlockSources
 from orchestrator.placement.chain_width import WidthPolicy
-from orchestrator.placement.comparison import ChainWay, able_groups, cheapest_group, compare, groups_with_room
+from orchestrator.placement.comparison import ChainWay, LocalWay, able_groups, cheapest_group, compare, groups_with_room
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.predictions import Outlook, Prospects
 from orchestrator.placement.prefix_index import PrefixIndex
@@ -51,6 +52,8 @@ class Plan:
     """Whether a slot is leased before the stream is opened: for the KV of a chain, or for cached blocks."""
     uses_cached: bool
     """Whether the plan relies on the prefix index."""
+    fetch: BlockFetch | None = None
+    """Cached KV that is fetched from another node before all else; None if none is."""
 
 
 class Chooser:
@@ -65,8 +68,11 @@ class Chooser:
         self._planner = planner
         self._occupancy = Occupancy(planner)
         policy = WidthPolicy(planner, elastic=config.elastic, overtaking=config.overtaking)
+        self.sources = BlockSources(members, self.prefixes, planner, clock)
+        """Stores from which cached KV may be fetched; dispatch says which fetches have failed."""
         self._outlook = Outlook(
-            members, planner, policy, self.prefixes, self._occupancy, clock, block_tokens=config.block_tokens
+            *(members, planner, policy, self.prefixes, self.sources, self._occupancy, clock),
+            block_tokens=config.block_tokens,
         )
         self._config = config
 
@@ -77,19 +83,25 @@ class Chooser:
         *,
         full: Collection[Hashable] = (),
         uses_cached: bool = True,
+        fetches: bool = True,
     ) -> Plan:
         """Return where the attempt is served, waiting for groups if need be.
 
         Holds the generation group in `held` from the moment it is found, so that no other request is given its slots
         while this one waits for a chain. Lives in `full` have refused the attempt: others are asked before. If
-        `uses_cached`, a chain begins behind cached blocks. Raises NoGroupError when no group has room in time.
+        `uses_cached`, a chain begins behind cached blocks, and if `fetches` as well, blocks may be fetched from another
+        node before. Raises NoGroupError when no group has room in time.
         """
         made: dict[str, PromptBlocks] = {}
-        before = Prospects(self._outlook, record, uses_cached=True, holds=False, blocks=made)
+        before = Prospects(self._outlook, record, uses_cached=True, holds=False, fetches=fetches, blocks=made)
         generation = await self._find_generation(record, before, record.avoid | {*full})
         held.enter_context(self._members.hold(generation.name, record.request.num_slots))
-        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, blocks=made)
+        prospects = Prospects(self._outlook, record, uses_cached=uses_cached, holds=True, fetches=fetches, blocks=made)
         way, placement = await self._decide(generation, record, prospects)
+        local = prospects.local(generation) if way is None else None
+        fetch = _fetch_of(way or local)
+        if fetch is None and prospects.passed_over_fetch:
+            self._planner.pass_over_fetch()
         logger.info(
             "placed request=%s attempt=%d group=%s: %s",
             *(record.request_id, record.attempt.number, generation.name, placement.text),
@@ -97,22 +109,26 @@ class Chooser:
         self._occupancy.place(
             record,
             generation.life,
-            prospects.local(generation) if way is None else None,
+            None if local is None else local.terms,
             now_s=self._outlook.now_s,
             has_room=self._members.load(generation.name).num_slots <= generation.num_slots
             and not prospects.lacks_memory(generation),
         )
         blocks = prospects.blocks(generation.layout_fingerprint)
         names = _slot_blocks(generation, blocks, way, record.wants_prompt_scores)
-        reserves = way is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
-        return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached)
+        finds_blocks = fetch is not None or bool(self.prefixes.num_held(generation.prefix_store, names))
+        reserves = way is not None or finds_blocks
+        return Plan(generation, way, placement, blocks, names, reserves=reserves, uses_cached=uses_cached, fetch=fetch)
 
     def replan(self, plan: Plan, record: RequestRecord) -> Plan:
-        """Return the plan with the chain that costs least now; unchanged without a chain or a ready prefill group."""
+        """Return the plan with the chain that costs least now, without another fetch; unchanged without a chain or a
+        ready prefill group."""
         if plan.way is None:
             return plan
         made = {plan.generation.layout_fingerprint: plan.blocks}
-        prospects = Prospects(self._outlook, record, uses_cached=plan.uses_cached, holds=True, blocks=made)
+        prospects = Prospects(
+            self._outlook, record, uses_cached=plan.uses_cached, holds=True, fetches=False, blocks=made
+        )
         return replace(plan, way=prospects.best_chain(plan.generation, record.avoid) or plan.way)
 
     def has_room(self, record: RequestRecord, avoid: Collection[Hashable]) -> bool:
@@ -129,7 +145,7 @@ class Chooser:
         return min((self._predict_at_s(group, record, prospects) for group in roomy or groups), default=0.0)
 
     def _predict_at_s(self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects) -> float:
-        local, policy = prospects.local(generation), self._policy(record)
+        local, policy = _terms_of(prospects.local(generation)), self._policy(record)
         takes_chain = policy != "never" and not record.wants_prompt_scores
         way = prospects.best_chain(generation) if takes_chain else None
         if way is None:
@@ -163,7 +179,7 @@ class Chooser:
         self, generation: GenerationGroup, record: RequestRecord, prospects: Prospects
     ) -> tuple[ChainWay | None, Placement]:
         """Return the chain that prefills, or None, and why; waits for a prefill group if need be."""
-        local, policy = prospects.local(generation), self._policy(record)
+        local, policy = _terms_of(prospects.local(generation)), self._policy(record)
         if record.wants_prompt_scores:  # a chain's ranks compute no logits but the last
             return None, Placement("prompt_scores", local=local)
         if policy == "never":
@@ -198,6 +214,14 @@ class Chooser:
             if found is not None:
                 return found
         return await self._members.until(partial(choose, ()), wait_s)
+
+
+def _terms_of(way: LocalWay | None) -> PlacementTerms | None:
+    return None if way is None else way.terms
+
+
+def _fetch_of(way: ChainWay | LocalWay | None) -> BlockFetch | None:
+    return None if way is None else way.fetch
 
 
 def _slot_blocks(

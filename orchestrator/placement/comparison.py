@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from baton.results import Placement, PlacementTerms
 from orchestrator.membership.members import Load
 from orchestrator.membership.view import ClusterView, GenerationGroup, PrefillGroup
+from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.placement.chain_width import ChainPlan
 from orchestrator.requests.record import RequestRecord
 
@@ -29,6 +30,17 @@ class ChainWay:
     group: PrefillGroup
     chain: ChainPlan
     terms: PlacementTerms
+    fetch: BlockFetch | None = None
+    """Cached KV that is fetched to the chain's node before, and behind which the chain begins; None if none is."""
+
+
+@dataclass(frozen=True)
+class LocalWay:
+    """A prefill by the generation group itself, as one way, and its predicted terms."""
+
+    terms: PlacementTerms
+    fetch: BlockFetch | None = None
+    """Cached KV that is fetched to the group's node before, and behind which the group begins; None if none is."""
 
 
 def able_groups(view: ClusterView, record: RequestRecord, avoid: Collection[Hashable] = ()) -> list[GenerationGroup]:

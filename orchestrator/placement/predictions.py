@@ -4,8 +4,9 @@ Made by `orchestrator.placement.chooser` for one choice; its chains are predicte
 at. Changes nothing; on the loop.
 """
 
-from collections.abc import Collection, Hashable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
@@ -13,13 +14,16 @@ from baton.results import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
+from orchestrator.placement.block_fetches import BlockFetch, BlockSources, PromptSources, node_of
 from orchestrator.placement.chain_width import PromptChains, WidthPolicy
-from orchestrator.placement.comparison import ChainWay, cheapest_chain
+from orchestrator.placement.comparison import ChainWay, LocalWay, cheapest_chain
 from orchestrator.placement.generation_book import Occupancy
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.requests.record import RequestRecord
 from planning.planner import ChainPlanner
 from planning.terms import chain_terms, local_terms
+
+Way = TypeVar("Way", ChainWay, LocalWay)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class Outlook:
     planner: ChainPlanner
     policy: WidthPolicy
     prefixes: PrefixIndex
+    sources: BlockSources
     occupancy: Occupancy
     clock: Clock
     block_tokens: int
@@ -50,9 +55,11 @@ class Prospects:
         *,
         uses_cached: bool,
         holds: bool,
+        fetches: bool = True,
         blocks: dict[str, PromptBlocks] | None = None,
     ) -> None:
-        """`uses_cached`: whether the blocks that the prefix index names are counted as cached.
+        """`uses_cached`: whether the blocks that the prefix index names are counted as cached; `fetches`: whether those
+        of other nodes are, too, where fetching them is predicted to be faster than computing.
 
         `holds`: whether the load of the group that is asked about includes the request's own slots. `blocks` are the
         prompt's blocks as far as they are known, by the fingerprint of their layout; others are added, for naming a
@@ -60,7 +67,12 @@ class Prospects:
         """
         self._outlook = outlook
         self._record = record
+        self.passed_over_fetch = False
+        """Whether a fetch was possible on some way, and computing was predicted to be faster."""
         self._uses_cached = uses_cached
+        self._fetches = uses_cached and fetches
+        self._sources: dict[str, PromptSources] = {}
+        """Stores that have the prompt's first blocks, by the fingerprint of the blocks' layout."""
         self._num_own = record.request.num_slots if holds else 0
         self._blocks = {} if blocks is None else blocks
         self._chains: dict[int, PromptChains] = {}
@@ -85,19 +97,16 @@ class Prospects:
             self._chain(generation, group) for group in groups if group.ready and group.life not in avoid
         )
 
-    def local(self, generation: GenerationGroup) -> PlacementTerms | None:
-        """Return the terms of a prefill by the generation group itself; None when they cannot be predicted."""
-        outlook, record = self._outlook, self._record
-        start = 0 if record.wants_prompt_scores else self._cached_tokens(generation, generation.prefix_store)
-        queue_s = outlook.occupancy.queue_s(generation.life, outlook.now_s)
-        tokens = TokenRange(start, record.num_tokens)
-        return local_terms(outlook.planner, tokens, self._batch(generation), queue_s=queue_s)
+    def local(self, generation: GenerationGroup) -> LocalWay | None:
+        """Return the prefill by the generation group itself, behind what its node has or fetches; None when its terms
+        cannot be predicted."""
+        fetch = None if self._record.wants_prompt_scores else self._fetch(generation, generation.prefix_store)
+        return self._cheaper(lambda each: self._local(generation, each), fetch)
 
     def least_s(self, generation: GenerationGroup) -> float:
         """Return the predicted seconds of the best way that uses this group; 0 when nothing is known."""
         chain, local = self.best_chain(generation), self.local(generation)
-        ways = [None if chain is None else chain.terms, local]
-        return min((terms.cost_s for terms in ways if terms is not None), default=0.0)
+        return min((way.terms.cost_s for way in (chain, local) if way is not None), default=0.0)
 
     def lacks_memory(self, generation: GenerationGroup) -> bool:
         """Return whether the group's free memory, as last reported, is too small even for the KV to be made."""
@@ -107,9 +116,43 @@ class Prospects:
         num_tokens = self._record.request.num_slots * self._record.num_tokens
         return free < num_tokens * cost.num_layers * cost.kv_bytes
 
+    def _local(self, generation: GenerationGroup, fetch: BlockFetch | None) -> LocalWay | None:
+        outlook, record = self._outlook, self._record
+        start = 0 if record.wants_prompt_scores else self._start(generation, generation.prefix_store, fetch)
+        queue_s, fetch_s = outlook.occupancy.queue_s(generation.life, outlook.now_s), _fetch_s(fetch)
+        terms = local_terms(
+            outlook.planner,
+            TokenRange(start, record.num_tokens),
+            self._batch(generation),
+            queue_s=max(queue_s - fetch_s, 0.0),
+            fetch_s=fetch_s,
+        )
+        return None if terms is None else LocalWay(terms, fetch)
+
     def _chain(self, generation: GenerationGroup, group: PrefillGroup) -> ChainWay:
-        """Return the prompt's chain in that prefill group: behind what is cached there, with KV for `generation`."""
-        outlook, start = self._outlook, self._cached_tokens(generation, group.prefix_store)
+        """Return the prompt's chain in that prefill group: behind what its node has or fetches, with KV for
+        `generation`."""
+        fetch = self._fetch(generation, group.prefix_store)
+        way = self._cheaper(lambda each: self._chain_behind(generation, group, each), fetch)
+        assert way is not None, "chains are always predicted"
+        return way
+
+    def _cheaper(self, way_of: Callable[[BlockFetch | None], Way | None], fetch: BlockFetch | None) -> Way | None:
+        """Return the way with the fetch if that makes it cheaper as a whole, else the way without."""
+        plain = way_of(None)
+        fetching = way_of(fetch) if fetch is not None else None
+        if fetch is None or plain is None or fetching is None:
+            return plain
+        if plain.terms.cost_s <= fetching.terms.cost_s:
+            self.passed_over_fetch = True
+            return plain
+        saved_s = plain.terms.cost_s - fetching.terms.cost_s + fetch.predicted_s
+        return replace(fetching, fetch=replace(fetch, saved_s=saved_s))
+
+    def _chain_behind(
+        self, generation: GenerationGroup, group: PrefillGroup, fetch: BlockFetch | None
+    ) -> ChainWay | None:
+        outlook, start = self._outlook, self._start(generation, group.prefix_store, fetch)
         now_s = outlook.now_s
         if start not in self._chains:
             tokens = TokenRange(start, self._record.num_tokens)
@@ -123,11 +166,29 @@ class Prospects:
             chain.ttft_s,
             num_missing,
             self._batch(generation),
-            is_elsewhere=_node(generation.endpoint) not in map(_node, group.endpoints),
-            queue_s=max(own_s - chain.ttft_s, 0.0),
+            is_elsewhere=node_of(generation.endpoint) not in map(node_of, group.endpoints),
+            queue_s=max(own_s - chain.ttft_s - _fetch_s(fetch), 0.0),  # others are served during the fetch
             others_s=chain.cost_s - own_s,
+            fetch_s=_fetch_s(fetch),
         )
-        return ChainWay(group, chain, terms)
+        return ChainWay(group, chain, terms, fetch)
+
+    def _fetch(self, generation: GenerationGroup, store: str) -> BlockFetch | None:
+        """Return the fetch into the store of the prompt's first blocks that another store has; None when none has any
+        that would save computing."""
+        if not (self._fetches and store):
+            return None
+        layout = generation.layout_fingerprint
+        if layout not in self._sources:
+            blocks = self.blocks(layout)
+            names = blocks.cached(blocks.cached_tokens(len(blocks.names)))
+            self._sources[layout] = self._outlook.sources.of(names, blocks.block_tokens)
+        return self._sources[layout].into(store)
+
+    def _start(self, generation: GenerationGroup, store: str, fetch: BlockFetch | None) -> int:
+        """Return how many of the first tokens need not be computed with KV in the store, after the fetch if there is
+        one."""
+        return self._cached_tokens(generation, store) if fetch is None else fetch.num_tokens
 
     def _cached_tokens(self, generation: GenerationGroup, store: str) -> int:
         """Return how many of the first tokens have KV in the store, of the layout that the group takes."""
@@ -147,6 +208,5 @@ class Prospects:
         return self._batches[generation.name]
 
 
-def _node(endpoint: str) -> str:
-    """Return the host part of an endpoint, which identifies a node as far as addresses do."""
-    return endpoint.rpartition(":")[0]
+def _fetch_s(fetch: BlockFetch | None) -> float:
+    return 0.0 if fetch is None else fetch.predicted_s

@@ -20,6 +20,7 @@ from baton.results import (
     DraftCounts,
     Placement,
     PrefillTrace,
+    PrefixFetch,
     RankTiming,
     SpeculationTrace,
     Timings,
@@ -146,6 +147,8 @@ class Attempt:
     """The choice of the number of prefill ranks; None when the generation group prefills by itself."""
     num_cached_tokens: int = 0
     """Number of first tokens whose KV was cached, so that the prefill begins behind them."""
+    fetch: PrefixFetch | None = None
+    """The last fetch of cached KV from another node; None when none was tried."""
     ranks: tuple[RankTiming, ...] = ()
     """Timings of the prefill ranks; empty when the generation group prefilled by itself."""
     blamed: Hashable = None
@@ -236,10 +239,11 @@ class RequestRecord:
         placement: Placement | None = None,
         width: WidthChoice | None = None,
         num_cached_tokens: int = 0,
+        fetch: PrefixFetch | None = None,
     ) -> None:
         """Record where the attempt runs, now that it has a generation group and, if a chain prefills, its slots."""
         self.advance(RequestMove.PLACE)
-        self.attempt = Attempt(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens)
+        self.attempt = Attempt(self.attempt.number, now_ns, residency, placement, width, num_cached_tokens, fetch)
 
     def report(self, ranks: tuple[RankTiming, ...]) -> None:
         """Record the timings of the attempt's prefill ranks."""
@@ -329,7 +333,7 @@ class RequestRecord:
             first_token_ns=self.first_token_ns,
             finished_ns=now_ns,
             residency=attempt.residency,
-            prefill=PrefillTrace(attempt.placement, attempt.width, attempt.ranks),
+            prefill=PrefillTrace(attempt.placement, attempt.width, attempt.ranks, attempt.fetch),
             speculation=self._speculation(),
         )
         reasons = [choice.finish or reason for choice in self.choices]

@@ -16,12 +16,14 @@ import grpc
 from baton.cluster_state import GenerationStatus, PrefillStatus
 from baton.errors import BatonError, DeadlineExceededError, RequestCancelledError, UnavailableError
 from baton.ids import StreamNumber
-from baton.proto_types import event_from_proto, rank_timing_from_proto
+from baton.proto_types import event_from_proto, rank_timing_from_proto, read
 from baton.results import RankTiming
 from baton.types import Lease, TokenEvent
-from baton.v1 import common_pb2, generate_pb2, prefill_pb2
+from baton.v1 import common_pb2, exchange_pb2, generate_pb2, prefill_pb2
+from baton.v1.exchange_pb2_grpc import BlockExchangeStub
 from baton.v1.generate_pb2_grpc import GenerationGroupStub
 from baton.v1.prefill_pb2_grpc import PrefillRankStub
+from orchestrator.placement.block_fetches import BlockFetch
 from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import RequestRecord
 from orchestrator.workers.messages import PrefillJob, stream_request, takeover_request
@@ -33,6 +35,8 @@ from transport.status import translate_rpc_errors
 
 VERB_TIMEOUT_S = 5.0
 """Timeout of calls that a healthy worker answers at once, in seconds."""
+_REPORT_S = 0.5
+"""Seconds that a worker has to report a fetch whose time is over."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,24 @@ class RankReport:
     """Names of blocks that the node's prefix store holds now, of those that were to be kept: the first ones."""
     evicted: tuple[str, ...]
     """Names of blocks that were evicted to make room for the stored ones."""
+
+
+@dataclass(frozen=True)
+class FetchReport:
+    """What a worker reports of a fetch of cached KV."""
+
+    num_stored: int = 0
+    """Number of blocks that its node's prefix store has now, of those that were named: the first ones."""
+    evicted: tuple[str, ...] = ()
+    """Names of blocks that were evicted to make room."""
+    num_bytes: int = 0
+    """Bytes of KV that were copied."""
+    copying_s: float = 0.0
+    """Seconds that it took to copy them."""
+    shortfall: str = ""
+    """Why not all blocks are stored, in one line; empty when all are."""
+    missing_block: str = ""
+    """Name of the block that the other node turned out not to have; empty when it was not that."""
 
 
 class EventStream:
@@ -89,6 +111,7 @@ class WorkerClient(KvClient):
         self._endpoint = endpoint
         self._prefill = PrefillRankStub(channel)
         self._generation = GenerationGroupStub(channel)
+        self._exchange = BlockExchangeStub(channel)
         self._streams = SharedStreams(channel)
 
     def stream(
@@ -136,6 +159,19 @@ class WorkerClient(KvClient):
         with self._errors():
             reply = await ask(common_pb2.ListPrefixBlocksRequest(), timeout=VERB_TIMEOUT_S)
         return list(reply.blocks)
+
+    async def fetch_blocks(self, fetch: BlockFetch) -> FetchReport:
+        """Let this worker fetch blocks into its node's prefix store, and return what came of it. The worker stops in
+        time to report within `fetch.within_s`, and a moment."""
+        request = exchange_pb2.FetchBlocksRequest(
+            endpoint=fetch.source.endpoint,
+            names=fetch.names,
+            block_tokens=fetch.block_tokens,
+            within_s=fetch.within_s,
+        )
+        with self._errors():
+            reply = await self._exchange.Fetch(request, timeout=fetch.within_s + _REPORT_S)
+        return read(FetchReport, reply, evicted=tuple(reply.evicted))
 
     async def prefill_status(self, timeout_s: float) -> PrefillStatus:
         """Return what this prefill rank holds and does now."""

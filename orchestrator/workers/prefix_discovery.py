@@ -10,6 +10,7 @@ import logging
 from baton.errors import BatonError
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import Group, PrefillGroup
+from orchestrator.placement.block_fetches import endpoint_of
 from orchestrator.placement.prefix_index import PrefixIndex
 from orchestrator.workers.client import Clients
 
@@ -27,8 +28,9 @@ class PrefixStores:
         """Tasks that ask for a store's blocks, by store; kept when done, so that each store is asked once."""
 
     def look(self) -> None:
-        """Ask stores that are new in the view, in tasks, and forget those that are gone; for every request."""
-        groups = [group for group in self._members.view.groups if group.prefix_store]
+        """Ask stores that are new in the view, in tasks, and forget those that are gone; for every request. The stores
+        of drained groups count: other nodes may fetch from them."""
+        groups = [group for group in self._members.present.groups if group.prefix_store]
         stores = {group.prefix_store for group in groups}
         self._index.keep_only(stores)
         for store in self._asked.keys() - stores:
@@ -45,10 +47,9 @@ class PrefixStores:
 
     async def _ask(self, group: Group) -> None:
         """Add a store's blocks to the index, asking this group of those that share the store."""
-        is_prefill = isinstance(group, PrefillGroup)
         try:
-            with self._clients.use(group.endpoints[0] if isinstance(group, PrefillGroup) else group.endpoint) as worker:
-                names = await worker.prefix_blocks(is_prefill=is_prefill)
+            with self._clients.use(endpoint_of(group)) as worker:
+                names = await worker.prefix_blocks(is_prefill=isinstance(group, PrefillGroup))
         except BatonError as error:
             logger.info("%s does not say what it has cached: %s", group.name, error)
         else:

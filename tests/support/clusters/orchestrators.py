@@ -179,6 +179,8 @@ class Relay:
     prefix_bytes: int = 0
     group_folder: Path | None = None
     """Where the generation groups do, up to as much; the same one for those of the same node."""
+    group_folders: Sequence[Path] = ()
+    """Where each of the first groups does, in place of that: each on a node of its own."""
     prefix_disk: DiskPlace | None = None
     """Of all of them."""
     generate: Mapping[str, Any] = field(default_factory=dict)
@@ -208,7 +210,7 @@ class Relay:
 
     async def add_group(self) -> None:
         decoder, gate = self._gated()
-        num_slots = self.num_slots
+        num_slots, folders = self.num_slots, self.group_folders
         config = EngineConfig(num_slots=num_slots, max_slot_tokens=MAX_TOKENS, max_waiting=num_slots, **self.generate)
         server = await GenerationServer.start(
             decoder,
@@ -217,7 +219,7 @@ class Relay:
             clock=CLOCK,
             host=HOST,
             secret=SECRET,
-            prefix_folder=self.group_folder,
+            prefix_folder=folders[len(self.groups)] if len(self.groups) < len(folders) else self.group_folder,
             prefix_bytes=self.prefix_bytes,
             prefix_disk=self.prefix_disk,
         )
@@ -371,6 +373,7 @@ async def relay(
     prefix_folder: Path | None = None,
     prefix_bytes: int = 1 << 30,
     group_folder: Path | None = None,
+    group_folders: Sequence[Path] = (),
     prefix_disk: DiskPlace | None = None,
     generate: Mapping[str, Any] = MappingProxyType({}),
 ) -> AsyncIterator[Relay]:
@@ -379,7 +382,7 @@ async def relay(
     store = await asyncio.to_thread(TCPStore, HOST, 0, None, True, wait_for_workers=False)
     made = Relay(eos_decoder(), Members(), num_slots, store, planner or linear_planner())
     made.prefix_folder, made.prefix_bytes, made.group_folder = prefix_folder, prefix_bytes, group_folder
-    made.prefix_disk, made.generate = prefix_disk, generate
+    made.prefix_disk, made.generate, made.group_folders = prefix_disk, generate, group_folders
     try:
         for _ in range(num_ranks):
             await made.add_rank()

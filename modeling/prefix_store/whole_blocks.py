@@ -1,0 +1,53 @@
+"""Whole blocks in and out of a prefix store, for their exchange with other nodes.
+
+Implements `transport.block_store.BlockStore`, which it cannot import; the servicers of both worker roles connect the
+two. Any thread; all methods may wait for locks and disks.
+"""
+
+from collections.abc import Collection, Sequence
+from itertools import takewhile
+
+from baton.types import KvLayout, TokenRange
+from modeling.kv.buffers import KvBuffer
+from modeling.prefix_store.store import Filled, PrefixStore
+
+
+class WholeBlocks:
+    """The blocks of one node's store. No state but the store's files."""
+
+    def __init__(self, store: PrefixStore) -> None:
+        self._store = store
+
+    @property
+    def layout(self) -> KvLayout:
+        """Return the layout of the blocks' KV."""
+        return self._store.layout
+
+    def num_leading(self, names: Sequence[str]) -> int:
+        """Return how many of these blocks are stored, in memory or on disk, from the first one on without a gap."""
+        return sum(1 for _ in takewhile(self._store.has, names))
+
+    def open_block(self, name: str, tokens: TokenRange) -> KvBuffer:
+        """Return a stored block as the KV of `tokens`; it counts as used now. Raises StalePrefixError when it is not
+        stored or of another size, InvalidArgumentError for a bad name."""
+        return self._store.open_block(name, tokens)
+
+    def put_block(
+        self,
+        name: str,
+        tokens: TokenRange,
+        pieces: Sequence[tuple[int, TokenRange, memoryview]],
+        spared: Collection[str],
+    ) -> Filled:
+        """Store a block whose rows are `pieces`, each once, as (layer, tokens, bytes). Whoever looks for it finds it
+        whole or not at all. Blocks in `spared` are not evicted for it. Stores nothing, which is no error, when there is
+        no room. Raises ConfigError when no file can be made in the folder, InvalidArgumentError for a bad name."""
+        room = self._store.take((name,), tokens, len(tokens), spared=spared)
+        try:
+            for writer in room.writers:
+                for piece in pieces:
+                    writer.write(*piece)
+            room.seal()
+            return room.filled((name,))
+        finally:
+            room.drop()

@@ -1,0 +1,67 @@
+"""Fetches cached KV from another node's prefix store before an attempt begins, as `orchestrator.placement` has planned.
+
+Called by `orchestrator.dispatch.attempt`. A worker of the node that is to have the blocks copies them; what it stored,
+and what it evicted for that, goes into the prefix index, and its speed into the planner. A fetch that fails or comes
+too late is no error: the attempt is planned anew, without. On the loop, in the request's task.
+"""
+
+import logging
+
+from baton.clock import Clock
+from baton.errors import BatonError
+from baton.results import PrefixFetch
+from orchestrator.placement.block_fetches import BlockFetch, BlockSources
+from orchestrator.placement.prefix_index import PrefixIndex
+from orchestrator.requests.record import RequestRecord
+from orchestrator.workers.client import Clients, FetchReport
+from planning.planner import ChainPlanner
+
+logger = logging.getLogger(__name__)
+
+
+class BlockFetcher:
+    """Runs any number of fetches at once. Writes the prefix index, and the pauses of stores after failures."""
+
+    def __init__(
+        self, clients: Clients, prefixes: PrefixIndex, sources: BlockSources, planner: ChainPlanner, clock: Clock
+    ) -> None:
+        self._clients = clients
+        self._prefixes = prefixes
+        self._sources = sources
+        self._planner = planner
+        self._clock = clock
+
+    async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
+        """Fetch the blocks, for a bounded time, and return what came of it. Raises no BatonError."""
+        start_s = self._clock.now_s()
+        is_probe = self._sources.pauses.of(fetch.pair).began()
+        try:
+            with self._clients.use(fetch.target.endpoint) as worker:
+                report = await worker.fetch_blocks(fetch)
+        except BatonError as error:
+            report = FetchReport(shortfall=str(error))
+        took_s = self._clock.now_s() - start_s
+        self._note(fetch, report, is_probe=is_probe)
+        logger.info(
+            "fetched request=%s attempt=%d from=%s to=%s tokens=%d bytes=%d seconds=%.3f predicted=%.3f: %s",
+            *(record.request_id, record.attempt.number, fetch.source.group, fetch.target.group, fetch.num_tokens),
+            *(report.num_bytes, took_s, fetch.predicted_s, report.shortfall or "complete"),
+        )
+        return PrefixFetch(
+            fetch.source.group, fetch.num_tokens, report.num_bytes, fetch.predicted_s, took_s, report.shortfall
+        )
+
+    def _note(self, fetch: BlockFetch, report: FetchReport, *, is_probe: bool) -> None:
+        source, target = fetch.pair
+        self._prefixes.forget(target, report.evicted)
+        self._prefixes.use(target, fetch.names[: report.num_stored])
+        if report.missing_block:
+            self._prefixes.forget(source, (report.missing_block,))
+        else:
+            self._prefixes.use(source, fetch.names[: report.num_stored])
+        if report.num_bytes:
+            self._planner.observe_fetch(report.num_bytes, report.copying_s, is_far=fetch.is_far)
+        if not report.shortfall:
+            self._sources.pauses.of(fetch.pair).succeeded(is_probe=is_probe)
+        elif not report.missing_block:  # a wrong hint says nothing of the way between the stores
+            self._sources.pauses.failed(fetch.pair)

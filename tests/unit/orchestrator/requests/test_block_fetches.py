@@ -1,0 +1,223 @@
+"""Chats whose turns run on different nodes: what another node has cached is fetched from there when that is predicted to
+be faster than computing it, and nothing that goes wrong with it costs more than the attempt's time.
+
+A folder in memory stands for a node: its store's identity tells it from others.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from baton.proto_types import timings_from_proto
+from baton.results import Timings
+from baton.sampling_params import SamplingParams
+from baton.types import TokenRange
+from orchestrator.requests.config import OrchestratorConfig
+from planning.cost_model import CostModel, Link
+from planning.local_prefill import LocalPrefill
+from planning.planner import ChainPlanner
+from planning.step_times import StepTimes
+from tests.support.clusters.orchestrators import Relay, relay
+from tests.support.clusters.planners import deciding_planner, planner_of
+from tests.support.engines.generation import prompt, reference_ids
+from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
+from tests.support.models.tiny_models import random_decoder
+
+BLOCK = 16
+LOCAL = OrchestratorConfig(block_tokens=BLOCK, report_wait_s=10, disaggregation="never")
+CHAIN = replace(LOCAL, disaggregation="always")
+PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
+FIRST = prompt(50)
+BLOCK_BYTES = file_bytes(random_decoder().layout, BLOCK)
+
+
+def planner(bandwidth: float = 1e9) -> ChainPlanner:
+    """A token takes 100 ms to compute, and its KV, 1,000 bytes, goes over a link of so many bytes a second."""
+    cost = CostModel(10, linear_s=1e-2, pair_s=0.0, kv_bytes=100, link=Link(0.0, bandwidth))
+    return planner_of(cost, steps=_steps(), local=LocalPrefill(1.0, 2.0, 256))
+
+
+def _steps() -> StepTimes:
+    steps = deciding_planner().steps
+    assert steps is not None
+    return steps
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[Path]]:
+    """Folders of three nodes: those of two generation groups, and that of the ranks."""
+    with ExitStack() as held:
+        yield [held.enter_context(prefix_folder()) for _ in range(3)]
+
+
+@asynccontextmanager
+async def cluster(
+    nodes: Sequence[Path],
+    *,
+    config: OrchestratorConfig = LOCAL,
+    link: float = 1e9,
+    num_ranks: int = 0,
+    num_blocks: int = 1000,
+) -> AsyncIterator[Relay]:
+    """A group on each of the first two nodes, and a chain on the third."""
+    async with relay(
+        num_ranks=num_ranks,
+        num_groups=2,
+        config=config,
+        planner=planner(link),
+        prefix_folder=nodes[2],
+        prefix_bytes=num_blocks * BLOCK_BYTES,
+        group_folders=nodes[:2],
+    ) as made:
+        yield made
+        await made.until_empty()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What one request came to."""
+
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    num_cached: int
+    timings: Timings
+
+    def then(self, num_new: int, seed: int) -> tuple[int, ...]:
+        """The prompt of the next turn."""
+        return (*self.prompt_ids, *self.token_ids, *prompt(num_new, seed=seed))
+
+    @property
+    def num_fetched(self) -> int:
+        """Bytes that came from another node; none where nothing was to be fetched."""
+        return self.timings.prefill.fetch.num_bytes if self.timings.prefill.fetch is not None else 0
+
+    @property
+    def shortfall(self) -> str:
+        """Why a fetch brought less than it was to bring."""
+        assert self.timings.prefill.fetch is not None, "nothing was to be fetched"
+        return self.timings.prefill.fetch.shortfall
+
+
+async def turn(made: Relay, prompt_ids: tuple[int, ...], on: int) -> Turn:
+    """Asks while the other group is drained; tokens are those of a cold start, in one attempt."""
+    for index in range(2):
+        (made.members.undrain if index == on else made.members.drain)(f"group-{index}")
+    got = await made.ask(made.request(prompt_ids, PARAMS))
+    assert got.token_ids == reference_ids(made.decoder, prompt_ids, PARAMS)
+    assert got.finished is not None
+    usage = got.finished.usage
+    assert usage.num_attempts == 1
+    return Turn(prompt_ids, tuple(got.token_ids), usage.num_cached_tokens, timings_from_proto(got.finished.timings))
+
+
+async def chat(made: Relay, *groups: int) -> list[Turn]:
+    """Three turns, each on the given group."""
+    turns = [await turn(made, FIRST, groups[0])]
+    for number, group in enumerate(groups[1:]):
+        turns.append(await turn(made, turns[-1].then(20 - 5 * number, seed=number), group))
+    return turns
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+async def test_a_chat_over_nodes_has_what_it_has_on_one(nodes: list[Path], num_ranks: int) -> None:
+    config, cached = (CHAIN if num_ranks else LOCAL), {}
+    for name, groups in (("one", (0, 0, 0)), ("over", (0, 1, 0))):
+        with ExitStack() as held:
+            own = [held.enter_context(prefix_folder()) for _ in range(3)]
+            folders = own if name == "over" else [own[0], own[0], own[0]]
+            async with cluster(folders, config=config, num_ranks=num_ranks) as made:
+                turns = await chat(made, *groups)
+                cached[name] = [each.num_cached for each in turns]
+                fetched = [each.num_fetched > 0 for each in turns]
+                assert fetched == ([False, True, True] if name == "over" else [False] * 3)
+    assert cached["over"] == cached["one"] == [0, 80, 144]
+
+
+async def test_a_link_that_is_too_slow_is_not_used(nodes: list[Path]) -> None:
+    async with cluster(nodes, link=9_000.0) as made:  # a token takes 111 ms
+        first, second = await chat(made, 0, 1)
+        assert second.num_cached == second.num_fetched == 0
+        local = second.timings.prefill.placement and second.timings.prefill.placement.local
+        assert local is not None and local.fetch_s == 0.0
+        assert second.timings.prefill.fetch is None
+    with ExitStack() as held:
+        own = [held.enter_context(prefix_folder()) for _ in range(3)]
+        async with cluster(own, link=12_000.0) as made:  # 83 ms
+            first, second = await chat(made, 0, 1)
+            local = second.timings.prefill.placement and second.timings.prefill.placement.local
+            assert second.num_cached == 80
+            assert local is not None and local.fetch_s == pytest.approx(80 * 1000 / 12_000 + 0.004)
+            assert first.num_fetched == 0 < second.num_fetched
+
+
+async def test_what_was_fetched_is_counted_where_it_is_shown(nodes: list[Path]) -> None:
+    async with cluster(nodes) as made:
+        _, second = await chat(made, 0, 1)
+        num_bytes = 80 * made.decoder.layout.token_bytes
+        assert second.num_fetched == num_bytes
+        assert blocks_in(nodes[0]) & blocks_in(nodes[1])
+        stores = {group.name: group.generation.prefix_store for group in (await made.state()).groups}
+        assert (stores["group-0"].num_bytes_sent, stores["group-1"].num_bytes_fetched) == (num_bytes, num_bytes)
+        samples = await made.metrics()
+        assert samples['baton_prefix_fetched_bytes_total{group="group-1"}'] == num_bytes
+        assert samples['baton_prefix_sent_bytes_total{group="group-0"}'] == num_bytes
+        assert samples['baton_prefix_fetches_total{end="complete"}'] == 1
+
+
+async def test_a_hint_that_is_wrong_costs_a_try(nodes: list[Path]) -> None:
+    async with cluster(nodes) as made:
+        first = await turn(made, FIRST, 0)
+        for name in blocks_in(nodes[0]):
+            (nodes[0] / name).unlink()
+        second = await turn(made, first.then(20, seed=0), 1)
+        assert (second.num_cached, second.num_fetched) == (0, 0)
+        assert "is not in" in second.shortfall
+        third = await turn(made, (*FIRST[:20], 3, 4), 1)  # its blocks have been computed there meanwhile
+        assert third.num_cached == 16
+
+
+async def test_a_source_that_is_gone_costs_a_try_and_is_left_alone_for_a_while(nodes: list[Path]) -> None:
+    async with cluster(nodes) as made:
+        first = await turn(made, FIRST, 0)
+        port = made.groups[0].port
+        made.fronts[port] = "127.0.0.1:9"  # nothing answers there
+        made.members.update(made.view())
+        second = await turn(made, first.then(20, seed=0), 1)
+        assert (second.num_cached, second.num_fetched) == (0, 0)
+        assert second.shortfall
+        other = await turn(made, (*first.prompt_ids, *first.token_ids[:20], 1), 1)
+        assert other.timings.prefill.fetch is None
+        del made.fronts[port]
+        made.members.update(made.view())
+
+
+async def test_a_node_without_room_computes(nodes: list[Path]) -> None:
+    async with cluster(nodes, num_blocks=5) as made:
+        first = await turn(made, FIRST, 0)
+        store = made.groups[1].prefixes
+        assert store is not None
+        room = store.take([f"x{index}" for index in range(5)], TokenRange(0, 5 * BLOCK), BLOCK)
+        try:
+            second = await turn(made, first.then(20, seed=0), 1)
+            assert (second.num_cached, second.num_fetched) == (0, 0)
+            assert "no room" in second.shortfall
+        finally:
+            room.drop()
+
+
+async def test_requests_that_begin_alike_fetch_their_blocks_once(nodes: list[Path]) -> None:
+    async with cluster(nodes) as made:
+        first = await turn(made, FIRST, 0)
+        made.members.undrain("group-1")
+        made.members.drain("group-0")
+        asked = [first.then(20, seed=seed) for seed in range(6)]
+        got = await asyncio.gather(*(made.ask(made.request(ids, PARAMS)) for ids in asked))
+        for ids, answer in zip(asked, got, strict=True):
+            assert answer.token_ids == reference_ids(made.decoder, ids, PARAMS)
+            assert answer.finished is not None and answer.finished.usage.num_cached_tokens == 80
+        (sent,) = [each.generation.prefix_store for each in (await made.state()).groups if each.name == "group-0"]
+        assert sent.num_bytes_sent == 80 * made.decoder.layout.token_bytes
