@@ -24,7 +24,7 @@ from baton.v1 import exchange_pb2
 from transport.block_pieces import SERVICE, BlockAssembly, BlockRun, pieces_of, read_blocks
 from transport.block_store import BlockStore
 from transport.channel import make_channel
-from transport.kv_frame import Piece, encode_piece
+from transport.kv_frame import encode_piece
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +55,9 @@ class BlockExchange:
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="block-exchange")
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Register both methods, before the server starts; Read has a codec that copies payloads once."""
+        """Register both methods, before the server starts; Read's replies are encoded already."""
         handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
-            "Read": grpc.unary_stream_rpc_method_handler(
-                self.read, exchange_pb2.ReadBlocksRequest.FromString, lambda piece: encode_piece(*piece)
-            ),
+            "Read": grpc.unary_stream_rpc_method_handler(self.read, exchange_pb2.ReadBlocksRequest.FromString, bytes),
             "Fetch": grpc.unary_unary_rpc_method_handler(
                 self.fetch, exchange_pb2.FetchBlocksRequest.FromString, methodcaller("SerializeToString")
             ),
@@ -70,8 +68,8 @@ class BlockExchange:
         """Wait until no thread works for the exchange. Call once no call runs."""
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
-    async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[Piece]:
-        """Send blocks, one after the other. Raises StalePrefixError at the first one that the store does not have,
+    async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
+        """Send blocks as encoded pieces, one after the other: no view of a block leaves this method. Raises StalePrefixError at the first one that the store does not have,
         LayoutMismatchError for another layout, and InvalidArgumentError for a bad field."""
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
@@ -84,7 +82,7 @@ class BlockExchange:
             for name, tokens in run.parts():
                 block = await self._on_thread(partial(self._store.open_block, name, tokens))
                 for header, payload in pieces_of(block, layout, tokens):
-                    yield header, payload
+                    yield encode_piece(header, payload)
                     self.num_bytes_sent += payload.nbytes
                 del block, payload  # lets the store evict the block
 

@@ -60,7 +60,7 @@ def test_slots_and_memory_are_shown_by_state() -> None:
     _, slots, memory, store = rows(slots_table(STATE))
     assert slots == ["generate-0", "slots", "8", "3", "2", "2", "1"]
     assert memory == ["infinigen", "(approximate)", "KV,", "MiB", "64.0", "32.0", "8.0", "16.0", "8.0", "5.0"]
-    assert store == ["prefill-0", "prefixes,", "MiB", "8.0", "5.0", "3.0"]
+    assert store == ["prefill-0", "prefixes,", "MiB", "8.0", "5.0", "3.0", "2.0", "1.0"]
 
 
 def test_groups_that_draft_say_what_is_accepted() -> None:
