@@ -69,8 +69,9 @@ class BlockExchange:
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
-        """Send blocks as encoded pieces, one after the other: no view of a block leaves this method. Raises StalePrefixError at the first one that the store does not have,
-        LayoutMismatchError for another layout, and InvalidArgumentError for a bad field."""
+        """Send blocks as encoded pieces, one after the other: no view of a block leaves this method. Raises
+        StalePrefixError at the first one that the store does not have, LayoutMismatchError for another layout, and
+        InvalidArgumentError for a bad field."""
         layout = self._store.layout
         if request.layout_fingerprint != layout.fingerprint:
             raise LayoutMismatchError(

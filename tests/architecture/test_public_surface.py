@@ -23,6 +23,7 @@ from baton.results import (
     Placement,
     PlacementTerms,
     PrefillTrace,
+    PrefixFetch,
     RankTiming,
     SpeculationTrace,
     Timings,
@@ -34,9 +35,9 @@ from deploy.cli import build_parser
 
 NAMES = """
     AsyncClient AsyncStream BatonError Choice Client ClusterState Completion DraftCounts DraftRound FinishReason
-    GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace RankTiming Reconnect
-    SampledToken SamplingParams SpeculationTrace Stream Timings TokenEvent TokenLogprob TokenRange Usage WidthChoice
-    WidthOption __version__
+    GenerationStatus GroupState ModelInfo Placement PlacementTerms PrefillStatus PrefillTrace PrefixFetch RankTiming
+    Reconnect SampledToken SamplingParams SpeculationTrace Stream Timings TokenEvent TokenLogprob TokenRange Usage
+    WidthChoice WidthOption __version__
 """
 
 CLIENT = {
@@ -57,9 +58,10 @@ FIELDS = {
     Timings: "received_ns admitted_ns leased_ns first_token_ns finished_ns residency prefill speculation",
     SpeculationTrace: "num_steps sources",
     DraftCounts: "source num_rounds num_drafted num_accepted",
-    PrefillTrace: "placement width ranks",
+    PrefillTrace: "placement width ranks fetch",
+    PrefixFetch: "source num_tokens num_bytes predicted_s took_s shortfall",
     Placement: "reason chain local",
-    PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s",
+    PlacementTerms: "queue_s prefill_s steps_s transfer_s others_s fetch_s",
     WidthChoice: "width num_ranks num_ahead num_jobs options",
     WidthOption: "width own_s others_s",
     RankTiming: (

@@ -15,6 +15,7 @@ from baton.results import (
     Placement,
     PlacementTerms,
     PrefillTrace,
+    PrefixFetch,
     RankTiming,
     SpeculationTrace,
     Timings,
@@ -29,7 +30,7 @@ RANK = RankTiming(1, TokenRange(3, 9), 10, 20, 0.5, 11, 21, 300, 200, (Interval(
 WIDTH = WidthChoice(1, 2, 3, 4, (WidthOption(1, 0.5, 0.25), WidthOption(2, 0.375, 1.0)))
 
 
-PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTerms(0.5, 0.25, 0, 0, 0))
+PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5, 6), PlacementTerms(0.5, 0.25, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -37,6 +38,7 @@ PLACEMENT = Placement("local_faster", PlacementTerms(1, 2, 3, 4, 5), PlacementTe
     [
         Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(None, WIDTH, (RANK,))),
         Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(PLACEMENT)),
+        Timings(1, 2, 3, 4, 5, prefill=PrefillTrace(PLACEMENT, fetch=PrefixFetch("group", 64, 9, 0.5, 0.25, "late"))),
         Timings(1, 2, 3, 4, 5, "infinigen", PrefillTrace(Placement("never"))),
         Timings(1, 2, 3, 4, 5, speculation=SpeculationTrace(9, (DraftCounts("streaming", 4, 12, 10),))),
     ],

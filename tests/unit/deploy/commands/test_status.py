@@ -13,7 +13,7 @@ from transport.proto_types import kernels_to_proto
 
 MIB = 2**20
 KERNELS = kernels_to_proto(KernelChoice("Zen [12]", "dot", "widened", 64))
-STORE = PrefixStoreStatus(num_bytes=3 * MIB, limit_bytes=8 * MIB)
+STORE = PrefixStoreStatus(num_bytes=3 * MIB, limit_bytes=8 * MIB, num_bytes_fetched=2 * MIB, num_bytes_sent=MIB)
 KV = KvLedger(
     num_bytes=64 * MIB,
     num_bytes_free=32 * MIB,

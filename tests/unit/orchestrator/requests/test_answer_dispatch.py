@@ -19,7 +19,10 @@ from orchestrator.requests.config import OrchestratorConfig
 from orchestrator.requests.record import Finished
 from orchestrator.requests.request import Request
 from orchestrator.requests.tenants import Tenant
+from planning.cost_model import CostModel, Link
+from planning.planner import ChainPlanner
 from tests.support.clusters.orchestrators import Answer, Relay, relay
+from tests.support.clusters.planners import planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
 from tests.support.engines.slot_tables import is_empty
@@ -33,6 +36,8 @@ PARAMS = SamplingParams(max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(max_tokens=3, ignore_eos=True)
 FIRST = prompt(50)
 BLOCK_BYTES = file_bytes(random_decoder().layout, BLOCK)
+SLOW_LINKS = planner_of(CostModel(10, linear_s=1e-4, pair_s=0.0, kv_bytes=100, link=Link(0.0, 1.0)))
+"""By which no node fetches from another."""
 
 
 @pytest.fixture
@@ -50,12 +55,23 @@ def other_folder() -> Iterator[Path]:
 
 @asynccontextmanager
 async def keeping(
-    ranks: Path | None, groups: Path, *, config: OrchestratorConfig = CONFIG, num_ranks: int = 2, num_blocks: int = 1000
+    ranks: Path | None,
+    groups: Path,
+    *,
+    config: OrchestratorConfig = CONFIG,
+    num_ranks: int = 2,
+    num_blocks: int = 1000,
+    planner: ChainPlanner | None = None,
 ) -> AsyncIterator[Relay]:
     """A relay whose nodes have room for so many blocks."""
     limit_bytes = num_blocks * BLOCK_BYTES
     async with relay(
-        num_ranks=num_ranks, config=config, prefix_folder=ranks, prefix_bytes=limit_bytes, group_folder=groups
+        num_ranks=num_ranks,
+        config=config,
+        planner=planner,
+        prefix_folder=ranks,
+        prefix_bytes=limit_bytes,
+        group_folder=groups,
     ) as made:
         yield made
         await made.until_empty()
@@ -119,7 +135,7 @@ async def test_the_next_turn_computes_and_pushes_only_what_is_new(folder: Path, 
 async def test_what_the_group_s_node_has_is_not_pushed_though_the_ranks_have_to_compute_it(
     folder: Path, other_folder: Path
 ) -> None:
-    async with keeping(folder, other_folder, num_ranks=3) as made:
+    async with keeping(folder, other_folder, num_ranks=3, planner=SLOW_LINKS) as made:
         first = await answer(made, FIRST)
         second = await answer(made, first.then(20, seed=1))
         assert (second.num_cached, second.num_pushed) == (48, 30)

@@ -25,6 +25,7 @@ from tests.support.clusters.orchestrators import Relay, relay
 from tests.support.clusters.planners import deciding_planner, planner_of
 from tests.support.engines.generation import prompt, reference_ids
 from tests.support.engines.prefixes import blocks_in, file_bytes, prefix_folder
+from tests.support.eventually import eventually
 from tests.support.models.tiny_models import random_decoder
 
 BLOCK = 16
@@ -153,6 +154,7 @@ async def test_a_link_that_is_too_slow_is_not_used(nodes: list[Path]) -> None:
         assert second.timings.prefill.fetch is None
 
 
+@pytest.mark.ci
 async def test_a_fetch_is_a_term_of_what_is_predicted(nodes: list[Path]) -> None:
     async with cluster(nodes, link=1e5) as made:
         first, second = await chat(made, 0, 1)
@@ -202,6 +204,7 @@ async def test_a_source_that_is_gone_costs_a_try_and_gets_a_pause(nodes: list[Pa
         made.members.update(made.view())
 
 
+@pytest.mark.ci
 async def test_a_node_without_room_computes(nodes: list[Path]) -> None:
     async with cluster(nodes, num_blocks=5) as made:
         first = await turn(made, FIRST, 0)
@@ -216,6 +219,28 @@ async def test_a_node_without_room_computes(nodes: list[Path]) -> None:
             room.drop()
 
 
+async def test_a_client_that_leaves_during_a_fetch_leaves_nothing_behind(nodes: list[Path]) -> None:
+    async with cluster(nodes) as made:
+        first = await turn(made, FIRST, 0)
+        store = made.groups[1].prefixes
+        assert store is not None
+        made.members.undrain("group-1")
+        made.members.drain("group-0")
+        with store.locked():  # no block gets room meanwhile
+            call = made.open(made.request(first.then(20, seed=0), PARAMS))
+            await call.read()
+
+            async def num_sent() -> int:
+                return (await made.state()).groups[0].generation.prefix_store.num_bytes_sent
+
+            await eventually(num_sent, lambda number: number > 0, within_s=10)
+            call.cancel()
+            await made.until_empty()
+        again = await turn(made, first.then(20, seed=0), 1)
+        assert again.num_cached == 80
+
+
+@pytest.mark.ci
 async def test_requests_that_begin_alike_fetch_their_blocks_once(nodes: list[Path]) -> None:
     async with cluster(nodes) as made:
         first = await turn(made, FIRST, 0)
