@@ -169,6 +169,13 @@ class PrefixFetch:
     shortfall: str = ""
     """Why not all was fetched, so that the request was placed anew, in one line; empty when all was."""
 
+    @property
+    def text(self) -> str:
+        """The fetch in one line for people."""
+        end = f"; {self.shortfall}" if self.shortfall else ""
+        what = f"cached KV of {self.num_tokens} tokens from {self.source}: {self.num_bytes / 2**20:.1f} MiB fetched"
+        return f"{what} in {self.took_s:.3f} s, predicted {self.predicted_s:.3f} s{end}"
+
 
 @dataclass(frozen=True)
 class PrefillTrace:

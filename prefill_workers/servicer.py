@@ -27,13 +27,13 @@ from modeling.prefix_store.node import DiskPlace, NodeStore
 from modeling.prefix_store.store import Filled, PrefixStore
 from modeling.prefix_store.whole_blocks import WholeBlocks
 from prefill_workers.block_threads import BlockThreads
-from prefill_workers.channel_cache import ChannelCache
 from prefill_workers.engine import PrefillEngine
 from prefill_workers.job import Job, JobReport
 from prefill_workers.prefix_filling import PrefixFilling
 from prefill_workers.torch_links import Meeting, connect_torch_links
 from transport.block_exchange import BlockExchange
 from transport.channel import bind, make_channel, make_server
+from transport.channel_cache import ChannelCache
 from transport.identity import ClusterSecret
 from transport.kv_client import KvClient
 from transport.kv_sender import PushSession, PushSummary, open_push

@@ -21,10 +21,10 @@ import grpc
 from baton.clock import Clock
 from baton.errors import BatonError, InvalidArgumentError, LayoutMismatchError, ResourceExhaustedError, StalePrefixError
 from baton.v1 import exchange_pb2
-from transport.block_pieces import SERVICE, BlockAssembly, BlockRun, pieces_of, read_blocks
+from transport.block_pieces import SERVICE, BlockAssembly, BlockRun, frames_of, read_blocks
 from transport.block_store import BlockStore
 from transport.channel import make_channel
-from transport.kv_frame import encode_piece
+from transport.channel_cache import ChannelCache
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class BlockExchange:
         """Bytes of KV that were sent from the store so far."""
         self._store = store
         self._clock = clock
-        self._connect = connect
+        self._channels = ChannelCache(connect)
         self._coming: dict[str, asyncio.Event] = {}
         """Blocks that calls are copying, by name; each event is set when the block is stored or given up."""
         self._copying = asyncio.Semaphore(_MOST_AT_ONCE)
@@ -65,7 +65,8 @@ class BlockExchange:
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
 
     async def close(self) -> None:
-        """Wait until no thread works for the exchange. Call once no call runs."""
+        """Wait until no thread works for the exchange, and close its channels. Call once no call runs."""
+        await self._channels.close()
         await asyncio.to_thread(self._threads.shutdown, cancel_futures=True)
 
     async def read(self, request: exchange_pb2.ReadBlocksRequest, context: Context) -> AsyncIterator[bytes]:
@@ -82,10 +83,10 @@ class BlockExchange:
         async with self._sending:
             for name, tokens in run.parts():
                 block = await self._on_thread(partial(self._store.open_block, name, tokens))
-                for header, payload in pieces_of(block, layout, tokens):
-                    yield encode_piece(header, payload)
-                    self.num_bytes_sent += payload.nbytes
-                del block, payload  # lets the store evict the block
+                for frame in frames_of(block, layout, tokens):
+                    yield frame
+                self.num_bytes_sent += len(tokens) * layout.token_bytes
+                del block  # lets the store evict it
 
     async def fetch(self, request: exchange_pb2.FetchBlocksRequest, context: Context) -> exchange_pb2.FetchBlocksReply:
         """Copy the blocks that the store lacks, and say what is stored then. A failure on the way ends the copying, and
@@ -149,7 +150,7 @@ class BlockExchange:
         start_s = self._clock.now_s()
         try:
             async with (
-                self._connect(endpoint) as channel,
+                self._channels.use(endpoint) as channel,
                 aclosing(read_blocks(channel, self._store.layout, run)) as blocks,
             ):
                 async for block in blocks:

@@ -1,8 +1,8 @@
 """Blocks of cached KV as pieces on the wire: cut into checksummed pieces by the sender, put together by the receiver.
 
-The pieces are those of a push (`transport.kv_frame`), without a lease: a block's layers in ascending order, and the
-tokens of each layer in ascending order. Used by `transport.block_exchange` on both sides. Pure, but for `read_blocks`;
-on the loop.
+The pieces are those of a push (`transport.kv_frame`), without a lease, in ascending order: some of a layer's tokens
+where a layer is large, several whole layers where it is small. Used by `transport.block_exchange` on both sides. Pure,
+but for `read_blocks`; on the loop.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from baton.proto_types import range_from_proto, range_to_proto
 from baton.types import KvLayout, TokenRange
 from baton.v1 import exchange_pb2, kv_pb2
 from transport.block_store import BlockPiece, OpenBlock
-from transport.kv_frame import Piece, decode_piece
+from transport.kv_frame import Piece, decode_piece, encode_piece
 from transport.kv_sender import MAX_PIECE_BYTES
 from transport.status import translate_rpc_errors
 
@@ -40,18 +40,25 @@ class BlockRun:
             yield name, TokenRange(start, start + self.block_tokens)
 
 
-def pieces_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterator[Piece]:
-    """Yield a block's pieces, in the order in which BlockAssembly takes them. Their payloads are views of the block."""
-    for layer in range(layout.num_layers):
-        for part in tokens.split(max(MAX_PIECE_BYTES // layout.row_bytes, 1)):
-            payload = block.export(layer, part).cast("B")
+def frames_of(block: OpenBlock, layout: KvLayout, tokens: TokenRange) -> Iterator[bytes]:
+    """Yield a block's pieces as encoded messages, in the order in which BlockAssembly takes them. Copies each piece
+    once; a piece has MAX_PIECE_BYTES at most, or one token of a layer."""
+    num_rows = max(MAX_PIECE_BYTES // layout.row_bytes, 1)
+    num_layers = max(num_rows // len(tokens), 1)
+    for first in range(0, layout.num_layers, num_layers):
+        layers = range(first, min(first + num_layers, layout.num_layers))
+        for part in tokens.split(num_rows):
+            payload = [block.export(layer, part).cast("B") for layer in layers]
+            checksum = xxhash.xxh3_64()
+            for rows in payload:
+                checksum.update(rows)
             header = kv_pb2.KvPieceHeader(
                 layout_fingerprint=layout.fingerprint,
-                layer=layer,
+                layer=first,
                 tokens=range_to_proto(part),
-                checksum=xxhash.xxh3_64_intdigest(payload),
+                checksum=checksum.intdigest(),
             )
-            yield header, payload
+            yield encode_piece(header, *payload)
 
 
 @dataclass
@@ -62,7 +69,7 @@ class BlockAssembly:
     tokens: TokenRange
     layout: KvLayout
     pieces: list[BlockPiece] = field(default_factory=list)
-    """Pieces so far; views of the messages in which they came."""
+    """Rows so far, layer by layer; views of the messages in which they came."""
     _layer: int = 0
     _start: int = field(init=False)
 
@@ -90,14 +97,20 @@ class BlockAssembly:
                 "is due: send a block's pieces in order"
             )
         expected = len(part) * self.layout.row_bytes
-        if payload.nbytes != expected:
-            raise ByteCountError(f"{where}: {payload.nbytes} bytes instead of {expected}: fetch the block again")
+        num_layers, rest = divmod(payload.nbytes, expected)
+        most = self.layout.num_layers - self._layer if part == self.tokens else 1
+        if rest or not 1 <= num_layers <= most:
+            raise ByteCountError(
+                f"{where}: {payload.nbytes} bytes instead of {expected} for each of 1 to {most} layers: "
+                "fetch the block again"
+            )
         if xxhash.xxh3_64_intdigest(payload) != header.checksum:
             raise ChecksumError(f"{where}: the payload was damaged on its way: fetch the block again")
-        self.pieces.append((header.layer, part, payload))
+        for index in range(num_layers):
+            self.pieces.append((self._layer + index, part, payload[index * expected : (index + 1) * expected]))
         self._start = part.end
         if part.end == self.tokens.end:
-            self._layer, self._start = self._layer + 1, self.tokens.start
+            self._layer, self._start = self._layer + num_layers, self.tokens.start
 
 
 async def read_blocks(

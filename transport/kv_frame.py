@@ -20,12 +20,13 @@ _MAX_VARINT_BYTES = 5
 """Longest varint read here: enough for lengths below 2**35. gRPC's message limit is far below that."""
 
 
-def encode_piece(header: kv_pb2.KvPieceHeader, payload: memoryview) -> bytes:
-    """Return the bytes of KvPiece(header, payload). Copies the contiguous payload once and keeps no view of it."""
-    head = header.SerializeToString()
+def encode_piece(header: kv_pb2.KvPieceHeader, *payload: memoryview) -> bytes:
+    """Return the bytes of KvPiece(header, payload). Copies the payload's contiguous parts, one or more, once, and keeps
+    no view of them."""
+    head, num_bytes = header.SerializeToString(), sum(part.nbytes for part in payload)
     parts: list[bytes | memoryview] = [bytes((_HEADER_TAG,)), _varint(len(head)), head]
-    if payload.nbytes:  # proto3 leaves an empty field out
-        parts += [bytes((_PAYLOAD_TAG,)), _varint(payload.nbytes), payload]
+    if num_bytes:  # proto3 leaves an empty field out
+        parts += [bytes((_PAYLOAD_TAG,)), _varint(num_bytes), *payload]
     return b"".join(parts)
 
 

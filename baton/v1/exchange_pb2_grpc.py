@@ -51,8 +51,9 @@ class BlockExchangeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Read(self, request, context):
-        """Sends consecutive blocks of the node's prefix store: each block layer by layer, in pieces without a lease. Fails
-        with NOT_FOUND at the first block that the store does not have.
+        """Sends consecutive blocks of the node's prefix store in pieces without a lease: each block's layers in ascending
+        order, and a layer's tokens likewise. A piece of all tokens of a block may hold several layers, from its layer on.
+        Fails with NOT_FOUND at the first block that the store does not have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

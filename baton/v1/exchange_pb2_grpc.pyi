@@ -33,8 +33,9 @@ class BlockExchangeStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> BlockExchangeAsyncStub: ...
     Read: _grpc.UnaryStreamMultiCallable[_exchange_pb2.ReadBlocksRequest, _kv_pb2.KvPiece]
-    """Sends consecutive blocks of the node's prefix store: each block layer by layer, in pieces without a lease. Fails
-    with NOT_FOUND at the first block that the store does not have.
+    """Sends consecutive blocks of the node's prefix store in pieces without a lease: each block's layers in ascending
+    order, and a layer's tokens likewise. A piece of all tokens of a block may hold several layers, from its layer on.
+    Fails with NOT_FOUND at the first block that the store does not have.
     """
     Fetch: _grpc.UnaryUnaryMultiCallable[_exchange_pb2.FetchBlocksRequest, _exchange_pb2.FetchBlocksReply]
     """Copies blocks that the node's prefix store lacks from another node's worker, by its Read. A block is found in the
@@ -45,8 +46,9 @@ class BlockExchangeStub:
 class BlockExchangeAsyncStub(BlockExchangeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Read: _aio.UnaryStreamMultiCallable[_exchange_pb2.ReadBlocksRequest, _kv_pb2.KvPiece]  # type: ignore[assignment]
-    """Sends consecutive blocks of the node's prefix store: each block layer by layer, in pieces without a lease. Fails
-    with NOT_FOUND at the first block that the store does not have.
+    """Sends consecutive blocks of the node's prefix store in pieces without a lease: each block's layers in ascending
+    order, and a layer's tokens likewise. A piece of all tokens of a block may hold several layers, from its layer on.
+    Fails with NOT_FOUND at the first block that the store does not have.
     """
     Fetch: _aio.UnaryUnaryMultiCallable[_exchange_pb2.FetchBlocksRequest, _exchange_pb2.FetchBlocksReply]  # type: ignore[assignment]
     """Copies blocks that the node's prefix store lacks from another node's worker, by its Read. A block is found in the
@@ -60,8 +62,9 @@ class BlockExchangeServicer(metaclass=_abc_1.ABCMeta):
         request: _exchange_pb2.ReadBlocksRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_kv_pb2.KvPiece], _abc.AsyncIterator[_kv_pb2.KvPiece]]:
-        """Sends consecutive blocks of the node's prefix store: each block layer by layer, in pieces without a lease. Fails
-        with NOT_FOUND at the first block that the store does not have.
+        """Sends consecutive blocks of the node's prefix store in pieces without a lease: each block's layers in ascending
+        order, and a layer's tokens likewise. A piece of all tokens of a block may hold several layers, from its layer on.
+        Fails with NOT_FOUND at the first block that the store does not have.
         """
 
     @_abc_1.abstractmethod

@@ -36,6 +36,7 @@ def _prefill_rows(timings: Timings, first_ns: int, width: int) -> list[Text]:
     queue = Interval(timings.received_ns, timings.leased_ns)
     lines = [] if prefill.placement is None else [Text(prefill.placement.text, style="dim")]
     lines += [] if prefill.width is None else [Text(prefill.width.reason, style="dim")]
+    lines += [] if prefill.fetch is None else [Text(prefill.fetch.text, style="dim")]
     lines.append(_row("queue, slot", scale.bar([queue], "\u2591", "white"), f"{_seconds(queue) * 1e3:.0f} ms"))
     for rank in prefill.ranks:
         lines.extend(_rank_rows(rank, scale))

@@ -34,7 +34,7 @@ class BlockFetcher:
     async def run(self, fetch: BlockFetch, record: RequestRecord) -> PrefixFetch:
         """Fetch the blocks, for a bounded time, and return what came of it. Raises no BatonError."""
         start_s = self._clock.now_s()
-        is_probe = self._sources.pauses.of(fetch.pair).began()
+        is_probe = self._sources.began(fetch)
         try:
             with self._clients.use(fetch.target.endpoint) as worker:
                 report = await worker.fetch_blocks(fetch)
@@ -62,6 +62,6 @@ class BlockFetcher:
         if report.num_bytes:
             self._planner.observe_fetch(report.num_bytes, report.copying_s, is_far=fetch.is_far)
         if not report.shortfall:
-            self._sources.pauses.of(fetch.pair).succeeded(is_probe=is_probe)
+            self._sources.succeeded(fetch, is_probe=is_probe)
         elif not report.missing_block:  # a wrong hint says nothing of the way between the stores
-            self._sources.pauses.failed(fetch.pair)
+            self._sources.failed(fetch)

@@ -80,18 +80,40 @@ class BlockFetch:
 
 
 class BlockSources:
-    """Finds the stores from which blocks may be fetched. Owned by the chooser; changes only its pauses."""
+    """Finds the stores from which blocks may be fetched. Owned by the chooser; dispatch says how fetches end."""
 
     def __init__(self, members: Members, index: PrefixIndex, planner: ChainPlanner, clock: Clock) -> None:
-        self.pauses = Breakers(clock, _PAUSES)
-        """Pauses of pairs of stores after failed fetches; written by dispatch."""
+        self._pauses = Breakers(clock, _PAUSES)
+        """Pauses of pairs of stores after failed fetches."""
+        self._failed: set[tuple[str, str]] = set()
+        """Pairs that have a breaker."""
         self._members = members
         self._index = index
         self._planner = planner
 
     def of(self, names: Sequence[str], block_tokens: int) -> "PromptSources":
         """Return the stores that have the most of a prompt's first blocks at present."""
-        return PromptSources(self._accesses(), self._index, self, tuple(names), block_tokens)
+        held = self._index.holders(names[0]) if names else ()
+        return PromptSources(self._accesses() if held else {}, self._index, self, tuple(names), block_tokens)
+
+    def admits(self, source: str, target: str) -> bool:
+        """Return whether blocks may be fetched now from the one store into the other: no pause is in force."""
+        return self._pauses.of((source, target)).admits
+
+    def began(self, fetch: BlockFetch) -> bool:
+        """Record that a fetch begins; return whether it is the first one after a pause, which no other may join."""
+        return self._pauses.of(fetch.pair).began()
+
+    def succeeded(self, fetch: BlockFetch, *, is_probe: bool) -> None:
+        """Record that a fetch went well; `is_probe` is what `began` returned."""
+        self._pauses.of(fetch.pair).succeeded(is_probe=is_probe)
+
+    def failed(self, fetch: BlockFetch) -> None:
+        """Record that a fetch failed, so that its pair of stores gets a pause. Forgets pairs whose stores are gone."""
+        stores = {group.prefix_store for group in self._members.present.groups}
+        self._failed = {pair for pair in self._failed | {fetch.pair} if stores.issuperset(pair)}
+        self._pauses.keep(self._failed)
+        self._pauses.failed(fetch.pair)
 
     def fetch_s(self, num_tokens: int, source: StoreAccess, target: StoreAccess) -> float:
         """Return the predicted seconds of fetching the KV of so many tokens."""
@@ -147,7 +169,7 @@ class PromptSources:
         return BlockFetch(source, target, self._names[:num], num_held, self._block_tokens, predicted_s)
 
     def _may_ask(self, source: StoreAccess, store: str) -> bool:
-        return self._sources.pauses.of((source.store, store)).admits
+        return self._sources.admits(source.store, store)
 
 
 def endpoint_of(group: Group) -> str:

@@ -35,6 +35,10 @@ class PrefixIndex:
         held = self._held.get(store, ())
         return next((index for index, name in enumerate(names) if name not in held), len(names))
 
+    def holders(self, name: str) -> list[str]:
+        """Return the stores that hold the block of that name."""
+        return [store for store, held in self._held.items() if name in held]
+
     def use(self, store: str, names: Sequence[str]) -> None:
         """Record that these first blocks of a prompt are in the store and were just read or written there."""
         if not store or not names:

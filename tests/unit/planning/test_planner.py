@@ -202,6 +202,27 @@ def test_what_pushes_take_is_scaled_by_what_they_took_after_their_chains() -> No
     assert planner.push_s(10, prefill_s=100.0) == pytest.approx(3.0)
 
 
+def test_a_fetch_takes_its_bytes_and_a_way_there_and_back_between_hosts() -> None:
+    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+    planner = planner_of(cost, max_ranks=1)
+    assert planner.fetch_s(10, is_far=True) - planner.fetch_s(0, is_far=True) == pytest.approx(10.0)
+    assert planner.fetch_s(10, is_far=True) - planner.fetch_s(10, is_far=False) == pytest.approx(1.0)
+    assert 0 < planner.fetch_s(0, is_far=False) < 0.1
+
+
+def test_what_fetches_take_is_scaled_by_what_they_took_until_computing_was_faster_many_times() -> None:
+    cost = CostModel(num_layers=10, linear_s=1e-3, pair_s=0.0, kv_bytes=100, link=Link(0.5, 1e3))
+    planner = planner_of(cost, max_ranks=1)
+    nominal_s = planner.fetch_s(10, is_far=True)
+    planner.observe_fetch(10_000, 3 * nominal_s, is_far=True)
+    assert planner.fetch_s(10, is_far=True) == pytest.approx(3 * nominal_s)
+    num_decisions = 0
+    while planner.fetch_s(10, is_far=True) > nominal_s:
+        planner.pass_over_fetch()
+        num_decisions += 1
+    assert 10 < num_decisions < 1000
+
+
 def test_a_generation_group_s_prefill_is_a_rank_s_at_its_speed_between_steps() -> None:
     planner = deciding_planner(speed=2.0)
     alone_s = sum(planner.rank_s((TokenRange(0, 100),)))

@@ -148,7 +148,7 @@ async def test_a_node_without_room_keeps_what_it_has() -> None:
 
 
 class Spoiling(BlockExchange):
-    """Sends the third block's second piece damaged."""
+    """Sends the third block damaged."""
 
     async def read(
         self, request: exchange_pb2.ReadBlocksRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -156,7 +156,7 @@ class Spoiling(BlockExchange):
         number = 0
         async for frame in super().read(request, context):
             number += 1
-            yield frame if number != 6 else frame[:-1] + bytes([frame[-1] ^ 1])
+            yield frame if number != 3 else frame[:-1] + bytes([frame[-1] ^ 1])
 
 
 def spoiling(blocks: GatedBlocks) -> BlockExchange:
@@ -168,7 +168,7 @@ async def test_a_damaged_block_is_not_stored() -> None:
         kv = source.keep(NAMES)
         reply = await target.fetch(source, NAMES)
         assert reply.num_stored == 2
-        assert "block c, layer 1: the payload was damaged" in reply.shortfall
+        assert "block c, layer 0: the payload was damaged" in reply.shortfall
         assert has(target) == {"a", "b"}
         target.check(("a", "b"), kv)
 

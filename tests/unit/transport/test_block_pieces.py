@@ -1,6 +1,7 @@
 """Blocks as pieces on the wire: what is cut is put together again, and nothing else is taken."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,19 +10,23 @@ from baton.errors import BatonError, ByteCountError, ChecksumError, LayoutMismat
 from baton.types import KvLayout, TokenRange
 from modeling.kv.buffers import KvBuffer
 from tests.support.wire.block_nodes import LAYOUT, prompt_kv
-from transport.block_pieces import BlockAssembly, BlockRun, pieces_of
-from transport.kv_frame import Piece, decode_piece, encode_piece
+from transport.block_pieces import BlockAssembly, BlockRun, frames_of
+from transport.kv_frame import Piece, decode_piece
 
 WIDE = KvLayout("weights", num_layers=2, num_kv_heads=3, head_dim=64, dtype="float32")
 """1.5 KiB a token and layer: 682 tokens a piece."""
+DEEP = replace(WIDE, num_layers=12)
+"""Five layers of 128 tokens a piece."""
 
 
 def sent(kv: KvBuffer) -> list[Piece]:
     """A block's pieces, over the wire and back."""
-    return [decode_piece(encode_piece(*piece)) for piece in pieces_of(kv, kv.layout, kv.tokens)]
+    return [decode_piece(frame) for frame in frames_of(kv, kv.layout, kv.tokens)]
 
 
-@pytest.mark.parametrize(("layout", "num_tokens", "num_pieces"), [(LAYOUT, 4, 2), (WIDE, 682, 2), (WIDE, 1400, 6)])
+@pytest.mark.parametrize(
+    ("layout", "num_tokens", "num_pieces"), [(LAYOUT, 4, 1), (DEEP, 128, 3), (WIDE, 682, 2), (WIDE, 1400, 6)]
+)
 def test_a_block_comes_as_it_was(layout: KvLayout, num_tokens: int, num_pieces: int) -> None:
     kv, copy = prompt_kv(layout, num_tokens), prompt_kv(layout, num_tokens, seed=1)
     block = BlockAssembly("a", kv.tokens, layout)
@@ -44,6 +49,10 @@ def test_a_block_lies_where_it_does_in_its_prompt() -> None:
 def damaged(piece: Piece) -> Piece:
     header, payload = piece
     return header, memoryview(bytes([payload[0] ^ 1]) + bytes(payload[1:]))
+
+
+def of_a_layer_too_many(piece: Piece) -> Piece:
+    return piece[0], memoryview(bytes(piece[1]) + bytes(128 * DEEP.row_bytes * (DEEP.num_layers - 2)))
 
 
 def cut(piece: Piece) -> Piece:
@@ -81,6 +90,7 @@ def of_another_layer(piece: Piece) -> Piece:
     [
         (damaged, ChecksumError),
         (cut, ByteCountError),
+        (of_a_layer_too_many, ByteCountError),
         (foreign, LayoutMismatchError),
         (shifted, RangeError),
         (too_long, RangeError),
@@ -89,12 +99,12 @@ def of_another_layer(piece: Piece) -> Piece:
     ],
     ids=lambda each: str(each.__name__),
 )
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [0, 1, 2])
 def test_no_other_piece_is_taken(spoil: Callable[[Piece], Piece], error: type[BatonError], number: int) -> None:
-    kv = prompt_kv(LAYOUT, 4)
-    block, pieces = BlockAssembly("a", kv.tokens, LAYOUT), sent(kv)
+    kv = prompt_kv(DEEP, 128)
+    block, pieces = BlockAssembly("a", kv.tokens, DEEP), sent(kv)
     for piece in pieces[:number]:
         block.add(*piece)
     with pytest.raises(error, match="block a, layer"):
         block.add(*spoil(pieces[number]))
-    assert len(block.pieces) == number
+    assert len(block.pieces) == 5 * number

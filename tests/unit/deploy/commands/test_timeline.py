@@ -9,6 +9,7 @@ from baton.results import (
     DraftCounts,
     Interval,
     PrefillTrace,
+    PrefixFetch,
     RankTiming,
     SpeculationTrace,
     Timings,
@@ -43,7 +44,8 @@ def _draw(token_ns: list[int], speculation: SpeculationTrace | None = None) -> l
     console = Console(file=io.StringIO(), width=120, color_system=None)
     ranks = (_rank(0, 100, 500), _rank(1, 500, 900))
     width = WidthChoice(2, 4, 1, 3, tuple(WidthOption(width, 1 / width, 0.25 * width) for width in range(1, 5)))
-    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], prefill=PrefillTrace(None, width, ranks))
+    prefill = PrefillTrace(None, width, ranks, PrefixFetch("group-0", 64, 3 * 2**19, 0.25, 0.125, "it was late"))
+    timings = Timings(0, 50 * MS, 100 * MS, TOKEN_NS[0], TOKEN_NS[-1], prefill=prefill)
     timings = replace(timings, speculation=speculation)
     draw_timeline(timings, Usage(200, 3, 1), [FinishReason.LENGTH], token_ns, console)
     assert isinstance(console.file, io.StringIO)
@@ -72,6 +74,7 @@ def test_rank_1_is_drawn_after_rank_0() -> None:
 def test_notes_carry_the_numbers() -> None:
     text = "\n".join(_draw(TOKEN_NS))
     assert "TTFT 1.000 s" in text
+    assert "64 tokens from group-0: 1.5 MiB fetched in 0.125 s, predicted 0.250 s; it was late" in text
     assert "10.0 ms a token, 100.0 tokens/s" in text
     assert "1.0 MiB in 0.400 s" in text
 

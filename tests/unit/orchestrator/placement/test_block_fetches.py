@@ -131,14 +131,42 @@ async def test_after_a_failure_another_store_is_asked_for_a_while() -> None:
     cluster = Cluster({"far": 3, "near": 2}, (HERE, FAR, NEAR))
     first = (await cluster.plan()).fetch
     assert first is not None
-    cluster.chooser.sources.pauses.failed(first.pair)
+    cluster.chooser.sources.failed(first)
     second = (await cluster.plan()).fetch
     assert second is not None and second.source.store == "near"
-    cluster.chooser.sources.pauses.failed(second.pair)
+    cluster.chooser.sources.failed(second)
     assert (await cluster.plan()).fetch is None
     cluster.clock.advance(1.01)
     again = (await cluster.plan()).fetch
     assert again is not None and again.source.store == "far"
+
+
+async def test_a_pause_ends_with_a_fetch_that_goes_well_and_grows_with_one_that_does_not() -> None:
+    cluster = Cluster({"far": 3})
+    sources, fetch = cluster.chooser.sources, (await cluster.plan()).fetch
+    assert fetch is not None
+    sources.failed(fetch)
+    cluster.clock.advance(1.01)
+    assert sources.began(fetch)
+    assert (await cluster.plan()).fetch is None  # nobody joins the first one after a pause
+    sources.failed(fetch)
+    cluster.clock.advance(1.01)
+    assert (await cluster.plan()).fetch is None
+    cluster.clock.advance(1.0)
+    sources.succeeded(fetch, is_probe=sources.began(fetch))
+    assert (await cluster.plan()).fetch is not None
+
+
+async def test_a_store_that_is_gone_has_no_pause() -> None:
+    cluster = Cluster({"far": 3, "near": 3}, (HERE, FAR, NEAR))
+    fetch = (await cluster.plan()).fetch
+    assert fetch is not None and fetch.source.store == "near"
+    cluster.chooser.sources.failed(fetch)
+    cluster.members.update(ClusterView((CHAIN,), (HERE, FAR)))
+    other = (await cluster.plan()).fetch
+    assert other is not None and other.source.store == "far"
+    cluster.chooser.sources.failed(other)
+    assert cluster.chooser.sources._failed == {other.pair}
 
 
 async def test_drained_groups_are_asked_and_those_that_are_not_ready_are_not() -> None:

@@ -91,6 +91,15 @@ def test_what_a_store_lists_is_colder_than_what_was_used_here_and_as_much_as_fit
     assert [index.num_held("a", each) for each in (used, warm, lukewarm, cold)] == [1, 1, 0, 1]
 
 
+def test_all_holders_of_a_block_are_known() -> None:
+    index, blocks = PrefixIndex(), names((0, 0))
+    assert index.holders(blocks[0]) == []
+    index.use("a", blocks)
+    index.use("b", blocks)
+    index.forget("a", blocks)
+    assert index.holders(blocks[0]) == ["b"]
+
+
 def test_each_store_has_its_own_bound() -> None:
     index = PrefixIndex(max_blocks=2)
     for store in ("a", "b"):

@@ -2,7 +2,7 @@
 
 from contextlib import AsyncExitStack
 
-from prefill_workers.channel_cache import ChannelCache
+from transport.channel_cache import ChannelCache
 
 
 class Channel:

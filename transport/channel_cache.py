@@ -1,8 +1,8 @@
-"""Keeps a prefill rank's channels to generation groups open: one per endpoint, with a bound on idle ones.
+"""Keeps a worker's channels to other workers open: one per endpoint, with a bound on idle ones.
 
-Groups come and go with new ports while a rank lives on; a channel to a group that is gone would hold its memory and try
-to connect for ever. Knows no gRPC: a channel is any object that can be closed. Used by `prefill_workers.servicer`, on
-the loop.
+Workers come and go with new ports while one lives on; a channel to a worker that is gone would hold its memory and try
+to connect for ever. Knows no gRPC: a channel is any object that can be closed. Used by `prefill_workers.servicer` and
+`transport.block_exchange`, on the loop.
 """
 
 from collections import Counter, OrderedDict
