@@ -45,7 +45,7 @@ from modeling.prefix_store.whole_blocks import WholeBlocks
 from planning.work_cost import WorkCost
 from text.tokenizer import Tokenizer
 from transport.block_exchange import BlockExchange
-from transport.channel import bind, make_server
+from transport.channel import bind, make_channel, make_server
 from transport.identity import ClusterSecret
 from transport.kv_receiver import MAX_TTL_S, KvReceiverServicer
 from transport.proto_types import history_from_proto, kernels_to_proto, lease_ref_from_proto
@@ -63,14 +63,23 @@ class GroupPrefixes:
     answers are stored in it, and other nodes' blocks are fetched into it."""
 
     def __init__(
-        self, folder: Path, slots: SlotTable, *, limit_bytes: int, clock: Clock, disk: DiskPlace | None = None
+        self,
+        folder: Path,
+        slots: SlotTable,
+        secret: ClusterSecret,
+        *,
+        limit_bytes: int,
+        clock: Clock,
+        disk: DiskPlace | None = None,
     ) -> None:
-        """Raise ConfigError when a folder cannot be made."""
+        """`secret` is sent to workers of other nodes. Raises ConfigError when a folder cannot be made."""
         self._node = NodeStore(folder, slots.layout, limit_bytes=limit_bytes, clock=clock, disk=disk)
         self.store = self._node.blocks
         self.loader = PrefixLoader(slots, self.store)
         self.saver = AnswerSaver(slots, self.store)
-        self.exchange = BlockExchange(WholeBlocks(self.store), clock=clock)
+        self.exchange = BlockExchange(
+            WholeBlocks(self.store), clock=clock, connect=partial(make_channel, secret=secret)
+        )
 
     async def close(self) -> None:
         """Wait for loads, give up unsaved answers, and let go of the folders. Call once, after the engine has ended."""
@@ -219,7 +228,9 @@ class GenerationServer:
         speculation = make_speculation(decoder, slots, config, clock, cost, draft_model=draft_model)
         prefixes = None
         if prefix_folder is not None:
-            prefixes = GroupPrefixes(prefix_folder, slots, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk)
+            prefixes = GroupPrefixes(
+                prefix_folder, slots, secret, limit_bytes=prefix_bytes, clock=clock, disk=prefix_disk
+            )
         reclaim = prefixes.saver.give_up if prefixes is not None else None
         batcher = DecodeFirst.of(config, decoder.config)
         engine = GenerationEngine(

@@ -24,8 +24,8 @@ def chain_terms(
     fetch_s: float = 0.0,
 ) -> PlacementTerms:
     """Return the terms of a chain that computes for `prefill_s` and pushes the KV of `num_pushed` tokens to a group
-    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node; `fetch_s`: what comes before, to have
-    cached KV there."""
+    that runs `batch`. `is_elsewhere`: no rank of the chain is on the group's node; `fetch_s`: how long cached KV is
+    fetched before."""
     transfer_s = planner.push_s(num_pushed, prefill_s)
     if is_elsewhere:
         transfer_s += 2 * planner.cost.link.latency_s  # the last piece there, and the commit's answer back
@@ -43,8 +43,8 @@ def chain_terms(
 def local_terms(
     planner: ChainPlanner, tokens: TokenRange, batch: Batch, *, queue_s: float = 0.0, fetch_s: float = 0.0
 ) -> PlacementTerms | None:
-    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch; None when it is unknown how
-    groups prefill or what their steps take."""
+    """Return the terms of a prefill of `tokens` by a generation group that runs `batch`, after a fetch of `fetch_s`
+    seconds; None when it is unknown how groups prefill or what their steps take."""
     num_rows, context = batch
     found = planner.local_s(tokens, max(num_rows, 1.0) if num_rows else 0.0, context)
     if found is None:

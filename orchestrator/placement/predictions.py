@@ -10,7 +10,6 @@ from typing import TypeVar
 
 from baton.clock import Clock
 from baton.prefix_blocks import PromptBlocks
-from baton.results import PlacementTerms
 from baton.types import TokenRange
 from orchestrator.membership.members import Members
 from orchestrator.membership.view import GenerationGroup, PrefillGroup
